@@ -1,0 +1,57 @@
+"""A small decoder-only language model over bytes."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pufferfish.lab.models.attention import Attention
+
+
+class Block(nn.Module):
+    """Causal self-attention and a GELU feed-forward, each normalised before and added to its input."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d)
+        self.attention = Attention(d, heads)
+        self.ffn_norm = nn.LayerNorm(d)
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        x = x + self.attention(y, y, causal=True)
+        x = x + self.down(F.gelu(self.up(self.ffn_norm(x))))
+        return x
+
+
+class GPT(nn.Module):
+    """Learned positions, pre-norm blocks, and the embedding's table as the output layer."""
+
+    def __init__(
+        self, *, vocabulary: int = 256, d: int = 384, layers: int = 6, heads: int = 6, context: int = 256
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, d)
+        self.positions = nn.Parameter(torch.empty(context, d))
+        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(d)
+
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                # What is added to the residual stream starts smaller the more there are to add.
+                residual = name.endswith((".o", ".down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary) of the token that follows each of `tokens` (batch, time)."""
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)

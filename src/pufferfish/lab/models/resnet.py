@@ -1,0 +1,126 @@
+"""Residual networks: ResNet-18 for 32x32 images, ResNet-50 and WideResNet-50-2 for ImageNet.
+
+The ImageNet models name their modules as torchvision does, so its checkpoints load.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A bias-free convolution that keeps the image's size at stride 1."""
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """The projection beside a block, or None where the block's input can be added as it is."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = conv(inputs, inner, 3, stride)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = conv(inner, outputs, 3)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (which carries the stride), 1x1, and a shortcut."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = conv(inputs, inner, 1)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = conv(inner, inner, 3, stride)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = conv(inner, outputs, 1)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample = shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of blocks and a linear classifier.
+
+    `inner` and `outputs` are the first stage's channels; every later stage doubles both. `cifar` takes the
+    stem for small images: one 3x3 convolution with neither batch norm nor pooling behind it.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: tuple[int, int, int, int],
+        *,
+        stem: int,
+        inner: int,
+        outputs: int,
+        classes: int,
+        cifar: bool,
+    ) -> None:
+        super().__init__()
+        self.conv1 = conv(3, stem, 3) if cifar else conv(3, stem, 7, stride=2)
+        self.bn1 = nn.Identity() if cifar else nn.BatchNorm2d(stem)
+        self.maxpool = nn.Identity() if cifar else nn.MaxPool2d(3, stride=2, padding=1)
+        stages, channels = [], stem
+        for index, depth in enumerate(depths):
+            blocks = []
+            for position in range(depth):
+                stride = 2 if index > 0 and position == 0 else 1
+                blocks.append(block(channels, inner << index, outputs << index, stride))
+                channels = outputs << index
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, classes)
+
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.maxpool(F.relu(self.bn1(self.conv1(images))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        return logits
+
+
+def resnet18(*, classes: int = 10, width: int = 64) -> ResNet:
+    """ResNet-18 for 32x32 images."""
+    return ResNet(
+        BasicBlock, (2, 2, 2, 2), stem=width, inner=width, outputs=width, classes=classes, cifar=True
+    )
+
+
+def resnet50(*, classes: int = 1000, width: int = 64, wide: int = 1) -> ResNet:
+    """ResNet-50 for ImageNet; `wide` multiplies the channels inside the bottlenecks."""
+    return ResNet(
+        Bottleneck,
+        (3, 4, 6, 3),
+        stem=width,
+        inner=wide * width,
+        outputs=4 * width,
+        classes=classes,
+        cifar=False,
+    )
+
+
+def wide_resnet50_2(*, classes: int = 1000) -> ResNet:
+    """WideResNet-50-2 for ImageNet."""
+    return resnet50(classes=classes, wide=2)

@@ -1,0 +1,135 @@
+"""The encoder-decoder Transformer for translation."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pufferfish.lab.models.attention import Attention
+
+
+def sinusoids(length: int, d: int) -> Tensor:
+    """Position table (length, d): sines in the first half of the columns, cosines in the second."""
+    frequencies = torch.exp(torch.arange(d // 2) * (-math.log(10_000.0) / (d // 2)))
+    angles = torch.arange(length).unsqueeze(1) * frequencies
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a ReLU between them."""
+
+    def __init__(self, d: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d, hidden)
+        self.down = nn.Linear(hidden, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.relu(self.up(x)))
+        return y
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each normalised before and added to its input."""
+
+    def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d)
+        self.attention = Attention(d, heads)
+        self.ffn_norm = nn.LayerNorm(d)
+        self.ffn = FeedForward(d, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        x = x + self.dropout(self.attention(y, y, mask=mask))
+        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return x
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention over the encoder's output, feed-forward; as in the encoder."""
+
+    def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d)
+        self.attention = Attention(d, heads)
+        self.cross_norm = nn.LayerNorm(d)
+        self.cross = Attention(d, heads)
+        self.ffn_norm = nn.LayerNorm(d)
+        self.ffn = FeedForward(d, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        x = x + self.dropout(self.attention(y, y, causal=True))
+        x = x + self.dropout(self.cross(self.cross_norm(x), memory, mask=mask))
+        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return x
+
+
+class Transformer(nn.Module):
+    """Pre-norm encoder and decoder; one table embeds source and target and gives the output.
+
+    Sentences are padded on the right with `padding`. The source's padding is masked; the target's lies
+    in the future of every real token, so the causal order hides it already.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 9521,
+        d: int = 512,
+        layers: int = 6,
+        heads: int = 8,
+        hidden: int = 2048,
+        dropout: float = 0.1,
+        padding: int = 0,
+        length: int = 256,
+    ) -> None:
+        super().__init__()
+        self.padding = padding
+        self.embedding = nn.Embedding(vocabulary, d)
+        self.register_buffer("positions", sinusoids(length, d), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.encoder = nn.ModuleList(EncoderLayer(d, heads, hidden, dropout) for _ in range(layers))
+        self.encoder_norm = nn.LayerNorm(d)
+        self.decoder = nn.ModuleList(DecoderLayer(d, heads, hidden, dropout) for _ in range(layers))
+        self.decoder_norm = nn.LayerNorm(d)
+
+        nn.init.normal_(self.embedding.weight, std=d**-0.5)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits (batch, target time, vocabulary) of the token that follows each target token."""
+        return self.decode(target, self.encode(source), source)
+
+    def encode(self, source: Tensor) -> Tensor:
+        """The encoder's output (batch, source time, d), the `memory` of `decode`."""
+        mask = self._mask(source)
+        x = self._embed(source)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        memory: Tensor = self.encoder_norm(x)
+        return memory
+
+    def decode(self, target: Tensor, memory: Tensor, source: Tensor) -> Tensor:
+        """As `forward`, from an encoded source; `source` itself only tells where its padding is."""
+        mask = self._mask(source)
+        x = self._embed(target)
+        for layer in self.decoder:
+            x = layer(x, memory, mask)
+        return F.linear(self.decoder_norm(x), self.embedding.weight)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        scale = math.sqrt(self.embedding.embedding_dim)
+        x: Tensor = self.dropout(self.embedding(tokens) * scale + self.positions[: tokens.shape[1]])
+        return x
+
+    def _mask(self, source: Tensor) -> Tensor:
+        """True at the real tokens, for every head and query."""
+        return (source != self.padding)[:, None, None, :]

@@ -1,0 +1,45 @@
+"""VGG-19 with batch norm for 32x32 images."""
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+# Convolutions of each stage, and how many times the first stage's width it has.
+STAGES = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))
+
+
+class VGG19(nn.Module):
+    """Sixteen 3x3 convolutions, halving the image five times, then `fcs` fully connected layers.
+
+    The convolutions have no bias of their own: batch norm adds one behind each of them.
+    """
+
+    def __init__(self, *, classes: int = 10, fcs: int = 3, width: int = 64) -> None:
+        super().__init__()
+        features: OrderedDict[str, nn.Module] = OrderedDict()
+        channels, index = 3, 0
+        for stage, (convs, factor) in enumerate(STAGES, start=1):
+            for _ in range(convs):
+                index += 1
+                features[f"conv{index}"] = nn.Conv2d(channels, factor * width, 3, padding=1, bias=False)
+                features[f"bn{index}"] = nn.BatchNorm2d(factor * width)
+                features[f"relu{index}"] = nn.ReLU(inplace=True)
+                channels = factor * width
+            features[f"pool{stage}"] = nn.MaxPool2d(2)
+        self.features = nn.Sequential(features)
+
+        classifier: OrderedDict[str, nn.Module] = OrderedDict()
+        for index in range(1, fcs):
+            classifier[f"dropout{index}"] = nn.Dropout(0.5)
+            classifier[f"fc{index}"] = nn.Linear(channels, channels)
+            classifier[f"relu{index}"] = nn.ReLU(inplace=True)
+        classifier[f"fc{fcs}"] = nn.Linear(channels, classes)
+        self.classifier = nn.Sequential(classifier)
+
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits

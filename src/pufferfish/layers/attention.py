@@ -1,0 +1,155 @@
+"""Low-rank `nn.MultiheadAttention`: q, k, v and out each have their own two factors, over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import LowRank
+from .linear import LowRankLinear
+from .matrix import Matrix
+
+
+class LowRankMultiheadAttention(LowRank):
+    """Called like, and returns like, `nn.MultiheadAttention`, in training and in evaluation.
+
+    `q`, `k`, `v` and `out` are low-rank or plain Linear layers. The dense parameters can still be read
+    (`in_proj_weight`, `out_proj.weight` …): that is how the fused kernel of `nn.TransformerEncoderLayer`
+    goes on working in evaluation mode, on multiplied-out weights; `merge_` for fast inference.
+    """
+
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
+        super().__init__(dense, ranks)
+        dense = cast(nn.MultiheadAttention, dense)
+        self._qkv_same_embed_dim = dense._qkv_same_embed_dim
+        dtype = dense.out_proj.weight.dtype
+        for x in self.matrices(dense):
+            linear = nn.Linear(x.n, x.m, bias=x.bias is not None, device="meta", dtype=dtype)
+            layer = LowRankLinear(linear, {"": ranks[x.name]}) if x.name in ranks else linear
+            self.add_module(x.name, layer)
+        for name in ("bias_k", "bias_v"):
+            value = getattr(dense, name)
+            meta = None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
+            self.__dict__.pop(name, None)  # copied as a plain None by the base class
+            self.register_parameter(name, meta)
+
+    @classmethod
+    def matrices(cls, dense: nn.Module) -> list[Matrix]:
+        dense = cast(nn.MultiheadAttention, dense)
+        found = []
+        E = dense.embed_dim
+        for i, (name, n) in enumerate((("q", E), ("k", dense.kdim), ("v", dense.vdim))):
+            shared = dense._qkv_same_embed_dim
+            found.append(
+                Matrix(
+                    name=name,
+                    weight="in_proj_weight" if shared else f"{name}_proj_weight",
+                    start=i * E if shared else 0,
+                    bias=None if dense.in_proj_bias is None else "in_proj_bias",
+                    bias_start=i * E,
+                    dense=f"{name}.weight",
+                    shape=(E, n),
+                    m=E,
+                    n=n,
+                    down_row=(n,),
+                )
+            )
+        bias = None if dense.out_proj.bias is None else "out_proj.bias"
+        out = Matrix(
+            name="out", weight="out_proj.weight", bias=bias, dense="out.weight",
+            shape=(E, E), m=E, n=E, down_row=(E,),
+        )  # fmt: skip
+        return [*found, out]
+
+    @classmethod
+    def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        source: Tensor = given[{"q": "query", "k": "key", "v": "value", "out": "query"}[matrix.name]]
+        return source.numel() // source.shape[-1]
+
+    @property
+    def in_proj_weight(self) -> Tensor | None:
+        return torch.cat([self.q.weight, self.k.weight, self.v.weight]) if self._qkv_same_embed_dim else None
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:
+        return None if self.q.bias is None else torch.cat([self.q.bias, self.k.bias, self.v.bias])
+
+    @property
+    def out_proj(self) -> nn.Module:
+        return self.out
+
+    # Combines attn_mask and key_padding_mask for the fused kernel, from the module's settings alone.
+    merge_masks = nn.MultiheadAttention.merge_masks
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise RuntimeError("MultiheadAttention: is_causal is a hint about attn_mask, which is missing")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+
+        # From here on (batch, time, E), then (batch, heads, time, head_dim).
+        q, k, v = self.q(query), self.k(key), self.v(value)
+        extra = 0
+        if self.bias_k is not None:
+            k = torch.cat([k, self.bias_k.expand(k.shape[0], 1, -1)], 1)
+            v = torch.cat([v, cast(Tensor, self.bias_v).expand(v.shape[0], 1, -1)], 1)
+            extra += 1
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        if self.add_zero_attn:
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+            extra += 1
+        mask = self._mask(attn_mask, key_padding_mask, q, extra)
+        dropout = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.mT
+            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            attended = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        output = self.out(attended.transpose(1, 2).flatten(2))
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
+        """Both masks as one additive mask that broadcasts to (batch, heads, queries, keys)."""
+        parts = []
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            parts.append(mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
+        if padding is not None:
+            parts.append(_additive(padding, q.dtype)[:, None, None, :])
+        if not parts:
+            return None
+        return F.pad(parts[0] if len(parts) == 1 else parts[0] + parts[1], (0, extra))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,289 @@
+"""Optimizer state carried through a change of parameters: all moments and the step count, or none.
+
+With W = U V the gradients are ∂U = G Vᵀ and ∂V = Uᵀ G. What an optimizer keeps is made of gradients, so it
+is carried by the same products; squares by the factors' squares. `Change` lists what became of what.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from .layers import Matrix
+
+State = dict[str, Any]
+
+#: How each tensor that torch's optimizers keep is made of gradients.
+_KINDS = {
+    "momentum_buffer": "gradient",
+    "exp_avg": "gradient",
+    "grad_avg": "gradient",
+    "exp_avg_sq": "square",
+    "max_exp_avg_sq": "square",
+    "square_avg": "square",
+    "sum": "square",
+    "exp_inf": "absolute",
+    "acc_delta": "squared update",
+}
+#: RMSprop keeps the momentum of gradients that are already divided by their size.
+_RMSPROP_KINDS = _KINDS | {"momentum_buffer": "normalised"}
+_NUMBERS = {"step", "mu_product"}
+_PROJECTED = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam,
+    optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta,
+)  # fmt: skip
+_REFUSED = (optim.LBFGS, optim.SparseAdam)
+
+Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
+
+
+@dataclass
+class Change:
+    """One layer's parameters, dense and low-rank, by their names in the layer."""
+
+    layer: str
+    matrices: list[Matrix]
+    ranks: Mapping[str, int]
+    dense: dict[str, nn.Parameter]
+    low_rank: dict[str, nn.Parameter]
+
+
+def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+
+
+def check(optimizers: Iterable[optim.Optimizer]) -> None:
+    """Refuse what cannot follow a change of parameters, before anything is changed."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, _REFUSED):
+            raise TypeError(
+                f"{type(optimizer).__name__} cannot follow a change of parameters; "
+                "make a new one after factorizing, and pass none here"
+            )
+
+
+class Carrier:
+    """Moves parameters and their state inside optimizers, layer by layer; `finish` puts groups in order."""
+
+    def __init__(self, optimizers: list[optim.Optimizer], model: nn.Module) -> None:
+        self.optimizers = optimizers
+        self.model = model
+        place = {id(p): i for i, p in enumerate(model.parameters())}
+        # state_dict() numbers parameters by their place in the group. Where that was the model's order it
+        # must be so afterwards, or a checkpoint would load into the wrong parameters.
+        self._ordered = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                places = [place.get(id(p), -1) for p in group["params"]]
+                if places == sorted(places) and -1 not in places:
+                    self._ordered.append(group)
+        self._reset: set[str] = set()
+
+    def to_factors(self, change: Change) -> None:
+        """Dense parameters → their factors and slices."""
+        sources: dict[str, list[str]] = {}
+        for x in change.matrices:
+            factorized = x.name in change.ranks
+            if factorized:
+                sources.setdefault(x.weight, []).extend((x.down, x.up))
+            for source, _, target in x.moves(factorized):
+                sources.setdefault(source, []).append(target)
+        for optimizer in self.optimizers:
+            for source, targets in sources.items():
+                old = change.dense[source]
+                news = [(change.layer, t, change.low_rank[t]) for t in targets]
+                if not any(new is old for *_, new in news) and _swap(optimizer, [old], news):
+                    state = optimizer.state.pop(old, {})
+                    if state and self._can(optimizer, state):
+                        self._forward(optimizer, change, source, state)
+                    else:
+                        self._fresh(optimizer, [new for *_, new in news])
+
+    def to_dense(self, change: Change) -> None:
+        """Factors and slices → the dense parameters they stand for."""
+        parts: dict[str, list[str]] = {}
+        for x in change.matrices:
+            factorized = x.name in change.ranks
+            if factorized:
+                parts.setdefault(x.weight, []).extend((x.down, x.up))
+            for source, _, target in x.moves(factorized):
+                parts.setdefault(source, []).append(target)
+        for optimizer in self.optimizers:
+            for target, names in parts.items():
+                new = change.dense[target]
+                olds = [change.low_rank[name] for name in names]
+                if any(old is new for old in olds) or not _swap(
+                    optimizer, olds, [(change.layer, target, new)]
+                ):
+                    continue
+                states = {name: optimizer.state.pop(old, {}) for name, old in zip(names, olds, strict=True)}
+                if all(states.values()) and all(self._can(optimizer, s) for s in states.values()):
+                    optimizer.state[new] = self._backward(optimizer, change, target, states)
+                else:
+                    self._fresh(optimizer, [new])
+
+    def finish(self) -> None:
+        place = {id(p): i for i, p in enumerate(self.model.parameters())}
+        for group in self._ordered:
+            order = sorted(range(len(group["params"])), key=lambda i: place[id(group["params"][i])])
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [group[key][i] for i in order]
+        for name in sorted(self._reset):
+            warnings.warn(
+                f"{name}: the state of replaced parameters was reset; how to carry it is known for "
+                + ", ".join(kind.__name__ for kind in _PROJECTED),
+                stacklevel=4,
+            )
+
+    def _can(self, optimizer: optim.Optimizer, state: State) -> bool:
+        known = isinstance(optimizer, _PROJECTED) and all(
+            value is None or key in _KINDS or key in _NUMBERS for key, value in state.items()
+        )
+        if not known:
+            self._reset.add(type(optimizer).__name__)
+        return known
+
+    def _fresh(self, optimizer: optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """No state, except where an optimizer expects it to be there from its construction on."""
+        if isinstance(optimizer, optim.Adagrad):
+            start = optimizer.defaults["initial_accumulator_value"]
+            for p in parameters:
+                optimizer.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
+
+    def _forward(self, optimizer: optim.Optimizer, change: Change, source: str, state: State) -> None:
+        kinds = _RMSPROP_KINDS if isinstance(optimizer, optim.RMSprop) else _KINDS
+        for x in change.matrices:
+            factorized = x.name in change.ranks
+            if factorized and x.weight == source:
+                down, up = change.low_rank[x.down], change.low_rank[x.up]
+                U, V = (f.detach().float() for f in x.unfold(down, up))
+                carried: tuple[State, State] = ({}, {})
+                for key, value in state.items():
+                    if key not in kinds or value is None:
+                        carried[0][key], carried[1][key] = _copy(value), _copy(value)
+                        continue
+                    pair = x.fold(*project(kinds[key], x.unroll(value).float(), U, V))
+                    for mine, tensor, parameter in zip(carried, pair, (down, up), strict=True):
+                        mine[key] = _like(parameter, tensor, value.dtype)
+                optimizer.state[down], optimizer.state[up] = carried
+            for name, rows, target in x.moves(factorized):
+                if name == source:
+                    new = change.low_rank[target]
+                    optimizer.state[new] = {
+                        key: _like(new, value[rows], value.dtype)
+                        if key in kinds and value is not None
+                        else _copy(value)
+                        for key, value in state.items()
+                    }
+
+    def _backward(
+        self, optimizer: optim.Optimizer, change: Change, target: str, states: dict[str, State]
+    ) -> State:
+        kinds = _RMSPROP_KINDS if isinstance(optimizer, optim.RMSprop) else _KINDS
+        new = change.dense[target]
+        first = next(iter(states.values()))
+        state: State = {}
+        for key, value in first.items():
+            if key not in kinds or value is None:
+                state[key] = _copy(value)
+                continue
+            whole = torch.zeros_like(new, dtype=value.dtype)
+            for x in change.matrices:
+                factorized = x.name in change.ranks
+                if factorized and x.weight == target:
+                    U, V = (
+                        f.detach().float() for f in x.unfold(change.low_rank[x.down], change.low_rank[x.up])
+                    )
+                    mU, mV = x.unfold(states[x.down][key].float(), states[x.up][key].float())
+                    whole[x.rows] = x.roll(lift(kinds[key], mU, mV, U, V)).to(value.dtype)
+                for name, rows, part in x.moves(factorized):
+                    if name == target:
+                        whole[rows] = states[part][key]
+            state[key] = whole
+        return state
+
+
+def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """What an optimizer keeps for W (blocks, m, n), as it would keep it for U and for V."""
+    if kind == "gradient":
+        return M @ V.mT, U.mT @ M
+    if kind == "square":
+        return M @ V.square().mT, U.square().mT @ M
+    if kind == "absolute":  # the size of a sum of terms of random sign
+        mU, mV = project("square", M.square(), U, V)
+        return mU.sqrt(), mV.sqrt()
+    size_U, size_V = _sizes(U, V)
+    if kind == "normalised":
+        return M @ (V / size_V).mT, (U / size_U).mT @ M
+    assert kind == "squared update"
+    return M @ (V / size_V**2).square().mT, (U / size_U**2).square().mT @ M
+
+
+def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
+    """The way back: the dense M that would project to (mU, mV), as far as the two agree."""
+    if kind == "gradient":
+        # M = mU V⁺ᵀ + U⁺ᵀ mV − what both count twice
+        right = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V
+        left = U @ torch.linalg.pinv(U.mT @ U, hermitian=True)
+        both = (U.mT @ mU + mV @ V.mT) / 2
+        return mU @ right + left @ (mV - both @ right)
+    if kind == "square":
+        # Only the sums over rows and columns are known; the outer product has them.
+        rows = mU.sum(-1, keepdim=True) / V.square().sum((-2, -1), keepdim=True).clamp_min(1e-30)
+        columns = mV.sum(-2, keepdim=True) / U.square().sum((-2, -1), keepdim=True).clamp_min(1e-30)
+        mean = (rows.mean(-2, keepdim=True) + columns.mean(-1, keepdim=True)) / 2
+        return rows * columns / mean.clamp_min(1e-30)
+    if kind == "absolute":
+        return lift("square", mU.square(), mV.square(), U, V).sqrt()
+    if kind == "normalised":
+        size_U, size_V = _sizes(U, V)
+        return lift("gradient", mU * size_V.mT, mV * size_U.mT, U, V)
+    assert kind == "squared update"
+    return mU @ V.square() + U.square() @ mV  # ΔW = ΔU V + U ΔV
+
+
+def _sizes(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of U's columns (blocks, 1, r) and V's rows (blocks, r, 1)."""
+    return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def _swap(
+    optimizer: optim.Optimizer, olds: list[nn.Parameter], news: list[tuple[str, str, nn.Parameter]]
+) -> bool:
+    """Put `news` where the first of `olds` stood, drop the others. False if none of them is here."""
+    gone = {id(p) for p in olds}
+    fresh = [p for *_, p in news]
+    names = [f"{layer}.{name}" if layer else name for layer, name, _ in news]
+    done = False
+    for group in optimizer.param_groups:
+        params, labels = [], []
+        group_names = group.get("param_names") or [""] * len(group["params"])
+        for p, label in zip(group["params"], group_names, strict=True):
+            if id(p) not in gone:
+                params.append(p)
+                labels.append(label)
+            elif not done:
+                params += fresh
+                labels += names
+                done = True
+        group["params"] = params
+        if "param_names" in group:
+            group["param_names"] = labels
+    return done
+
+
+def _like(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` with the parameter's shape, device and memory format."""
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

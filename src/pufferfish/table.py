@@ -1,0 +1,123 @@
+"""A plan as text: what a user reads before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Entry, Plan
+
+
+def plan_table(plan: Plan) -> str:
+    """The layers, then the totals before and after, then what the plan cannot see."""
+    parts = [_layers(plan), _totals(plan), *_remarks(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Rows as columns; those in `left` are left-aligned, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _layers(plan: Plan) -> str:
+    entries = [e for e in plan.entries if e.shape]
+    with_macs = plan.before.forward_macs is not None
+    with_ms = any(e.ms for e in entries)
+    with_error = any(e.error is not None for e in entries)
+    total = plan.after.gradient_bytes or 1
+    head = ["layer", "type", "shape", "rank", "weights"]
+    head += (
+        ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["of bytes left", "why it stays"]
+    )
+    rows = [head]
+    for e in entries:
+        row = [e.name, e.type, _shape(e), _rank(e), _arrow(e.before, e.after)]
+        if with_macs:
+            row.append(_arrow(e.macs(False)[0], e.macs(True)[0], short) if e.positions else "–")
+        if with_ms:
+            row.append(f"{e.ms[0]:.3g}→{e.ms[1]:.3g}" if e.ms else "–")
+        if with_error:
+            row.append("–" if e.error is None else f"{e.error:.3f}")
+        share = e.after * e.itemsize / total if e.trainable else 0.0
+        rows.append([*row, f"{share:.1%}", e.reason or (e.rule.note(e.name) if e.rule else "")])
+    return aligned(rows, left=(0, 1, 2, len(head) - 1))
+
+
+def _shape(e: Entry) -> str:
+    shape = "×".join(map(str, e.shape))
+    return f"{shape} in {e.matrix.blocks}" if e.matrix and e.matrix.blocks > 1 else shape
+
+
+def _rank(e: Entry) -> str:
+    return str(e.rule) if e.rule else "–" if e.rank is None else str(e.rank)
+
+
+def short(n: float) -> str:
+    """12.3 M, 4.56 G."""
+    for unit in ("", " k", " M", " G"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:,.3g} T"
+
+
+def _full(n: float) -> str:
+    return f"{n:,.0f}"
+
+
+def _arrow(before: float, after: float, show: object = _full) -> str:
+    assert callable(show)
+    return show(before) if before == after else f"{show(before)}→{show(after)}"
+
+
+def _totals(plan: Plan) -> str:
+    before, after = plan.before, plan.after
+    rows = [["", "before", "after", ""]]
+
+    def add(label: str, b: int | None, a: int | None) -> None:
+        if b and a:
+            gain = f"{b / a:.2f}× smaller" if a < b else f"{a / b:.2f}× larger" if a > b else ""
+            rows.append([label, _full(b), _full(a), gain])
+
+    add("parameters", before.parameters, after.parameters)
+    add("MACs forward", before.forward_macs, after.forward_macs)
+    add("MACs backward", before.backward_macs, after.backward_macs)
+    add("gradient bytes (DDP)", before.gradient_bytes, after.gradient_bytes)
+    add("FSDP2 bytes", before.wire_bytes("fsdp2"), after.wire_bytes("fsdp2"))
+    add("memory, SGD momentum", before.memory(1), after.memory(1))
+    add("memory, Adam", before.memory(2), after.memory(2))
+    return aligned(rows, left=(0, 3))
+
+
+def _remarks(plan: Plan) -> list[str]:
+    remarks = []
+    waiting = sum(e.rule is not None for e in plan.entries)
+    if waiting:
+        remarks.append(
+            f"{waiting} ranks are decided when the plan is applied, from the weights of that moment, and count as "
+            "dense above; pf.resolve(plan, model) shows what today's weights give."
+        )
+    raw = [e for e in plan.entries if e.type == "Parameter"]
+    if raw:
+        names = ", ".join(e.name for e in raw[:4]) + (", …" if len(raw) > 4 else "")
+        remarks.append(f"Not covered: {sum(e.before for e in raw):,} weights in raw parameters ({names}).")
+    if plan.functional and plan.before.forward_macs:
+        macs = sum(plan.functional.values())
+        where = sorted(plan.functional, key=plan.functional.__getitem__, reverse=True)
+        names = ", ".join(name or "the model itself" for name in where[:4]) + (
+            ", …" if len(where) > 4 else ""
+        )
+        remarks.append(
+            f"Not covered: {macs / plan.before.forward_macs:.1%} of the forward MACs are functional calls "
+            f"outside these layers ({names})."
+        )
+    return remarks

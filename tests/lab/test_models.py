@@ -1,0 +1,204 @@
+"""The reference models: exact sizes, dense and hybrid, and that each of them runs."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pufferfish.lab.models import (
+    GPT,
+    REFERENCES,
+    VGG19,
+    LSTMLanguageModel,
+    Transformer,
+    resnet18,
+    resnet50,
+)
+
+# Dense and hybrid (ratio 0.25) parameters. LSTM: 12,000 above the paper's table, nn.LSTM's second bias.
+COUNTS = {
+    "vgg19": (20_560_330, 8_370_634),
+    "vgg19_one_fc": (20_035_018, 8_107_466),
+    "resnet18": (11_173_834, 3_336_138),
+    "resnet50": (25_557_032, 15_202_344),
+    "wide_resnet50_2": (68_883_240, 40_047_400),
+    "lstm": (85_974_278, 67_974_278),
+    "transformer": (48_978_432, 26_696_192),
+}
+FACTORIZABLE = (nn.Linear, nn.Conv2d, nn.LSTM)
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return REFERENCES[name].build()
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def saved(m: int, n: int) -> int:
+    """Parameters a factorized m x n matrix saves at ratio 0.25."""
+    r = int(0.25 * min(m, n))
+    return max(0, m * n - r * (m + n))
+
+
+def saved_by(layer: nn.Module) -> int:
+    if isinstance(layer, nn.LSTM):
+        matrices = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+        return sum(4 * saved(p.shape[0] // 4, p.shape[1]) for p in matrices)
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    return saved(layer.weight.shape[0], layer.weight[0].numel())
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_the_papers(name: str) -> None:
+    model = on_meta(name)
+    low_rank = [
+        layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, FACTORIZABLE) and not any(fnmatchcase(path, p) for p in REFERENCES[name].keep)
+    ]
+    dense, hybrid = COUNTS[name]
+    assert count(model) == dense
+    assert dense - sum(map(saved_by, low_rank)) == hybrid
+
+
+def test_gpt_count() -> None:
+    d = 384
+    block = 12 * d * d + 9 * d  # attention, feed-forward; its biases and two norms
+    assert count(on_meta("gpt")) == 256 * d + 256 * d + 6 * block + 2 * d
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_keep_pattern_matches(name: str) -> None:
+    paths = [path for path, layer in on_meta(name).named_modules() if isinstance(layer, FACTORIZABLE)]
+    for pattern in REFERENCES[name].keep:
+        assert any(fnmatchcase(path, pattern) for path in paths), pattern
+
+
+OUTPUTS = {
+    "vgg19": (128, 10),
+    "vgg19_one_fc": (128, 10),
+    "resnet18": (128, 10),
+    "resnet50": (32, 1000),
+    "wide_resnet50_2": (32, 1000),
+    "lstm": (35, 20, 33_278),
+    "transformer": (32, 24, 9521),
+    "gpt": (8, 256, 256),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_example_fits_the_model(name: str) -> None:
+    with torch.device("meta"):
+        output = REFERENCES[name].build()(*REFERENCES[name].example())
+    logits = output[0] if isinstance(output, tuple) else output
+    assert logits.shape == OUTPUTS[name]
+
+
+def tiny_gpt() -> GPT:
+    return GPT(vocabulary=11, d=16, layers=2, heads=2, context=8)
+
+
+def tiny_transformer() -> Transformer:
+    return Transformer(vocabulary=11, d=16, layers=2, heads=2, hidden=32, length=8)
+
+
+def images(size: int) -> Tensor:
+    return torch.randn(2, 3, size, size)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(1, 11, shape)
+
+
+Tiny = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], tuple[int, ...]]
+
+TINY: dict[str, Tiny] = {
+    "vgg19": (lambda: VGG19(width=4), lambda: (images(32),), (2, 10)),
+    "vgg19_one_fc": (lambda: VGG19(fcs=1, width=4), lambda: (images(32),), (2, 10)),
+    "resnet18": (lambda: resnet18(width=4), lambda: (images(16),), (2, 10)),
+    "resnet50": (lambda: resnet50(classes=7, width=4), lambda: (images(64),), (2, 7)),
+    "wide_resnet50_2": (lambda: resnet50(classes=7, width=4, wide=2), lambda: (images(64),), (2, 7)),
+    "lstm": (lambda: LSTMLanguageModel(vocabulary=11, d=8), lambda: (tokens(5, 3),), (5, 3, 11)),
+    "transformer": (tiny_transformer, lambda: (tokens(3, 6), tokens(3, 5)), (3, 5, 11)),
+    "gpt": (tiny_gpt, lambda: (tokens(3, 8),), (3, 8, 11)),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_forward_and_backward(name: str) -> None:
+    torch.manual_seed(0)
+    build, example, shape = TINY[name]
+    model = build()
+    output = model(*example())
+    logits = output[0] if isinstance(output, tuple) else output
+    assert logits.shape == shape
+    logits.logsumexp(-1).sum().backward()
+    for path, parameter in model.named_parameters():
+        assert parameter.grad is not None, path
+        assert parameter.grad.isfinite().all(), path
+
+
+def test_lstm_goes_on_from_its_state() -> None:
+    torch.manual_seed(0)
+    model = LSTMLanguageModel(vocabulary=11, d=8).eval()
+    text = tokens(6, 3)
+    whole, _ = model(text)
+    first, state = model(text[:2])
+    second, _ = model(text[2:], state)
+    torch.testing.assert_close(torch.cat((first, second)), whole)
+
+
+def test_lstm_decoder_is_the_embedding() -> None:
+    model = LSTMLanguageModel(vocabulary=11, d=8)
+    assert model.decoder.weight is model.embedding.weight
+
+
+def test_gpt_is_causal() -> None:
+    torch.manual_seed(0)
+    model = tiny_gpt()
+    text = tokens(2, 8)
+    changed = text.clone()
+    changed[:, 5] = 0
+    before, after = model(text), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_transformer_decoder_is_causal() -> None:
+    torch.manual_seed(0)
+    model = tiny_transformer().eval()
+    source, target = tokens(2, 6), tokens(2, 7)
+    changed = target.clone()
+    changed[:, 4] = 0
+    before, after = model(source, target), model(source, changed)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_transformer_ignores_source_padding() -> None:
+    torch.manual_seed(0)
+    model = tiny_transformer().eval()
+    source, target = tokens(2, 5), tokens(2, 7)
+    padded = torch.cat((source, torch.zeros(2, 3, dtype=torch.long)), dim=1)
+    torch.testing.assert_close(model(padded, target), model(source, target))
+
+
+def test_transformer_encode_then_decode_is_forward() -> None:
+    torch.manual_seed(0)
+    model = tiny_transformer().eval()
+    source, target = tokens(2, 6), tokens(2, 7)
+    torch.testing.assert_close(model.decode(target, model.encode(source), source), model(source, target))
+
+
+def test_transformer_encoder_sees_the_whole_source() -> None:
+    torch.manual_seed(0)
+    model = tiny_transformer().eval()
+    source = tokens(1, 6)
+    changed = source.clone()
+    changed[:, -1] = source[:, -1] % 10 + 1
+    assert not torch.allclose(model.encode(source)[:, 0], model.encode(changed)[:, 0])

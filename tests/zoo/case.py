@@ -1,0 +1,67 @@
+"""What a zoo entry is, and the input makers the entries share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+
+
+def first_tensor(value: Any) -> Tensor:
+    """The first floating-point tensor of a nested output, in the order the model gives."""
+    return next(t for t in _tensors(value) if t.is_floating_point())
+
+
+def all_tensors(value: Any) -> Tensor:
+    """All floating-point tensors of a nested output, as one flat tensor."""
+    return torch.cat([t.flatten() for t in _tensors(value) if t.is_floating_point()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One architecture: how to build it, what to call it with, which tensor of its output to look at."""
+
+    build: Callable[[], nn.Module]
+    """Builds it with random weights; the same ones after the same torch.manual_seed."""
+    inputs: Callable[[], Inputs]
+    """Its args and kwargs; the same ones at each call."""
+    output: Callable[[Any], Tensor] = first_tensor
+    """One differentiable float tensor of what the model returns."""
+    needs: str | None = None
+    """The package that must be importable for build to work."""
+
+
+def generator() -> torch.Generator:
+    """A freshly seeded generator, so that inputs do not depend on (or disturb) the global one."""
+    return torch.Generator().manual_seed(1234)
+
+
+def normal(*shapes: tuple[int, ...]) -> Callable[[], Inputs]:
+    """Normal float tensors of these shapes, as positional arguments."""
+
+    def make() -> Inputs:
+        g = generator()
+        return tuple(torch.randn(shape, generator=g) for shape in shapes), {}
+
+    return make
+
+
+def tokens(vocab: int, *shapes: tuple[int, ...]) -> Callable[[], Inputs]:
+    """Integer tensors below vocab of these shapes, as positional arguments."""
+
+    def make() -> Inputs:
+        g = generator()
+        return tuple(torch.randint(vocab, shape, generator=g) for shape in shapes), {}
+
+    return make
