@@ -2,11 +2,13 @@
 
 from . import layers
 from .cost import Totals
-from .factorize import factorize_, merge_, reshape_
+from .factorize import factorize_, merge_, plan_of, reshape_
+from .files import load, save
 from .layers import register
 from .plan import Entry, Plan
 from .planning import plan, resolve, spectra
 from .rank import Budget, Energy, Fixed, Ratio, Rule, StableRank
+from .state import factorize_state_dict, merge_state_dict
 
 __version__ = "0.1.0"
 
@@ -21,11 +23,16 @@ __all__ = [
     "StableRank",
     "Totals",
     "factorize_",
+    "factorize_state_dict",
     "layers",
+    "load",
     "merge_",
+    "merge_state_dict",
     "plan",
+    "plan_of",
     "register",
     "reshape_",
     "resolve",
+    "save",
     "spectra",
 ]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from . import svd
-from .layers import LowRank, Matrix, low_rank_type
+from .layers import LowRank, Matrix, hollow, low_rank_type
 from .layers.base import CALL_HOOKS
 from .names import named_modules, own_name, unwrap
 from .optim import Carrier, Change, Optimizers, as_list, check
 from .plan import Entry, Plan
-from .planning import check_values, resolve
+from .planning import check_values, plan, resolve
 
 #: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
 Fill = Callable[[Entry, nn.Parameter], tuple[Tensor, Tensor, float | None]]
@@ -128,6 +128,27 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
         carrier.to_dense(change)
         _replace(model, path, low_rank, dense)
     carrier.finish()
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that would make a dense model what this one is now: the ranks of its low-rank layers.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
+    >>> pf.plan_of(model).ranks
+    {'0': {'': 8}}
+    """
+    ranks = {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
+    dense = hollow(unwrap(model))
+    merge_(dense)
+    made = plan(dense, multiple=1)
+    entries = []
+    for e in made.entries:
+        rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
+        reason = e.reason if e.matrix is None else "not factorized"
+        entries.append(e.ranked(rank) if rank else e.stays(reason))
+    return made.replace(entries)
 
 
 def _refuse_wrapped(model: nn.Module, verb: str) -> None:

@@ -30,8 +30,6 @@ _KINDS = {
     "exp_inf": "absolute",
     "acc_delta": "squared update",
 }
-#: RMSprop keeps the momentum of gradients that are already divided by their size.
-_RMSPROP_KINDS = _KINDS | {"momentum_buffer": "normalised"}
 _NUMBERS = {"step", "mu_product"}
 _PROJECTED = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam,
@@ -49,8 +47,20 @@ class Change:
     layer: str
     matrices: list[Matrix]
     ranks: Mapping[str, int]
-    dense: dict[str, nn.Parameter]
-    low_rank: dict[str, nn.Parameter]
+    dense: dict[str, Tensor]
+    low_rank: dict[str, Tensor]
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """Dense parameter → the low-rank parameters that it becomes."""
+        parts: dict[str, list[str]] = {}
+        for x in self.matrices:
+            factorized = x.name in self.ranks
+            if factorized:
+                parts.setdefault(x.weight, []).extend((x.down, x.up))
+            for source, _, target in x.moves(factorized):
+                parts.setdefault(source, []).append(target)
+        return parts
 
 
 def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
@@ -88,35 +98,22 @@ class Carrier:
 
     def to_factors(self, change: Change) -> None:
         """Dense parameters → their factors and slices."""
-        sources: dict[str, list[str]] = {}
-        for x in change.matrices:
-            factorized = x.name in change.ranks
-            if factorized:
-                sources.setdefault(x.weight, []).extend((x.down, x.up))
-            for source, _, target in x.moves(factorized):
-                sources.setdefault(source, []).append(target)
         for optimizer in self.optimizers:
-            for source, targets in sources.items():
+            for source, targets in change.parts.items():
                 old = change.dense[source]
                 news = [(change.layer, t, change.low_rank[t]) for t in targets]
                 if not any(new is old for *_, new in news) and _swap(optimizer, [old], news):
                     state = optimizer.state.pop(old, {})
                     if state and self._can(optimizer, state):
-                        self._forward(optimizer, change, source, state)
+                        for target, carried in factor_state(change, source, state).items():
+                            optimizer.state[change.low_rank[target]] = carried
                     else:
                         self._fresh(optimizer, [new for *_, new in news])
 
     def to_dense(self, change: Change) -> None:
         """Factors and slices → the dense parameters they stand for."""
-        parts: dict[str, list[str]] = {}
-        for x in change.matrices:
-            factorized = x.name in change.ranks
-            if factorized:
-                parts.setdefault(x.weight, []).extend((x.down, x.up))
-            for source, _, target in x.moves(factorized):
-                parts.setdefault(source, []).append(target)
         for optimizer in self.optimizers:
-            for target, names in parts.items():
+            for target, names in change.parts.items():
                 new = change.dense[target]
                 olds = [change.low_rank[name] for name in names]
                 if any(old is new for old in olds) or not _swap(
@@ -125,7 +122,7 @@ class Carrier:
                     continue
                 states = {name: optimizer.state.pop(old, {}) for name, old in zip(names, olds, strict=True)}
                 if all(states.values()) and all(self._can(optimizer, s) for s in states.values()):
-                    optimizer.state[new] = self._backward(optimizer, change, target, states)
+                    optimizer.state[new] = dense_state(change, target, states)
                 else:
                     self._fresh(optimizer, [new])
 
@@ -144,12 +141,10 @@ class Carrier:
             )
 
     def _can(self, optimizer: optim.Optimizer, state: State) -> bool:
-        known = isinstance(optimizer, _PROJECTED) and all(
-            value is None or key in _KINDS or key in _NUMBERS for key, value in state.items()
-        )
-        if not known:
+        carried = isinstance(optimizer, _PROJECTED) and known(state)
+        if not carried:
             self._reset.add(type(optimizer).__name__)
-        return known
+        return carried
 
     def _fresh(self, optimizer: optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """No state, except where an optimizer expects it to be there from its construction on."""
@@ -158,57 +153,68 @@ class Carrier:
             for p in parameters:
                 optimizer.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
-    def _forward(self, optimizer: optim.Optimizer, change: Change, source: str, state: State) -> None:
-        kinds = _RMSPROP_KINDS if isinstance(optimizer, optim.RMSprop) else _KINDS
+
+def factor_state(change: Change, source: str, state: State) -> dict[str, State]:
+    """The state of one dense parameter, by the low-rank parameters that it becomes."""
+    kinds = _kinds(state)
+    made: dict[str, State] = {}
+    for x in change.matrices:
+        factorized = x.name in change.ranks
+        if factorized and x.weight == source:
+            down, up = change.low_rank[x.down], change.low_rank[x.up]
+            U, V = (f.detach().float() for f in x.unfold(down, up))
+            for key, value in state.items():
+                if key in kinds and value is not None:
+                    pair = x.fold(*project(kinds[key], x.unroll(value).float(), U, V))
+                else:
+                    pair = value, value
+                made.setdefault(x.down, {})[key] = _like(down, pair[0], value, key in kinds)
+                made.setdefault(x.up, {})[key] = _like(up, pair[1], value, key in kinds)
+        for name, rows, target in x.moves(factorized):
+            if name == source:
+                made[target] = {
+                    key: _like(change.low_rank[target], value[rows], value, True)
+                    if key in kinds and value is not None
+                    else _like(change.low_rank[target], value, value, False)
+                    for key, value in state.items()
+                }
+    return made
+
+
+def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
+    """The state of one dense parameter from those of the low-rank parameters it is made of."""
+    state: State = {}
+    first = next(iter(states.values()))
+    kinds = _kinds(first)
+    new = change.dense[target]
+    for key, value in first.items():
+        if key not in kinds or value is None:
+            state[key] = _like(new, value, value, False)
+            continue
+        whole = torch.zeros_like(new, dtype=value.dtype, requires_grad=False)
         for x in change.matrices:
             factorized = x.name in change.ranks
-            if factorized and x.weight == source:
-                down, up = change.low_rank[x.down], change.low_rank[x.up]
-                U, V = (f.detach().float() for f in x.unfold(down, up))
-                carried: tuple[State, State] = ({}, {})
-                for key, value in state.items():
-                    if key not in kinds or value is None:
-                        carried[0][key], carried[1][key] = _copy(value), _copy(value)
-                        continue
-                    pair = x.fold(*project(kinds[key], x.unroll(value).float(), U, V))
-                    for mine, tensor, parameter in zip(carried, pair, (down, up), strict=True):
-                        mine[key] = _like(parameter, tensor, value.dtype)
-                optimizer.state[down], optimizer.state[up] = carried
-            for name, rows, target in x.moves(factorized):
-                if name == source:
-                    new = change.low_rank[target]
-                    optimizer.state[new] = {
-                        key: _like(new, value[rows], value.dtype)
-                        if key in kinds and value is not None
-                        else _copy(value)
-                        for key, value in state.items()
-                    }
+            if factorized and x.weight == target:
+                U, V = (f.detach().float() for f in x.unfold(change.low_rank[x.down], change.low_rank[x.up]))
+                mU, mV = x.unfold(states[x.down][key].float(), states[x.up][key].float())
+                whole[x.rows] = x.roll(lift(kinds[key], mU, mV, U, V)).to(value.dtype)
+            for name, rows, part in x.moves(factorized):
+                if name == target:
+                    whole[rows] = states[part][key]
+        state[key] = whole
+    return state
 
-    def _backward(
-        self, optimizer: optim.Optimizer, change: Change, target: str, states: dict[str, State]
-    ) -> State:
-        kinds = _RMSPROP_KINDS if isinstance(optimizer, optim.RMSprop) else _KINDS
-        new = change.dense[target]
-        first = next(iter(states.values()))
-        state: State = {}
-        for key, value in first.items():
-            if key not in kinds or value is None:
-                state[key] = _copy(value)
-                continue
-            whole = torch.zeros_like(new, dtype=value.dtype)
-            for x in change.matrices:
-                factorized = x.name in change.ranks
-                if factorized and x.weight == target:
-                    U, V = (
-                        f.detach().float() for f in x.unfold(change.low_rank[x.down], change.low_rank[x.up])
-                    )
-                    mU, mV = x.unfold(states[x.down][key].float(), states[x.up][key].float())
-                    whole[x.rows] = x.roll(lift(kinds[key], mU, mV, U, V)).to(value.dtype)
-                for name, rows, part in x.moves(factorized):
-                    if name == target:
-                        whole[rows] = states[part][key]
-            state[key] = whole
-        return state
+
+def _kinds(state: State) -> dict[str, str]:
+    """RMSprop, which has no `acc_delta`, keeps the momentum of gradients already divided by their size."""
+    if "square_avg" in state and "acc_delta" not in state:
+        return _KINDS | {"momentum_buffer": "normalised"}
+    return _KINDS
+
+
+def known(state: State) -> bool:
+    """Whether every part of an optimizer's state for one parameter can be carried."""
+    return all(value is None or key in _KINDS or key in _NUMBERS for key, value in state.items())
 
 
 def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,10 +286,8 @@ def _swap(
     return done
 
 
-def _like(parameter: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` with the parameter's shape, device and memory format."""
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
-
-
-def _copy(value: Any) -> Any:
+def _like(parameter: Tensor, value: Any, old: Any, tensor: bool) -> Any:
+    """A carried value: tensors get the parameter's shape, device and memory format, numbers are copied."""
+    if tensor and isinstance(value, Tensor):
+        return torch.empty_like(parameter, dtype=old.dtype, requires_grad=False).copy_(value)
     return value.clone() if isinstance(value, Tensor) else value

@@ -115,6 +115,7 @@ class Plan:
     multiple: int
     min_saving: float
     before: Totals
+    parameters: tuple[str, ...] = ()  # the model's parameter names in their order
     functional: dict[str, int] = field(default_factory=dict)  # MACs of the example outside known layers
 
     def __getitem__(self, name: str) -> Entry:
@@ -182,6 +183,7 @@ class Plan:
                 "min_saving": self.min_saving,
                 "before": dataclasses.asdict(self.before),
                 "functional": self.functional,
+                "parameters": self.parameters,
                 "entries": [e.as_json() for e in self.entries],
             },
             indent=1,
@@ -208,6 +210,7 @@ class Plan:
                 min_saving=data["min_saving"],
                 before=Totals(**data["before"]),
                 functional=data["functional"],
+                parameters=tuple(data["parameters"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None

@@ -80,9 +80,10 @@ def plan(
         multiple=multiple,
         min_saving=min_saving,
         before=totals(model, seen),
+        parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
         functional=dict(seen.functional) if seen else {},
     )
-    made = _settle(made, None)
+    made = settle(made, None)
     if measure:
         assert seen is not None
         made = _measured(made, live, seen)
@@ -99,7 +100,7 @@ def resolve(made: Plan, model: nn.Module) -> Plan:
     (None, 16)
     """
     waiting = [e.name for e in made.entries if e.rule is not None]
-    return _settle(made, spectra(model, waiting)) if waiting else made
+    return settle(made, spectra(model, waiting)) if waiting else made
 
 
 def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -318,7 +319,7 @@ def _uncovered(name: str, module: nn.Module, reason: str) -> list[Entry]:
     return found
 
 
-def _settle(made: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
+def settle(made: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
     """Answer the rules that can be answered: all of them when there are spectra."""
     entries = []
     for e in made.entries:

@@ -22,6 +22,18 @@ class LowRankMultiheadAttention(LowRank):
     goes on working in evaluation mode, on multiplied-out weights; `merge_` for fast inference.
     """
 
+    # Copied from the dense layer:
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    # Set by name below:
+    q: nn.Linear | LowRankLinear
+    k: nn.Linear | LowRankLinear
+    v: nn.Linear | LowRankLinear
+    out: nn.Linear | LowRankLinear
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
@@ -80,7 +92,8 @@ class LowRankMultiheadAttention(LowRank):
 
     @property
     def in_proj_bias(self) -> Tensor | None:
-        return None if self.q.bias is None else torch.cat([self.q.bias, self.k.bias, self.v.bias])
+        biases = [x.bias for x in (self.q, self.k, self.v) if x.bias is not None]
+        return torch.cat(biases) if biases else None
 
     @property
     def out_proj(self) -> nn.Module:
@@ -102,6 +115,12 @@ class LowRankMultiheadAttention(LowRank):
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
             raise RuntimeError("MultiheadAttention: is_causal is a hint about attn_mask, which is missing")
+        if query.is_nested:
+            # What nn.TransformerEncoder makes of padded batches in evaluation. Torch has one kernel for it,
+            # which its own forward calls with the multiplied-out weights above.
+            dense = cast(nn.MultiheadAttention, self)
+            rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
+            return nn.MultiheadAttention.forward(dense, query, key, value, *rest)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -112,15 +131,17 @@ class LowRankMultiheadAttention(LowRank):
         # From here on (batch, time, E), then (batch, heads, time, head_dim).
         q, k, v = self.q(query), self.k(key), self.v(value)
         extra = 0
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], 1, -1)], 1)
-            v = torch.cat([v, cast(Tensor, self.bias_v).expand(v.shape[0], 1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(v.shape[0], 1, -1)], 1)
             extra += 1
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             extra += 1
-        mask = self._mask(attn_mask, key_padding_mask, q, extra)
+        # As torch: where nothing else is masked, the hint replaces the mask (it would hide the extra keys).
+        causal = is_causal and key_padding_mask is None and not need_weights and not extra
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q, extra)
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights:
@@ -130,7 +151,7 @@ class LowRankMultiheadAttention(LowRank):
             attended = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         output = self.out(attended.transpose(1, 2).flatten(2))
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -151,5 +172,7 @@ class LowRankMultiheadAttention(LowRank):
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            raise TypeError(f"MultiheadAttention: a mask is bool or floating-point, not {mask.dtype}")
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

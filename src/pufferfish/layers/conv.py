@@ -20,6 +20,8 @@ _TRANSPOSED: dict[int, type[nn.Module]] = {
 
 
 class _LowRankConvolution(LowRank):
+    up: nn.Module
+
     @property
     def weight(self) -> Tensor:
         """The product of the factors, shaped like the dense layer's weight. Read-only."""

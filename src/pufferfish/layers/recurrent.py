@@ -37,7 +37,7 @@ class GateFactors(nn.Module):
 
 
 def _dense_gates(input: Tensor, weight: Tensor, gates: int, bias: Tensor | None) -> Tensor:
-    product = F.linear(input, weight).unflatten(-1, (gates, -1)).transpose(0, 1)
+    product: Tensor = F.linear(input, weight).unflatten(-1, (gates, -1)).transpose(0, 1)
     return product if bias is None else product + bias
 
 
@@ -49,6 +49,15 @@ class LowRankRNNBase(LowRank):
     """
 
     gates: int
+    # Copied from the dense layer:
+    input_size: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__(dense, ranks)
@@ -70,9 +79,7 @@ class LowRankRNNBase(LowRank):
             if parameter.dim() != 2:
                 continue
             rows, n = parameter.shape
-            gates = (
-                1 if name.startswith("weight_hr") else cls.gates
-            )  # the projection of an LSTM is one matrix
+            gates = 1 if name.startswith("weight_hr") else cls.gates  # an LSTM's projection is one matrix
             found.append(
                 Matrix(
                     name=name,
@@ -99,7 +106,8 @@ class LowRankRNNBase(LowRank):
         """W x (+ bias), gate by gate: (gates, positions, m)."""
         weight = getattr(self, name)
         if isinstance(weight, GateFactors):
-            return weight(input, bias)  # type: ignore[no-any-return]
+            product: Tensor = weight(input, bias)
+            return product
         return _dense_gates(input, weight, 1 if name.startswith("weight_hr") else self.gates, bias)
 
     def _bias(self, which: str, suffix: str) -> Tensor | None:
@@ -166,17 +174,13 @@ class LowRankRNNBase(LowRank):
         return (input.new_zeros(count, batch, self.proj_size or self.hidden_size),)
 
     def forward(self, input: Tensor | PackedSequence, hx: State | None = None) -> tuple[Any, State]:
-        states = hx if hx is None or isinstance(hx, tuple) else (hx,)
+        given: tuple[Tensor, ...] | None = (hx,) if isinstance(hx, Tensor) else hx
         if isinstance(input, PackedSequence):
-            packed = input
-            sizes = packed.batch_sizes.tolist()
-            states = self._initial(packed.data, sizes[0]) if states is None else states
-            states = _permute(states, packed.sorted_indices) if hx is not None else states
-            data, finals = self._layers(packed.data, sizes, states)
-            output: Any = PackedSequence(
-                data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
-            )
-            return output, self._state(_permute(finals, packed.unsorted_indices))
+            sizes = input.batch_sizes.tolist()
+            states = _permute(self._states(given, input.data, sizes[0]), input.sorted_indices)
+            data, finals = self._layers(input.data, sizes, states)
+            packed = PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+            return packed, self._state(_permute(finals, input.unsorted_indices))
         if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
             raise RuntimeError(
                 f"{type(self).__name__}: input has shape {tuple(input.shape)}, expected "
@@ -185,25 +189,26 @@ class LowRankRNNBase(LowRank):
         batched = input.dim() == 3
         if not batched:
             input = input.unsqueeze(1)
-            states = None if states is None else tuple(x.unsqueeze(1) for x in states)
+            given = None if given is None else tuple(x.unsqueeze(1) for x in given)
         elif self.batch_first:
             input = input.transpose(0, 1)
         time, batch = input.shape[:2]
-        states = self._initial(input, batch) if states is None else states
-        self._check(states, batch)
+        states = self._states(given, input, batch)
         data, finals = self._layers(input.reshape(time * batch, -1), [batch] * time, states)
         output = data.view(time, batch, -1)
         if not batched:
             return output.squeeze(1), self._state(tuple(x.squeeze(1) for x in finals))
         return (output.transpose(0, 1) if self.batch_first else output), self._state(finals)
 
-    def _check(self, states: tuple[Tensor, ...], batch: int) -> None:
-        for given, right in zip(states, self._initial(states[0], batch), strict=True):
-            if given.shape != right.shape:
-                raise RuntimeError(
-                    f"{type(self).__name__}: initial state has shape {tuple(given.shape)}, "
-                    f"expected {tuple(right.shape)}"
-                )
+    def _states(self, given: tuple[Tensor, ...] | None, input: Tensor, batch: int) -> tuple[Tensor, ...]:
+        """The initial states: those given, checked, or zeros."""
+        zeros = self._initial(input, batch)
+        if given is None:
+            return zeros
+        shapes, right = ([tuple(x.shape) for x in states] for states in (given, zeros))
+        if shapes != right:
+            raise RuntimeError(f"{type(self).__name__}: initial state has shape {shapes}, expected {right}")
+        return given
 
     def _state(self, finals: tuple[Tensor, ...]) -> State:
         return finals[0]
@@ -256,6 +261,7 @@ class LowRankRNN(LowRankRNNBase):
     """`nn.RNN` with tanh or relu."""
 
     gates = 1
+    nonlinearity: str  # copied from the dense layer
 
     def cell(self, gx: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         act: Callable[[Tensor], Tensor] = torch.tanh if self.nonlinearity == "tanh" else torch.relu

@@ -45,6 +45,8 @@ def register(dense: type[nn.Module] | str, low_rank: type[LowRank]) -> None:
     """
     if not (isinstance(low_rank, type) and issubclass(low_rank, LowRank)):
         raise TypeError(f"register: {low_rank!r} is not a subclass of pufferfish.layers.LowRank")
+    if not (isinstance(dense, str) or (isinstance(dense, type) and issubclass(dense, nn.Module))):
+        raise TypeError(f"register: {dense!r} is neither a subclass of nn.Module nor its dotted name")
     _REGISTRY[dense] = low_rank
 
 

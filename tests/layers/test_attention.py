@@ -1,0 +1,191 @@
+"""Low-rank MultiheadAttention against torch's own on the multiplied-out weights."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_close, assert_same, factorized, reference, tensors
+from torch import nn
+
+import pufferfish as pf
+
+EMBED, HEADS, QUERIES, KEYS, BATCH = 8, 4, 3, 5, 2
+flag = st.booleans()
+
+
+def attention(**options):
+    """With random biases: torch initialises most of them to zero, which would hide a lost one."""
+    options = {"embed_dim": EMBED, "num_heads": HEADS, "dtype": torch.float64} | options
+    torch.manual_seed(0)
+    dense = nn.MultiheadAttention(**options)
+    for name, parameter in dense.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter)
+    return dense
+
+
+@st.composite
+def attentions(draw):
+    options = {name: draw(flag) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    other = st.sampled_from([None, 5])
+    return attention(
+        num_heads=draw(st.sampled_from([1, 2, 4])), kdim=draw(other), vdim=draw(other), **options
+    )
+
+
+def queries_keys_values(dense, batched=True, keys=KEYS):
+    inputs = []
+    for time, size in ((QUERIES, EMBED), (keys, dense.kdim), (keys, dense.vdim)):
+        shape = (BATCH, time) if dense.batch_first else (time, BATCH)
+        inputs.append(torch.randn(*(shape if batched else (time,)), size, dtype=dense.out_proj.weight.dtype))
+    return inputs
+
+
+def random_mask(kind, *shape):
+    """True, or a number, where a key counts less. The first key stays, so that no row is all -inf."""
+    mask = torch.rand(shape) < 0.5
+    mask[..., 0] = False
+    return (
+        mask if kind == "bool" else torch.randn(shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dense=attentions(),
+    rank=st.integers(1, 4),
+    batched=flag,
+    masks=st.sampled_from(["bool", "float"]),
+    attn_dims=st.sampled_from([None, 2, 3]),
+    padding=flag,
+    weights=st.sampled_from([None, "average", "heads"]),
+)
+def test_all_arguments(dense, rank, batched, masks, attn_dims, padding, weights):
+    low_rank = factorized(dense, rank)
+    assert type(low_rank) is pf.layers.LowRankMultiheadAttention
+    batch = BATCH if batched else 1
+    rows = {None: None, 2: (), 3: (batch * dense.num_heads,)}[attn_dims]
+    arguments = {
+        "attn_mask": None if rows is None else random_mask(masks, *rows, QUERIES, KEYS),
+        "key_padding_mask": random_mask(masks, *([BATCH] if batched else []), KEYS) if padding else None,
+        "need_weights": weights is not None,
+        "average_attn_weights": weights == "average",
+    }
+    inputs = queries_keys_values(dense, batched)
+    assert_same(low_rank, dense, inputs, lambda layer, q, k, v: layer(q, k, v, **arguments))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    dense=attentions(), masks=st.sampled_from(["bool", "float"]), padding=flag, need_weights=flag, hint=flag
+)
+def test_causal(dense, masks, padding, need_weights, hint):
+    """With or without the hint. Torch is called without it: it would hide bias_k and the zero key, too."""
+    mask = torch.ones(QUERIES, QUERIES).triu(1).bool()
+    if masks == "float":
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
+    arguments = {
+        "attn_mask": mask,
+        "key_padding_mask": random_mask(masks, BATCH, QUERIES) if padding else None,
+        "need_weights": need_weights,
+    }
+    assert_same(
+        factorized(dense),
+        dense,
+        queries_keys_values(dense, keys=QUERIES),
+        lambda layer, q, k, v: layer(q, k, v, **arguments, is_causal=hint),
+        hint=lambda layer, q, k, v: layer(q, k, v, **arguments),
+    )
+
+
+def test_the_causal_hint_replaces_the_mask():
+    """As in torch, where nothing else is masked: a wrong mask under the hint is not looked at."""
+    dense = attention(batch_first=True)
+    low_rank, (q, k, v) = factorized(dense), queries_keys_values(dense, keys=QUERIES)
+    nothing = torch.zeros(QUERIES, QUERIES, dtype=torch.bool)
+    arguments = {"attn_mask": nothing, "need_weights": False}
+    hinted = low_rank(q, k, v, **arguments, is_causal=True)
+    assert_close(
+        tensors(hinted), tensors(reference(low_rank, dense)(q, k, v, **arguments, is_causal=True)), 1e-10
+    )
+    assert not torch.allclose(hinted[0], low_rank(q, k, v, **arguments)[0])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("masks", [None, "bool"])
+def test_evaluation_without_gradient(batch_first, masks):
+    """Where torch runs its fused kernel, on self-attention."""
+    dense = attention(batch_first=batch_first).eval()
+    low_rank, x = factorized(dense), torch.randn(BATCH, BATCH, EMBED, dtype=torch.float64)
+    mask = masks and random_mask(masks, BATCH, BATCH)
+    with torch.no_grad():
+        ours, theirs = (layer(x, x, x, mask) for layer in (low_rank, reference(low_rank, dense)))
+    assert_close(tensors(ours), tensors(theirs), 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_low_precision(dtype, need_weights):
+    dense = attention(dtype=dtype)
+    inputs = queries_keys_values(dense)
+    assert_same(factorized(dense), dense, inputs, lambda layer, *qkv: layer(*qkv, need_weights=need_weights))
+
+
+@pytest.mark.parametrize("kdim", [None, 5])
+@pytest.mark.parametrize("only", [["0.q"], ["0.k", "0.v"], ["0.out"], ["0.q", "0.out"]])
+def test_only_some_matrices(only, kdim):
+    dense = attention(kdim=kdim, add_bias_kv=True)
+    low_rank = factorized(dense, only=only)
+    assert [f"0.{name}" for name in low_rank.ranks] == only
+    assert_same(low_rank, dense, queries_keys_values(dense))
+
+
+def test_every_matrix_has_its_own_rank():
+    dense = attention()
+    low_rank = factorized(dense, 2, overrides={"0.v": 4, "0.out": 1})
+    assert low_rank.ranks == {"q": 2, "k": 2, "v": 4, "out": 1}
+    assert_same(low_rank, dense, queries_keys_values(dense))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_is_on_the_weights_in_training_only(need_weights):
+    dense = attention(dropout=0.5)
+    low_rank, inputs = factorized(dense), queries_keys_values(dense)
+    call = lambda layer, *qkv: layer(*qkv, need_weights=need_weights)  # noqa: E731
+    assert not torch.equal(call(low_rank, *inputs)[0], call(low_rank, *inputs)[0])
+    assert_same(low_rank.eval(), dense.eval(), inputs, call)
+
+
+def test_dropped_weights_are_torchs():
+    """The same random numbers, for torch draws them in the same order: with need_weights both call F.dropout."""
+    dense = attention(dropout=0.5)
+    low_rank, inputs = factorized(dense), queries_keys_values(dense)
+    outputs = []
+    for layer in (low_rank, reference(low_rank, dense)):
+        torch.manual_seed(3)
+        outputs.append(tensors(layer(*inputs, average_attn_weights=False)))
+    assert (outputs[0][1] == 0).any()
+    assert_close(*outputs, 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5}])
+def test_dense_parameters_can_be_read(options):
+    dense = attention(**options)
+    low_rank = factorized(dense, EMBED if not options.get("kdim") else 5)  # full rank: the very same values
+    for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
+        theirs, ours = dense, low_rank
+        for part in name.split("."):
+            theirs, ours = getattr(theirs, part), getattr(ours, part)
+        if theirs is None or options.get("kdim") and name == "out_proj.weight":
+            assert (ours is None) == (theirs is None)
+        else:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_bad_calls_are_refused():
+    dense = attention()
+    low_rank, (q, k, v) = factorized(dense), queries_keys_values(dense)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        low_rank(q, k, v, is_causal=True)
+    with pytest.raises(TypeError, match="uint8"):
+        low_rank(q, k, v, key_padding_mask=torch.zeros(BATCH, KEYS, dtype=torch.uint8))

@@ -1,0 +1,263 @@
+"""Every architecture of the zoo through the whole life of a plan: made, applied, trained, merged, saved, exported."""
+
+import copy
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import pufferfish as pf
+from zoo import ZOO, Case
+from zoo.case import all_tensors
+
+# Models of which no layer is factorized, and why: the start of the reason that every large layer has.
+DENSE = {"siamese": "tied weight"}
+# Models that cannot run in float64, and what in them cannot. The others are compared to 1e-8.
+SINGLE = {"char_rnn": "one_hot(...).float()", "hf_mixtral": "torch._grouped_mm"}
+# Models whose own code reads a layer's weight in forward, which multiplies the factors out.
+READS_WEIGHT = {
+    "tied_autoencoder": "the decoder's F.linear",
+    "hf_t5": "wo.weight.dtype",
+    "hf_vit": "projection.weight.dtype",
+}
+
+
+@dataclass
+class Subject:
+    """One case and what the tests share of it. Tests work on copies: nothing here changes once made."""
+
+    name: str
+    case: Case
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.case.inputs()
+
+    @property
+    def example(self) -> Any:
+        args, kwargs = self.inputs
+        return (lambda model: model(*args, **kwargs)) if kwargs else args
+
+    def build(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.case.build()
+
+    @cached_property
+    def dense(self) -> nn.Module:
+        return self.build()
+
+    @cached_property
+    def plan(self) -> pf.Plan:
+        return pf.plan(self.dense, rank=0.25, multiple=8, example=self.example)
+
+    @cached_property
+    def _factorized(self) -> tuple[nn.Module, torch.optim.SGD, pf.Plan]:
+        model = self.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.step(model, optimizer)
+        return model, optimizer, pf.factorize_(model, self.plan, optimizer)
+
+    @property
+    def done(self) -> pf.Plan:
+        return self._factorized[2]
+
+    def low_rank(self) -> tuple[nn.Module, torch.optim.SGD]:
+        """The model after one dense step, factorized; and its optimizer."""
+        return copy.deepcopy(self._factorized[:2])
+
+    def run(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, self.inputs
+        )
+        return model(*args, **kwargs)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        model.train()
+        optimizer.zero_grad()
+        loss = self.case.output(self.run(model)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    case = ZOO[request.param]
+    if case.needs:
+        pytest.importorskip(case.needs)
+    return Subject(request.param, case)
+
+
+def types(model: nn.Module) -> list[tuple[str, str]]:
+    """The modules and their types, by name: a parametrized module has a type of its own."""
+    return [(name, type(m).__qualname__) for name, m in model.named_modules()]
+
+
+def weight_name(parameter: str) -> str:
+    """`conv.parametrizations.weight.original1` is a part of `conv.weight`."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", parameter)
+
+
+def entry_name(e: pf.Entry, names: set[str]) -> str:
+    """The parameter that an entry speaks of."""
+    if e.matrix is not None:
+        return f"{e.layer}.{e.matrix.weight}" if e.layer else e.matrix.weight
+    return e.name if e.name in names else f"{e.name}.weight"
+
+
+def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
+    plan, model = subject.plan, subject.dense
+    text = str(plan)
+    assert all(e.name in text for e in plan)
+    assert pf.Plan.from_json(plan.to_json()) == plan
+    assert all((e.rank is None) == bool(e.reason) for e in plan), "neither a rank nor a reason, or both"
+
+    # Every parameter of two or more dimensions is in the plan, with all of its weights, once.
+    every = {weight_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: p.shape for name, p in every.items() if p.dim() >= 2}
+    shapes |= {
+        weight_name(name): model.get_submodule(name.partition(".parametrizations")[0]).weight.shape
+        for name, _ in model.named_parameters()
+        if ".parametrizations.weight." in name
+    }
+    counted: dict[str, int] = {}
+    for e in plan:
+        name = entry_name(e, set(shapes))
+        counted[name] = counted.get(name, 0) + e.before
+    # A module that is there under several names is in the plan once.
+    first = {weight_name(name) for name, _ in model.named_parameters()}
+    assert counted.keys() <= shapes.keys()
+    assert {name for name in shapes if name in first} <= counted.keys()
+    assert counted == {name: math.prod(shapes[name]) for name in counted}
+    if shapes.keys() <= first and not any("parametrizations" in name for name, _ in model.named_parameters()):
+        vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+        assert sum(e.before for e in plan) + vectors == plan.before.parameters
+
+
+def test_something_is_factorized(subject: Subject) -> None:
+    dense = DENSE.get(subject.name)
+    assert bool(subject.plan.ranks) == (dense is None)
+    if dense is None:
+        assert subject.plan.after.parameters < subject.plan.before.parameters
+    else:
+        assert all(e.reason.startswith((dense, "not smaller")) for e in subject.plan)
+
+
+def test_macs(subject: Subject) -> None:
+    """What the plan promises is what the low-rank model then takes."""
+    promised = subject.plan.after.forward_macs
+    taken = pf.plan(subject.low_rank()[0], example=subject.example).before.forward_macs
+    assert promised is not None
+    assert taken is not None
+    if subject.name in READS_WEIGHT:
+        assert 0 < promised < taken
+    else:
+        assert 0 < promised == taken
+
+
+def test_factorized(subject: Subject) -> None:
+    model, optimizer = subject.low_rank()
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, pf.layers.LowRank)}
+    ranks = subject.plan.ranks
+    assert {name: m.ranks for name, m in layers.items() if name in ranks} == ranks
+    assert sum(p.numel() for p in model.parameters()) == subject.plan.after.parameters
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == subject.plan.after.trainable
+    assert all(0 <= e.error <= 1 for e in subject.done if e.rank and e.error is not None)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    for mode in (True, False):
+        output = subject.case.output(subject.run(model.train(mode)))
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_equals_its_product(subject: Subject, mode: str) -> None:
+    """The low-rank model computes what the dense model with the multiplied-out weights does."""
+    model, _ = subject.low_rank()
+    dtype = torch.float32 if subject.name in SINGLE else torch.float64
+    model = model.to(dtype).train(mode == "train")
+    dense = copy.deepcopy(model)
+    pf.merge_(dense)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in dense.modules())
+    got, want = (all_tensors(subject.run(m, dtype)) for m in (model, dense))
+    tolerance = 1e-4 if subject.name in SINGLE else 1e-8
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_precision_is_needed(name: str) -> None:
+    subject = Subject(name, ZOO[name])
+    if subject.case.needs:
+        pytest.importorskip(subject.case.needs)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)double|float64"):
+        subject.run(subject.build().double(), torch.float64)
+
+
+def test_trains(subject: Subject) -> None:
+    model, optimizer = subject.low_rank()
+    factors = {
+        f"{name}.{leaf}": p
+        for name, m in model.named_modules()
+        if isinstance(m, pf.layers.LowRank)
+        for x in m.factors()
+        for leaf in (x.down, x.up)
+        if (p := m.get_parameter(leaf)).requires_grad
+    }
+    before = {name: p.detach().clone() for name, p in factors.items()}
+    assert math.isfinite(subject.step(model, optimizer))
+    for name, p in factors.items():
+        assert p.grad is not None, name
+        assert p.isfinite().all(), name
+        assert not torch.equal(p, before[name]), f"{name} did not move"
+
+
+def test_merges_back(subject: Subject) -> None:
+    model, optimizer = subject.low_rank()
+    pf.merge_(model, optimizer)
+    assert types(model) == types(subject.dense)
+    got, want = ({k: (v.shape, v.dtype) for k, v in m.state_dict().items()} for m in (model, subject.dense))
+    assert got == want
+    assert list(got) == list(want)
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in subject.dense.parameters()
+    ]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in model.parameters()
+    ]
+    assert math.isfinite(subject.step(model, optimizer))
+
+
+def test_saves_and_loads(subject: Subject, tmp_path: Path) -> None:
+    model, _ = subject.low_rank()
+    pf.save(model, tmp_path / "saved")
+    fresh = subject.build(seed=1)
+    pf.load(fresh, tmp_path / "saved")
+    assert types(fresh) == types(model)
+    got, want = (all_tensors(subject.run(m.eval())) for m in (fresh, model))
+    assert torch.equal(got, want)
+
+
+def test_exports(subject: Subject) -> None:
+    model = subject.low_rank()[0].eval()
+    args, kwargs = subject.inputs
+    try:
+        exported = torch.export.export(model, args, kwargs)
+    except Exception:
+        try:
+            torch.export.export(subject.build().eval(), args, kwargs)
+        except Exception as error:
+            pytest.skip(f"the dense model's export fails: {type(error).__name__}: {first_line(error)}")
+        raise
+    got, want = (all_tensors(subject.run(m)) for m in (exported.module(), model))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
