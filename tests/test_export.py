@@ -57,7 +57,7 @@ class Layer:
 
 
 _image = (2, 32, 9, 10)
-_words = (3, 5, 32)
+_words = (3, 4, 32)
 _low = pf.layers
 LAYERS = {
     "linear": Layer(lambda: nn.Linear(32, 40), _words, _low.LowRankLinear),
@@ -69,8 +69,8 @@ LAYERS = {
         lambda: nn.ConvTranspose2d(32, 40, 3, 2, 1, output_padding=1), _image, _low.LowRankConvTranspose
     ),
     "lstm": Layer(lambda: nn.LSTM(32, 32, batch_first=True, bidirectional=True), _words, _low.LowRankLSTM),
-    "gru": Layer(lambda: nn.GRU(32, 32), (5, 3, 32), _low.LowRankGRU, batch=1),
-    "rnn": Layer(lambda: nn.RNN(32, 32), (5, 3, 32), _low.LowRankRNN, batch=1),
+    "gru": Layer(lambda: nn.GRU(32, 32), (4, 3, 32), _low.LowRankGRU, batch=1),
+    "rnn": Layer(lambda: nn.RNN(32, 32), (4, 3, 32), _low.LowRankRNN, batch=1),
     "attention": Layer(SelfAttention, _words, _low.LowRankMultiheadAttention),
     "hf_conv1d": Layer(hf_conv1d, _words, _low.LowRankConv1D),
     "encoder_layer": Layer(
@@ -91,9 +91,11 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def close(got: Any, want: Any, tolerance: float) -> None:
-    """Equal up to `tolerance` of each tensor's largest value."""
-    for x, y in zip(tensors(got), tensors(want), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(y.abs().max().item(), 1e-3))
+    """Equal up to `tolerance` of each tensor's largest value, or of a hundredth of the largest of all."""
+    pairs = list(zip(tensors(got), tensors(want), strict=True))
+    sizes = [y.abs().max().item() for _, y in pairs]
+    for (x, y), size in zip(pairs, sizes, strict=True):  # the gradient of a key's bias is zero, but for noise
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(size, max(sizes) / 100))
 
 
 def where_dense_does(action: Callable[[nn.Module], Any], layer: Layer, model: nn.Module) -> Any:
@@ -141,9 +143,7 @@ def test_onnx(layer: Layer, tmp_path: Path) -> None:
     def export(m: nn.Module) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.onnx.export(
-                m, (layer.input(),), path, dynamo=True, dynamic_shapes=shapes, optimize=False, verbose=False
-            )
+            torch.onnx.export(m, (layer.input(),), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
 
     where_dense_does(export, layer, model)
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -154,16 +154,15 @@ def test_onnx(layer: Layer, tmp_path: Path) -> None:
         close(got, model(x), 1e-4)
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_compile(layer: Layer, mode: str) -> None:
     """Forward and backward, in one graph."""
     compiles(layer, mode, "aot_eager", 1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_inductor(layer: Layer, mode: str) -> None:
-    compiles(layer, mode, "inductor", 1e-4)
+def test_inductor(layer: Layer) -> None:
+    compiles(layer, "train", "inductor", 1e-4)
 
 
 def compiles(layer: Layer, mode: str, backend: str, tolerance: float) -> None:
@@ -179,6 +178,8 @@ def compiles(layer: Layer, mode: str, backend: str, tolerance: float) -> None:
 def test_autocast(layer: Layer) -> None:
     """bf16 inside, float32 gradients, and results of bf16's precision."""
     model, x = layer.make(), layer.input()
+    parameters = list(model.parameters())
+    want = step(model, parameters, x)
     seen = set()
 
     def forward(x: Tensor) -> Any:
@@ -188,8 +189,7 @@ def test_autocast(layer: Layer) -> None:
     for m in model.modules():
         if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d):
             m.register_forward_hook(lambda m, args, output: seen.add(output.dtype))
-    parameters = list(model.parameters())
-    got, want = step(forward, parameters, x), step(model, parameters, x)
+    got = step(forward, parameters, x)
     assert seen == {torch.bfloat16}
     assert all(g.dtype == p.dtype for g, p in zip(got[-len(parameters) :], parameters, strict=True))
     close([y.float() for y in got], want, 0.05)

@@ -138,7 +138,7 @@ def _joined(sources: list[Source]) -> Source:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[Source | Any]:
+def _open(path: Path) -> Iterator[Any]:
     """A safetensors file as a lazy `Source`, anything else as what `torch.load` makes of it."""
     if path.suffix == ".safetensors":
         try:

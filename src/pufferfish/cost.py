@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from .layers import LowRank, hollow, low_rank_type
+from .layers import LowRank, Matrix, hollow, low_rank_type
 from .names import named_modules, unwrap
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.
@@ -60,15 +64,15 @@ class Totals:
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
     """Count a model's parameters; with a `Profile` its MACs too."""
-    parameters = list(unwrap(model).parameters())
+    parameters = [p for p in unwrap(model).parameters() if not is_lazy(p)]
     trainable = [p for p in parameters if p.requires_grad]
     return Totals(
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         trainable=sum(p.numel() for p in trainable),
         gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
-        forward_macs=profile and profile.forward_macs,
-        backward_macs=profile and profile.backward_macs,
+        forward_macs=profile.forward_macs if profile else None,
+        backward_macs=profile.backward_macs if profile else None,
     )
 
 
@@ -78,8 +82,8 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    positions: dict[str, int]  # by matrix: the vectors it was multiplied with, all calls together
-    input_grad: bool  # whether backward goes on below this layer
+    positions: Counter[str]  # by matrix: the vectors it was multiplied with, all calls together
+    grad_positions: Counter[str]  # those of them that backward wants the gradient of
 
 
 @dataclass
@@ -101,38 +105,124 @@ def profile(model: nn.Module, example: Example) -> Profile:
     """
     model = unwrap(model)
     if not callable(example):
-        shadow = hollow(model)
-        try:
-            return _profile(shadow, pytree.tree_map_only(Tensor, lambda x: x.to("meta"), example))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            pass  # an operator without a meta kernel, or a look at values
+        # An operator without a meta kernel or a look at values may fail in any way; whatever is really
+        # wrong fails again below.
+        with contextlib.suppress(Exception):
+            return _profile(hollow(model), _copies(example, torch.device("meta")))
+        example = _copies(example, None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        return _profile(copy.deepcopy(model), example)
+        return _profile(_private_copy(model), example)
+
+
+def _copies(example: Example, device: torch.device | None) -> Example:
+    """The example on fresh tensors, so that nothing the model does reaches the user's."""
+
+    def fresh(x: Tensor) -> Tensor:
+        return x.detach().clone().to(device or x.device).requires_grad_(x.requires_grad)
+
+    return cast(Example, pytree.tree_map_only(Tensor, fresh, example))
+
+
+def _private_copy(model: nn.Module) -> nn.Module:
+    """A copy whose runs nobody notices: with the hooks that torch's own layers need, without the user's."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name.endswith("_hooks"):
+                if not any(str(hook.__module__).startswith("torch.nn.") for hook in value.values()):
+                    memo[id(value)] = OrderedDict()
+            elif isinstance(value, Tensor) and not value.is_leaf:  # weight_norm's, made anew in forward
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def _profile(model: nn.Module, example: Example) -> Profile:
     found = Profile()
-    owned = set()
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    spent: Counter[str] = Counter()  # by module, without its children
+    running: list[list[int]] = []  # of every module that is running: the count at its start, its children's
     handles = []
-    for name, path, module in named_modules(model):
+    owned: list[str] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append([counter.get_total_flops(), 0])
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            start, inside = running.pop()
+            flops = counter.get_total_flops() - start
+            spent[name] += flops - inside
+            if running:
+                running[-1][1] += flops
+
+        return hook
+
+    for name, _, module in named_modules(model):
         kind = low_rank_type(type(module))
         if kind is not None:
             handles.append(module.register_forward_hook(_recorder(found, name, kind), with_kwargs=True))
-            owned.add(path)
-    counter = FlopCounterMode(display=False)
-    with torch.enable_grad(), counter:
+        if kind is not None or isinstance(module, LowRank):
+            owned.append(name)
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave(name), always_call=True))
+    with torch.enable_grad(), _plain_kernels(), counter:
         output = run(model, example)
-        found.forward_macs = counter.get_total_flops() // 2
-        found.functional = _functional(counter, owned)
+        forward = counter.get_total_flops()
+        for handle in handles:
+            handle.remove()  # checkpointed modules run once more in backward
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])
-        found.backward_macs = counter.get_total_flops() // 2 - found.forward_macs
-    for handle in handles:
-        handle.remove()
+    found.forward_macs = forward // 2
+    found.backward_macs = counter.get_total_flops() // 2 - found.forward_macs
+    spent[""] += forward - sum(spent.values())  # what a callable example computes outside every module
+    found.functional = {
+        name: flops // 2
+        for name, flops in spent.items()
+        if flops > 0 and not any(name == x or name.startswith(f"{x}.") for x in owned)
+    }
     return found
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Without the fused kernels that the counter cannot see into: recurrent layers, attention in eval."""
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    enabled = [backend.enabled for backend in backends]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for backend in backends:
+            backend.enabled = False
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for backend, value in zip(backends, enabled, strict=True):
+            backend.enabled = value
+
+
+def _conv_backward(
+    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    """FLOPs of a convolution's backward. torch's own formula takes the weight's gradient for ungrouped."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = args
+    places = x if transposed else grad
+    macs = math.prod(weight) * places[0] * math.prod(places[2:])
+    return 2 * macs * int(sum(wanted[:2]))
+
+
+#: Where torch's counter is wrong (groups) or does not look (attention on the CPU).
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _conv_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
 
 
 def run(model: nn.Module, example: Example) -> Any:
@@ -148,30 +238,53 @@ def run(model: nn.Module, example: Example) -> Any:
 
 def _recorder(found: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        call = Call(args, kwargs, {}, any(x.requires_grad for x in inputs))
-        call = found.calls.setdefault(name, call)
+        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter()))
         for matrix in kind.matrices(module):
             positions = kind.positions(matrix, args, kwargs, output)
-            call.positions[matrix.name] = call.positions.get(matrix.name, 0) + positions
+            call.positions[matrix.name] += positions
+            without = _without_gradient(module, matrix, positions, args, kwargs, output)
+            call.grad_positions[matrix.name] += positions - without
 
     return record
 
 
-def _functional(counter: FlopCounterMode, owned: set[str]) -> dict[str, int]:
-    """MACs that modules do themselves, outside their children and outside the layers a plan knows."""
-    counts = {k: sum(v.values()) // 2 for k, v in counter.get_flop_counts().items() if k != "Global"}
-    root = min(counts, key=len, default="")
-    paths = {key: key.removeprefix(root).removeprefix(".") for key in counts}
-    known = {
-        key for key, path in paths.items() if path in owned or any(path.startswith(f"{x}.") for x in owned)
-    }
-    own = dict(counts)
-    for key, macs in counts.items():
-        above = [other for other in counts if key.startswith(f"{other}.")]
-        if above:
-            own[max(above, key=len)] -= macs
-    return {paths[key]: macs for key, macs in own.items() if macs > 0 and key not in known}
+def _without_gradient(
+    module: nn.Module,
+    matrix: Matrix,
+    positions: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> int:
+    """How many of the vectors that a matrix was multiplied with backward wants no gradient of."""
+    sources = pytree.tree_leaves((args, kwargs))
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        first, *more = (
+            ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input", "hx")
+        )
+        given = dict(zip((first, *more), args, strict=False)) | kwargs
+        where = {
+            "q": "query",
+            "k": "key",
+            "v": "value",
+            "weight_ih_l0": "input",
+            "weight_ih_l0_reverse": "input",
+        }
+        if matrix.name in where:
+            sources = pytree.tree_leaves(given[where[matrix.name]])
+        else:  # what the layer computes itself
+            sources += module.parameters()
+            state = pytree.tree_leaves(given.get("hx"))
+            if matrix.name.startswith("weight_hh") and not _any_gradient(state) and _any_gradient(sources):
+                last = pytree.tree_leaves(output[1])[
+                    0
+                ]  # the first step sees the initial state, a row a sequence
+                return int(last.numel() // (last.shape[0] * last.shape[-1]))
+    return 0 if _any_gradient(sources) else positions
+
+
+def _any_gradient(values: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 def measure(dense: nn.Module, low_rank: nn.Module, call: Call) -> tuple[float, float]:
@@ -193,8 +306,8 @@ def _step(layer: nn.Module, call: Call, device: torch.device) -> Callable[[], No
     generator = torch.Generator(device).manual_seed(0)
 
     def like(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return torch.zeros_like(x, device=device)
+        if not x.is_floating_point():  # real ones may be lengths or indices and are kept
+            return torch.zeros_like(x, device=device) if x.is_meta else x
         fresh = torch.empty_like(x, device=device, requires_grad=False)
         return fresh.normal_(generator=generator).requires_grad_(x.requires_grad)
 

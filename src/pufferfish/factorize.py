@@ -18,7 +18,7 @@ from .plan import Entry, Plan
 from .planning import check_values, plan, resolve
 
 #: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
-Fill = Callable[[Entry, nn.Parameter], tuple[Tensor, Tensor, float | None]]
+Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
 
 
 def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
@@ -47,7 +47,7 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     )
     """
 
-    def by_svd(e: Entry, weight: nn.Parameter) -> tuple[Tensor, Tensor, float | None]:
+    def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
         assert e.matrix is not None and e.rank is not None
         if weight.is_meta:
             return *_empty(e, weight), None
@@ -80,7 +80,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     <All keys matched successfully>
     """
 
-    def by_nan(e: Entry, weight: nn.Parameter) -> tuple[Tensor, Tensor, float | None]:
+    def by_nan(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
         down, up = _empty(e, weight)
         return down.fill_(float("nan")), up.fill_(float("nan")), e.error
 
@@ -122,7 +122,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
         change = Change(own_name(path), matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
         for name, meta in list(dense.named_parameters()):
             change.dense[name] = _dense_parameter(name, meta, change)
-            _set(dense, name, change.dense[name])
+            set_parameter(dense, name, change.dense[name])
         if isinstance(dense, nn.RNNBase):
             dense.flatten_parameters()
         carrier.to_dense(change)
@@ -259,7 +259,9 @@ def _convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) ->
                 change.low_rank[target] = old if whole else _parameter(old.detach()[rows].clone(), old)
         for name, _ in list(low_rank.named_parameters()):
             # What no matrix names (a recurrent layer's biases …) is carried over under its own name.
-            _set(low_rank, name, change.low_rank.setdefault(name, change.dense.get(name)))  # type: ignore[arg-type]
+            if name not in change.low_rank:
+                change.low_rank[name] = change.dense[name]
+            set_parameter(low_rank, name, change.low_rank[name])
         carrier.to_factors(change)
         _replace(model, paths[layer], dense, low_rank)
     carrier.finish()
@@ -276,7 +278,7 @@ def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.fold(U, V)
 
 
-def _parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
+def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     """`value` as a parameter with the dtype, memory format, flags and attributes of `like`."""
     value = value.to(like.dtype)
     if like.dim() == value.dim() and not like.is_contiguous():
@@ -290,10 +292,10 @@ def _parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _dense_parameter(name: str, meta: Tensor, change: Change) -> nn.Parameter:
+def _dense_parameter(name: str, meta: Tensor, change: Change) -> Tensor:
     """One dense parameter from the factors, slices and unchanged parameters of a low-rank layer."""
-    pieces: list[tuple[slice, Tensor, nn.Parameter]] = []
-    moved: list[tuple[slice, Tensor, nn.Parameter]] = []
+    pieces: list[tuple[slice, Tensor, Tensor]] = []
+    moved: list[tuple[slice, Tensor, Tensor]] = []
     for x in change.matrices:
         factorized = x.name in change.ranks
         if factorized and x.weight == name:
@@ -319,7 +321,7 @@ def _dense_parameter(name: str, meta: Tensor, change: Change) -> nn.Parameter:
     return made
 
 
-def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
 

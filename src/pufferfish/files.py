@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .factorize import plan_of, reshape_
+from .factorize import plan_of, reshape_, set_parameter
 from .layers import LowRank, hollow
 from .names import own_keys, unwrap
 from .plan import Plan
@@ -96,6 +96,10 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
     meta = any(p.is_meta for p in model.parameters())
     own = own_keys(model.state_dict())
     model.load_state_dict({key: values[id(wanted[name])] for key, name in own.items()}, assign=meta)
+    if meta:  # assigning gave each name a parameter of its own: tie again what was tied
+        first: dict[int, nn.Parameter] = {}
+        for key, parameter in list(model.named_parameters(remove_duplicate=False)):
+            set_parameter(model, key, first.setdefault(id(wanted[own[key]]), parameter))
     return plan
 
 

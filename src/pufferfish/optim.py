@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from .layers import Matrix
+from .names import own_name
 
 State = dict[str, Any]
 
@@ -94,6 +95,11 @@ class Carrier:
                 places = [place.get(id(p), -1) for p in group["params"]]
                 if places == sorted(places) and -1 not in places:
                     self._ordered.append(group)
+        groups = [
+            group for optimizer in optimizers for group in optimizer.param_groups if "param_names" in group
+        ]
+        self._labels = {id(p): n for g in groups for p, n in zip(g["params"], g["param_names"], strict=True)}
+        self._named = groups
         self._reset: set[str] = set()
 
     def to_factors(self, change: Change) -> None:
@@ -101,14 +107,14 @@ class Carrier:
         for optimizer in self.optimizers:
             for source, targets in change.parts.items():
                 old = change.dense[source]
-                news = [(change.layer, t, change.low_rank[t]) for t in targets]
-                if not any(new is old for *_, new in news) and _swap(optimizer, [old], news):
+                news = [change.low_rank[t] for t in targets]
+                if not any(new is old for new in news) and _swap(optimizer, [old], news):
                     state = optimizer.state.pop(old, {})
                     if state and self._can(optimizer, state):
                         for target, carried in factor_state(change, source, state).items():
                             optimizer.state[change.low_rank[target]] = carried
                     else:
-                        self._fresh(optimizer, [new for *_, new in news])
+                        self._fresh(optimizer, news)
 
     def to_dense(self, change: Change) -> None:
         """Factors and slices → the dense parameters they stand for."""
@@ -116,9 +122,7 @@ class Carrier:
             for target, names in change.parts.items():
                 new = change.dense[target]
                 olds = [change.low_rank[name] for name in names]
-                if any(old is new for old in olds) or not _swap(
-                    optimizer, olds, [(change.layer, target, new)]
-                ):
+                if any(old is new for old in olds) or not _swap(optimizer, olds, [new]):
                     continue
                 states = {name: optimizer.state.pop(old, {}) for name, old in zip(names, olds, strict=True)}
                 if all(states.values()) and all(self._can(optimizer, s) for s in states.values()):
@@ -129,10 +133,10 @@ class Carrier:
     def finish(self) -> None:
         place = {id(p): i for i, p in enumerate(self.model.parameters())}
         for group in self._ordered:
-            order = sorted(range(len(group["params"])), key=lambda i: place[id(group["params"][i])])
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [group[key][i] for i in order]
+            group["params"].sort(key=lambda p: place[id(p)])
+        names = self._labels | {id(p): own_name(name) for name, p in self.model.named_parameters()}
+        for group in self._named:
+            group["param_names"] = [names[id(p)] for p in group["params"]]
         for name in sorted(self._reset):
             warnings.warn(
                 f"{name}: the state of replaced parameters was reset; how to carry it is known for "
@@ -146,7 +150,7 @@ class Carrier:
             self._reset.add(type(optimizer).__name__)
         return carried
 
-    def _fresh(self, optimizer: optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    def _fresh(self, optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
         """No state, except where an optimizer expects it to be there from its construction on."""
         if isinstance(optimizer, optim.Adagrad):
             start = optimizer.defaults["initial_accumulator_value"]
@@ -261,28 +265,19 @@ def _sizes(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
 
-def _swap(
-    optimizer: optim.Optimizer, olds: list[nn.Parameter], news: list[tuple[str, str, nn.Parameter]]
-) -> bool:
+def _swap(optimizer: optim.Optimizer, olds: list[Tensor], news: list[Tensor]) -> bool:
     """Put `news` where the first of `olds` stood, drop the others. False if none of them is here."""
     gone = {id(p) for p in olds}
-    fresh = [p for *_, p in news]
-    names = [f"{layer}.{name}" if layer else name for layer, name, _ in news]
     done = False
     for group in optimizer.param_groups:
-        params, labels = [], []
-        group_names = group.get("param_names") or [""] * len(group["params"])
-        for p, label in zip(group["params"], group_names, strict=True):
+        params: list[Tensor] = []
+        for p in group["params"]:
             if id(p) not in gone:
                 params.append(p)
-                labels.append(label)
             elif not done:
-                params += fresh
-                labels += names
+                params += news
                 done = True
         group["params"] = params
-        if "param_names" in group:
-            group["param_names"] = labels
     return done
 
 

@@ -30,10 +30,12 @@ class Entry:
     rank: int | None = None
     rule: Rule | None = None
     reason: str = ""
+    note: str = ""  # what the reader should know about the rank
+    held: int | None = None  # weights there are, where the shape does not tell (low-rank already, lazy)
     itemsize: int = 4
     trainable: bool = True
     positions: int | None = None  # vectors the matrix is multiplied with in the example
-    input_grad: bool = True  # whether backward goes on below the layer
+    grad_positions: int | None = None  # those of them that backward wants the gradient of
     ms: tuple[float, float] | None = None  # measured, dense and low-rank, of the whole layer
     error: float | None = None  # ‖W − UV‖ / ‖W‖, known once factorized
 
@@ -45,8 +47,8 @@ class Entry:
 
     @property
     def before(self) -> int:
-        """Weights of the dense matrix."""
-        return math.prod(self.shape)
+        """Weights as they are now."""
+        return math.prod(self.shape) if self.held is None else self.held
 
     @property
     def after(self) -> int:
@@ -59,18 +61,20 @@ class Entry:
         """Forward and backward MACs on the example (0 where it did not come by)."""
         if self.matrix is None or not self.positions:
             return 0, 0
-        x, w, i = self.matrix, int(self.trainable), int(self.input_grad)
+        x, p = self.matrix, self.positions
+        below = p if self.grad_positions is None else self.grad_positions
+        trained = p if self.trainable else 0
         if not low_rank or self.rank is None:
-            forward = self.positions * x.numel
-            return forward, forward * (w + i)
-        down, up = (self.positions * x.blocks * self.rank * side for side in (x.n, x.m))
-        return down + up, down * (w + i) + up * (w + max(w, i))
+            return p * x.numel, (trained + below) * x.numel
+        down, up = (x.blocks * self.rank * side for side in (x.n, x.m))
+        # Between the factors a gradient is wanted by what lies below, and by `down` itself.
+        return p * (down + up), (trained + below) * down + (trained + max(trained, below)) * up
 
     def stays(self, reason: str) -> Entry:
-        return dataclasses.replace(self, rank=None, rule=None, reason=reason)
+        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
 
     def ruled(self, rule: Rule) -> Entry:
-        return dataclasses.replace(self, rank=None, rule=rule, reason="")
+        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
 
     def ranked(self, rank: int) -> Entry:
         return dataclasses.replace(self, rank=rank, rule=None, reason="")
@@ -212,7 +216,7 @@ class Plan:
                 functional=data["functional"],
                 parameters=tuple(data["parameters"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import svd
 from .cost import Call, Example, Profile, measure, profile, totals
@@ -36,7 +37,7 @@ def plan(
     Args:
         rank: a float in (0, 1) is a share of each layer's full rank, an int a fixed rank, or a rule:
             `Ratio`, `Fixed`, `Energy`, `StableRank`, `Budget`. Rules that look at the weights decide when
-            the plan is applied; `Plan.resolve(model)` shows what they say today.
+            the plan is applied; `resolve(plan, model)` shows what they say today.
         keep: name patterns (`fnmatch`, over layer names) of layers that stay as they are.
         only: where given, all other layers stay.
         overrides: name pattern → rank for some layers; the last match wins.
@@ -51,15 +52,16 @@ def plan(
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     >>> print(pf.plan(model, rank=0.25, keep=["2"]))
-    layer  type    shape      rank      weights  of bytes after  why it stays
-    0      Linear  256×256      64  65,536→32,768           91.8 %
-    2      Linear  10×256        –          2,560            7.2 %  kept by pattern '2'
+    layer  type    shape    rank        weights  of bytes left  why it stays
+    0      Linear  256×256    64  65,536→32,768          92.1%
+    2      Linear  10×256      –          2,560           7.2%  kept by pattern '2'
     <BLANKLINE>
-                               before    after
-    parameters                 68,362   35,594  1.92× smaller
-    gradient bytes            273,448  142,376  1.92× smaller
-    memory with SGD momentum  820,344  427,128  1.92× smaller
-    memory with Adam        1,093,792  569,504  1.92× smaller
+                             before    after
+    parameters               68,362   35,594  1.92× smaller
+    gradient bytes (DDP)    273,448  142,376  1.92× smaller
+    FSDP2 bytes             820,344  427,128  1.92× smaller
+    memory, SGD momentum    820,344  427,128  1.92× smaller
+    memory, Adam          1,093,792  569,504  1.92× smaller
     """
     rule = as_rule(rank)
     rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
@@ -75,6 +77,8 @@ def plan(
     entries, live = _candidates(model, seen)
     _match_patterns(entries, keep, only, rules)
     entries = [_apply(e, rule, keep, only, rules) for e in entries]
+    if seen is None and any(isinstance(e.rule, Budget) and e.rule.unit == "macs" for e in entries):
+        raise ValueError("Budget(macs=…) needs example=, a batch to count them on")
     made = Plan(
         entries=tuple(entries),
         multiple=multiple,
@@ -100,7 +104,13 @@ def resolve(made: Plan, model: nn.Module) -> Plan:
     (None, 16)
     """
     waiting = [e.name for e in made.entries if e.rule is not None]
-    return settle(made, spectra(model, waiting)) if waiting else made
+    if not waiting:
+        return made
+    found = spectra(model, waiting)
+    for name in waiting:
+        if name not in found:
+            raise ValueError(f"{name}: the plan has a rule for it, the model no layer that it could be for")
+    return settle(made, found)
 
 
 def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -193,7 +203,7 @@ def _candidates(model: nn.Module, seen: Profile | None) -> tuple[list[Entry], di
         if parent is None:
             owned.setdefault(path, "")
         layers[name] = module
-        reason = (owned[parent] if parent is not None else "") or _unfit(module)
+        reason = (owned[parent] if parent is not None else "") or unfit(module)
         if reason:
             entries += _uncovered(name, module, reason)
             continue
@@ -215,12 +225,12 @@ def _entry(
         itemsize=weight.element_size(),
         trainable=weight.requires_grad,
         positions=call.positions.get(matrix.name) if call else None,
-        input_grad=call.input_grad if call else True,
+        grad_positions=call.grad_positions.get(matrix.name) if call else None,
     )
     others = [x for x in owners[id(weight)] if x != _dotted(layer, matrix.weight)]
     if others:
         return e.stays(f"tied weight: shared with {others[0]}")
-    if matrix.blocks > 1 and (matrix.n == 1 or matrix.m == 1 or _depthwise(module)):
+    if matrix.blocks > 1 and _depthwise(module):
         return e.stays("depthwise")
     return e
 
@@ -232,11 +242,12 @@ def _already(layer: str, module: LowRank) -> list[Entry]:
             layer=layer,
             type=type(module).__name__,
             shape=x.shape,
+            held=down.numel() + up.numel(),
             itemsize=down.element_size(),
             trainable=down.requires_grad,
             reason=f"low-rank already, rank {module.ranks[x.name]}",
         )
-        for x, (down, _) in module.factors().items()
+        for x, (down, up) in module.factors().items()
     ]
 
 
@@ -256,13 +267,16 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def _unfit(module: nn.Module) -> str:
+def unfit(module: nn.Module) -> str:
     """Why a layer of a registered type cannot be factorized as it stands."""
-    for name in ("weight", "in_proj_weight", "weight_ih_l0"):
-        if hasattr(module, name) and name not in module._parameters:
-            return f"unsupported: its {name} is computed (weight_norm, spectral_norm, pruning)"
+    for child in module.modules():
+        if hasattr(child, "parametrizations"):
+            return "parametrized: remove the parametrization first"
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and any(x.startswith(f"{name}_") for x in child._parameters):
+                return f"unsupported: its {name} is computed (weight_norm, spectral_norm, pruning)"
     for parameter in module.parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(parameter):
             return "lazy: run one batch through the model first"
         if parameter.dtype not in _FLOATS:
             return f"quantized or unusual dtype {str(parameter.dtype).removeprefix('torch.')}"
@@ -277,8 +291,8 @@ def _uncovered(name: str, module: nn.Module, reason: str) -> list[Entry]:
     kind = type(module).__name__
     parametrized = hasattr(module, "parametrizations")
     for tensor, parameter in module.named_parameters(recurse=False):
-        lazy = isinstance(parameter, nn.parameter.UninitializedTensorMixin)
-        if not lazy and parameter.dim() < 2:
+        lazy = is_lazy(parameter)
+        if not tensor.startswith("weight") if lazy else parameter.dim() < 2:
             continue
         whole = tensor.startswith("weight") or bool(reason)
         if reason:
@@ -297,7 +311,8 @@ def _uncovered(name: str, module: nn.Module, reason: str) -> list[Entry]:
                 layer=name,
                 type=kind if whole else "Parameter",
                 shape=() if lazy else tuple(parameter.shape),
-                itemsize=parameter.element_size(),
+                held=0 if lazy else None,
+                itemsize=parameter.dtype.itemsize,
                 trainable=parameter.requires_grad,
                 reason=why,
             )
@@ -323,16 +338,16 @@ def settle(made: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
     """Answer the rules that can be answered: all of them when there are spectra."""
     entries = []
     for e in made.entries:
-        if e.rule is None or e.matrix is None or isinstance(e.rule, Budget):
+        if e.rule is None or e.matrix is None:
             entries.append(e)
         elif not e.rule.needs_weights:
             entries.append(_ranked(e, e.rule.rank(e.matrix, e.name, None), made))
-        elif spectra is not None:
-            entries.append(_ranked(e, e.rule.rank(e.matrix, e.name, spectra[e.name]), made))
-        elif not largest_rank(e.matrix, made.min_saving) // (made.multiple if e.rule.aligned else 1):
-            entries.append(_ranked(e, 1, made))  # stays whatever the spectrum will say
-        else:
+        elif not align(e.matrix.full_rank, e.matrix, made.multiple if e.rule.aligned else 1, made.min_saving):
+            entries.append(_ranked(e, 1, made))  # stays whatever the spectrum says
+        elif spectra is None or isinstance(e.rule, Budget):
             entries.append(e)
+        else:
+            entries.append(_ranked(e, e.rule.rank(e.matrix, e.name, spectra[e.name]), made))
     made = made.replace(entries)
     budgets = list(dict.fromkeys(e.rule for e in made.entries if isinstance(e.rule, Budget)))
     if len(budgets) > 1:
@@ -344,7 +359,8 @@ def settle(made: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
 
 def _ranked(e: Entry, r: int, made: Plan) -> Entry:
     """The entry at (about) rank `r`, or the reason why no rank serves."""
-    assert e.matrix is not None and e.rule is not None
+    assert e.matrix is not None
+    assert e.rule is not None
     aligned = align(r, e.matrix, made.multiple if e.rule.aligned else 1, made.min_saving)
     if not e.rule.aligned and aligned < r and made.min_saving >= 0:
         aligned = 0  # a rank that was asked for is not bent
@@ -358,14 +374,10 @@ def _ranked(e: Entry, r: int, made: Plan) -> Entry:
 def _spend(made: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
     """Share a budget among the entries that have it."""
     chosen = [e for e in made.entries if e.rule is budget or e.rule == budget]
-    per_weight: list[float] = []
-    for e in chosen:
-        if budget.unit == "macs":
-            if e.positions is None:
-                raise ValueError(f"Budget(macs=…): {e.name} was not run by the example, or none was given")
-            per_weight.append(e.positions)
-        else:
-            per_weight.append(1 if budget.unit == "params" else e.itemsize * e.trainable)
+    per_weight = [
+        {"params": 1, "bytes": e.itemsize * e.trainable, "macs": e.positions or 0}[budget.unit]
+        for e in chosen
+    ]
     total = {
         "params": made.after.parameters,
         "bytes": made.after.gradient_bytes,
@@ -412,7 +424,8 @@ def _measured(made: Plan, live: Mapping[str, nn.Module], seen: Profile) -> Plan:
         module = live[layer]
         kind = low_rank_type(type(module))
         assert kind is not None
-        key = (repr(module), tuple(chosen.items()), _shapes(call))
+        weights = [(p.dtype, p.requires_grad) for p in module.parameters()]
+        key = (repr(module), repr(weights), tuple(chosen.items()), _shapes(call))
         if key not in cache:
             cache[key] = measure(module, kind(module, chosen), call)
         times[layer] = cache[key]

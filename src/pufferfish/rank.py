@@ -128,19 +128,20 @@ class StableRank(Rule):
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         assert spectrum is not None
-        if self.initial is None:
-            start = matrix.m * matrix.n / (math.sqrt(matrix.m) + math.sqrt(matrix.n)) ** 2
-        elif name in self.initial:
+        start = 0.0
+        if self.initial is not None:
+            if name not in self.initial:
+                raise ValueError(
+                    f"StableRank: `initial` has no spectrum of {name!r}; take pf.spectra of this model"
+                )
             start = self.initial[name]
-        else:
-            raise ValueError(
-                f"StableRank: `initial` has no spectrum of {name!r}; take pf.spectra of this model"
-            )
+        if not start:  # not given, or a layer that started at zero
+            start = matrix.m * matrix.n / (math.sqrt(matrix.m) + math.sqrt(matrix.n)) ** 2
         scale = matrix.full_rank / start
         return max(1, math.ceil(scale * stable_rank(spectrum)))
 
     def note(self, name: str) -> str:
-        return "ξ assumed" if self.initial is None else ""
+        return "" if self.initial and self.initial.get(name) else "ξ assumed"
 
     def __str__(self) -> str:
         return "stable rank"

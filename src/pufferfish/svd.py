@@ -16,6 +16,9 @@ def split(W: Tensor, r: int) -> tuple[Tensor, Tensor, float]:
     number costs half the digits, and half of fp64's are all that fp32 has. It is 2 times faster than an
     fp32 SVD on a CPU and far more on a GPU. U and V come back in fp64 or fp32.
 
+    A direction that W does not have (σ = 0) is a zero in one factor but not in the other: with zeros in
+    both no gradient would ever reach it, and a layer that starts at zero could not learn.
+
     >>> W = torch.arange(6.0).view(1, 2, 3)
     >>> U, V, error = split(W, 2)
     >>> U.shape, V.shape, torch.allclose(U @ V, W, atol=1e-5)
@@ -46,11 +49,10 @@ def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
     dtype = torch.float64 if W.dtype == torch.float64 else torch.float32
     if dtype == torch.float64:
         try:
-            V, S, Uh = torch.linalg.svd(wide.mT, full_matrices=False)  # tall is what LAPACK is fast at
-            left, right, values = Uh[:r].mT, V[:, :r].mT, S
-            root = S[:r].sqrt()
-            left, right = left * root, root[:, None] * right
-        except torch.linalg.LinAlgError:
+            V, values, Uh = torch.linalg.svd(wide.mT, full_matrices=False)  # tall is what LAPACK is fast at
+            root = _root(values, r, wide.shape[1] * torch.finfo(dtype).eps)
+            left, right = Uh[:r].mT * _alive(root), root[:, None] * V[:, :r].mT
+        except RuntimeError:  # LinAlgError, or what else a GPU's solver raises
             left, right, values = _by_gram(wide, r, dtype)
     else:
         left, right, values = _by_gram(wide, r, dtype)
@@ -65,13 +67,23 @@ def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     values = squares.clamp_min(0).sqrt().flip(0)
     left = vectors[:, -r:].flip(1)
     # What lies below fp64's resolution of the Gram matrix is zero, not noise divided by zero.
-    tiny = values[0] * torch.finfo(torch.float64).eps ** 0.5
-    root = torch.where(values[:r] > tiny, values[:r], torch.zeros_like(values[:r])).sqrt()
+    root = _root(values, r, torch.finfo(torch.float64).eps ** 0.5)
     scale = torch.where(root > 0, 1 / root, root)[:, None]
     right = wide.new_empty(r, wide.shape[1], dtype=dtype)
     for here, columns in zip(right.split(_width(wide), 1), wide.split(_width(wide), 1), strict=True):
         here.copy_(scale * (left.mT @ columns.double()))
-    return (left * root).to(dtype), right, values
+    return (left * _alive(root)).to(dtype), right, values
+
+
+def _root(values: Tensor, r: int, resolution: float) -> Tensor:
+    """√σ of the first r singular values, 0 where they cannot be told from it."""
+    return torch.where(values > values[0] * resolution, values, 0)[:r].sqrt()
+
+
+def _alive(root: Tensor) -> Tensor:
+    """√σ with something of the same size in the place of zeros."""
+    some = root[root > 0]
+    return torch.where(root > 0, root, some.mean() if len(some) else 1.0)
 
 
 def _gram(wide: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    entries = [e for e in plan.entries if e.shape]
+    entries = plan.entries
     with_macs = plan.before.forward_macs is not None
     with_ms = any(e.ms for e in entries)
     with_error = any(e.error is not None for e in entries)
@@ -48,12 +48,12 @@ def _layers(plan: Plan) -> str:
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
-        rows.append([*row, f"{share:.1%}", e.reason or (e.rule.note(e.name) if e.rule else "")])
+        rows.append([*row, f"{share:.1%}", e.reason or e.note])
     return aligned(rows, left=(0, 1, 2, len(head) - 1))
 
 
 def _shape(e: Entry) -> str:
-    shape = "×".join(map(str, e.shape))
+    shape = "×".join(map(str, e.shape)) or "?"
     return f"{shape} in {e.matrix.blocks}" if e.matrix and e.matrix.blocks > 1 else shape
 
 

@@ -1,0 +1,148 @@
+"""The `pufferfish` command: arguments in, library calls, text out. No logic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PLAN_HELP = """\
+Show what would be made low-rank, layer by layer, and what it saves. Nothing is trained or changed.
+
+MODEL is a built-in reference model (%s), or a function that builds yours:
+file.py:function or package.module:function. It returns
+
+  model                      parameters and bytes
+  model, batch               MACs and times too; the batch is a tensor, a tuple of arguments or a
+                             dict of keyword arguments
+  model, batch, loss_fn      loss_fn(model, batch) is one training step's loss: exact backward MACs
+
+A built-in name alone prints the paper's hybrid plan: ratio 0.25, ranks not rounded, its full-rank layers kept.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, or 2 for bad input, with one line that says what to do."""
+    arguments = _parser().parse_args(argv)
+    try:
+        run: Callable[[argparse.Namespace], None] = arguments.run
+        run(arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"pufferfish {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pufferfish", description="Train networks that are already small.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+
+    plan = commands.add_parser(
+        "plan", help="what would be made low-rank, and what it saves", formatter_class=raw
+    )
+    from .lab.models import REFERENCES  # names only; building happens when a plan is asked for
+
+    plan.description = PLAN_HELP % ", ".join(REFERENCES)
+    plan.add_argument("model", metavar="MODEL")
+    plan.add_argument(
+        "--rank",
+        metavar="R",
+        help="0.25 (share of the full rank), 8 (fixed), energy:0.9, stable, budget:params=3e6 (or macs=, bytes=)",
+    )
+    plan.add_argument("--keep", nargs="+", metavar="PATTERN", help="layers that stay as they are")
+    plan.add_argument("--only", nargs="+", metavar="PATTERN", help="the only layers that may change")
+    plan.add_argument("--override", nargs="+", metavar="PATTERN=R", help="another rank for some layers")
+    plan.add_argument("--multiple", type=int, metavar="N", help="round computed ranks to it (default 16)")
+    plan.add_argument("--min-saving", type=float, default=0.0, metavar="F", help="share a layer must save")
+    plan.add_argument("--measure", action="store_true", help="time the layers; the slower ones stay dense")
+    plan.add_argument("--device", default="cpu", help="where to measure (default cpu)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="also save the plan as JSON")
+    plan.set_defaults(run=_plan)
+
+    convert = commands.add_parser(
+        "convert", help="make a checkpoint low-rank", description="What factorize_ does, on checkpoint files."
+    )
+    convert.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a safetensors or torch.save file, or a folder"
+    )
+    convert.add_argument("--plan", type=Path, required=True, help="from `pufferfish plan … --out FILE`")
+    convert.add_argument("--out", type=Path, required=True, help="of the same kind as CHECKPOINT")
+    convert.set_defaults(run=_convert)
+
+    merge = commands.add_parser(
+        "merge",
+        help="make a low-rank checkpoint dense again",
+        description="What merge_ does, on checkpoint files.",
+    )
+    merge.add_argument("checkpoint", metavar="CHECKPOINT")
+    merge.add_argument("--plan", type=Path, help="default: the one that lies beside the checkpoint")
+    merge.add_argument("--out", type=Path, required=True)
+    merge.set_defaults(run=_merge)
+
+    demo = commands.add_parser("demo", help="plan, train, switch, train on, merge: in about a minute")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _version() -> str:
+    from . import __version__
+
+    return f"pufferfish {__version__}"
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from .lab.plans import make_plan
+
+    made, remarks = make_plan(
+        arguments.model,
+        rank=arguments.rank,
+        keep=arguments.keep,
+        only=arguments.only or (),
+        overrides=dict(_pair(x) for x in arguments.override or ()),
+        multiple=arguments.multiple,
+        min_saving=arguments.min_saving,
+        measure=arguments.measure,
+        device=arguments.device,
+    )
+    if arguments.out:
+        made.save(arguments.out)
+    print(made.to_json() if arguments.json else made)
+    for remark in remarks:
+        print(f"\n{remark}", file=sys.stderr if arguments.json else sys.stdout)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    pattern, found, rank = text.partition("=")
+    if not found:
+        raise ValueError(f"--override {text}: write PATTERN=R, such as 'layer4.*=0.5'")
+    return pattern, rank
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from .convert import convert
+    from .plan import Plan
+
+    plan = convert(arguments.checkpoint, Plan.load(arguments.plan), arguments.out)
+    before, after = plan.before.parameters, plan.after.parameters
+    print(f"{arguments.out}: {before:,} → {after:,} parameters, {before / after:.2f}× smaller")
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from .convert import merge
+    from .plan import Plan
+
+    plan = merge(arguments.checkpoint, arguments.out, arguments.plan and Plan.load(arguments.plan))
+    print(f"{arguments.out}: dense again, {plan.before.parameters:,} parameters")
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from .lab.demo import demo
+
+    demo()

@@ -1,0 +1,142 @@
+"""Plans for models given by name or by a factory: what `pufferfish plan` shows."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import pufferfish as pf
+
+from ..cost import Example
+from ..rank import RankLike, as_rule
+from .models import REFERENCES
+
+
+def make_plan(
+    model: str,
+    *,
+    rank: str | None,
+    keep: Iterable[str] | None,
+    only: Iterable[str],
+    overrides: Mapping[str, str],
+    multiple: int | None,
+    min_saving: float,
+    measure: bool,
+    device: str,
+) -> tuple[pf.Plan, list[str]]:
+    """The plan, and what had to be left out."""
+    rule = as_rule(parse_rank(rank) if rank else 0.25)
+    rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
+    weights = any(as_rule(r).needs_weights for r in (rule, *rules.values()))
+    remarks: list[str] = []
+    example: Example | None
+    where = torch.device(device if weights or measure else "meta")
+    if model in REFERENCES:
+        reference = REFERENCES[model]
+        with where:
+            net, example = reference.build(), reference.example()
+        keep = reference.keep if keep is None else keep
+        multiple = 1 if multiple is None else multiple
+    else:
+        net, example, remarks = _from_factory(model, where if where.type != "meta" else None)
+        if measure and example is None:
+            raise ValueError(f"{model}: --measure needs a batch; return (model, batch)")
+    made = pf.plan(
+        net,
+        rule,
+        keep=keep or (),
+        only=only,
+        overrides=rules,
+        multiple=16 if multiple is None else multiple,
+        min_saving=min_saving,
+        example=example,
+        measure=measure,
+    )
+    if not made.resolved:
+        made = pf.resolve(made, net)
+        remarks.append(
+            "The ranks are those that the weights give now, as they were built; training changes them."
+        )
+    return made, remarks
+
+
+def parse_rank(text: str) -> RankLike:
+    """`0.25`, `8`, `energy:0.9`, `stable`, `budget:params=3e6`.
+
+    >>> parse_rank("0.25"), parse_rank("8"), parse_rank("energy:0.9")
+    (0.25, 8, Energy(keep=0.9))
+    """
+    kind, _, value = text.partition(":")
+    try:
+        if kind == "stable":
+            return pf.StableRank()
+        if kind == "energy":
+            return pf.Energy(float(value)) if value else pf.Energy()
+        if kind == "budget":
+            unit, _, amount = value.partition("=")
+            return pf.Budget(**{unit: float(amount)})
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ValueError) and str(error).startswith(("Energy", "Budget")):
+            raise
+        raise ValueError(
+            f"rank {text!r}: write 0.25, 8, energy:0.9, stable or budget:params=3e6 (macs=, bytes=)"
+        ) from None
+
+
+def _from_factory(spec: str, device: torch.device | None) -> tuple[nn.Module, Example | None, list[str]]:
+    made = load_factory(spec)()
+    model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{spec} returned a {type(model).__name__}, not a model or (model, batch[, loss_fn])"
+        )
+    if device is not None:
+        model = model.to(device)
+        batch = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)
+    if batch is None:
+        return (
+            model,
+            None,
+            ["No batch came with the model: MACs and times are left out. Return (model, batch)."],
+        )
+    if loss_fn is None:
+        return model, batch, ["No loss_fn came with the model: backward is counted from the outputs' sum."]
+    return model, lambda net: loss_fn(net, batch), []
+
+
+def load_factory(spec: str) -> Callable[[], Any]:
+    """The function behind `file.py:function` or `package.module:function`."""
+    place, _, name = spec.rpartition(":")
+    if not place:
+        raise ValueError(
+            f"{spec!r} is neither a built-in model ({', '.join(REFERENCES)}) nor file.py:function "
+            "nor package.module:function"
+        )
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise ValueError(f"{place}: there is no such file")
+        sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[path.stem] = module
+        found.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        module = importlib.import_module(place)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ValueError(f"{place} has no function {name!r}")
+    return factory  # type: ignore[no-any-return]

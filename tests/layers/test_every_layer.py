@@ -1,0 +1,284 @@
+"""What holds for every layer type: names, attributes, devices, copies, training."""
+
+import copy
+
+import pytest
+import torch
+from reference import assert_close, factorized, multiplied_out, reference, tensors
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pufferfish import layers
+
+
+def conv1d_of_transformers(dtype, device="cpu", **_):
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(5, 6).to(device, dtype)
+
+
+#: Every type of dense layer, and the shapes of its inputs.
+LAYERS = {
+    "Linear": (lambda **o: nn.Linear(6, 5, **o), [(3, 6)]),
+    "GPT-2's Conv1D": (conv1d_of_transformers, [(3, 6)]),
+    "Conv1d": (lambda **o: nn.Conv1d(6, 4, 3, padding="same", groups=2, **o), [(2, 6, 5)]),
+    "Conv2d": (lambda **o: nn.Conv2d(3, 5, 3, stride=2, padding=1, **o), [(2, 3, 6, 5)]),
+    "Conv3d": (lambda **o: nn.Conv3d(3, 5, 2, padding=1, padding_mode="circular", **o), [(2, 3, 3, 4, 3)]),
+    "ConvTranspose1d": (lambda **o: nn.ConvTranspose1d(6, 4, 3, groups=2, **o), [(2, 6, 5)]),
+    "ConvTranspose2d": (lambda **o: nn.ConvTranspose2d(4, 5, 3, stride=2, padding=1, output_padding=1, **o), [(2, 4, 3, 3)]),
+    "ConvTranspose3d": (lambda **o: nn.ConvTranspose3d(3, 4, 2, **o), [(2, 3, 3, 2, 3)]),
+    "LSTM": (lambda **o: nn.LSTM(5, 6, 2, proj_size=3, bidirectional=True, **o), [(4, 2, 5)]),
+    "GRU": (lambda **o: nn.GRU(5, 6, 2, batch_first=True, **o), [(2, 4, 5)]),
+    "RNN": (lambda **o: nn.RNN(5, 6, bidirectional=True, **o), [(4, 2, 5)]),
+    "MultiheadAttention": (lambda **o: nn.MultiheadAttention(8, 2, **o), [(3, 2, 8), (4, 2, 8), (4, 2, 8)]),
+    "MultiheadAttention, kdim": (
+        lambda **o: nn.MultiheadAttention(8, 2, kdim=5, vdim=6, add_bias_kv=True, **o),
+        [(3, 2, 8), (4, 2, 5), (4, 2, 6)],
+    ),
+}  # fmt: skip
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+#: Checkpoints depend on these: a change here breaks everybody's.
+NAMES = {
+    "Linear": ["down.weight", "up.weight", "up.bias"],
+    "GPT-2's Conv1D": ["down.weight", "up.weight", "up.bias"],
+    "Conv2d": ["down.weight", "up.weight", "up.bias"],
+    "ConvTranspose2d": ["down.weight", "up.weight", "up.bias"],
+    "LSTM": [
+        "bias_ih_l0", "bias_hh_l0", "bias_ih_l0_reverse", "bias_hh_l0_reverse",
+        "bias_ih_l1", "bias_hh_l1", "bias_ih_l1_reverse", "bias_hh_l1_reverse",
+        "weight_ih_l0.down.weight", "weight_ih_l0.up.weight",
+        "weight_hh_l0.down.weight", "weight_hh_l0.up.weight",
+        "weight_hr_l0.down.weight", "weight_hr_l0.up.weight",
+        "weight_ih_l0_reverse.down.weight", "weight_ih_l0_reverse.up.weight",
+        "weight_hh_l0_reverse.down.weight", "weight_hh_l0_reverse.up.weight",
+        "weight_hr_l0_reverse.down.weight", "weight_hr_l0_reverse.up.weight",
+        "weight_ih_l1.down.weight", "weight_ih_l1.up.weight",
+        "weight_hh_l1.down.weight", "weight_hh_l1.up.weight",
+        "weight_hr_l1.down.weight", "weight_hr_l1.up.weight",
+        "weight_ih_l1_reverse.down.weight", "weight_ih_l1_reverse.up.weight",
+        "weight_hh_l1_reverse.down.weight", "weight_hh_l1_reverse.up.weight",
+        "weight_hr_l1_reverse.down.weight", "weight_hr_l1_reverse.up.weight",
+    ],
+    "GRU": [
+        "bias_ih_l0", "bias_hh_l0", "bias_ih_l1", "bias_hh_l1",
+        "weight_ih_l0.down.weight", "weight_ih_l0.up.weight",
+        "weight_hh_l0.down.weight", "weight_hh_l0.up.weight",
+        "weight_ih_l1.down.weight", "weight_ih_l1.up.weight",
+        "weight_hh_l1.down.weight", "weight_hh_l1.up.weight",
+    ],
+    "RNN": [
+        "bias_ih_l0", "bias_hh_l0", "bias_ih_l0_reverse", "bias_hh_l0_reverse",
+        "weight_ih_l0.down.weight", "weight_ih_l0.up.weight",
+        "weight_hh_l0.down.weight", "weight_hh_l0.up.weight",
+        "weight_ih_l0_reverse.down.weight", "weight_ih_l0_reverse.up.weight",
+        "weight_hh_l0_reverse.down.weight", "weight_hh_l0_reverse.up.weight",
+    ],
+    "MultiheadAttention": [
+        "q.down.weight", "q.up.weight", "q.up.bias",
+        "k.down.weight", "k.up.weight", "k.up.bias",
+        "v.down.weight", "v.up.weight", "v.up.bias",
+        "out.down.weight", "out.up.weight", "out.up.bias",
+    ],
+    "MultiheadAttention, kdim": [
+        "bias_k", "bias_v",
+        "q.down.weight", "q.up.weight", "q.up.bias",
+        "k.down.weight", "k.up.weight", "k.up.bias",
+        "v.down.weight", "v.up.weight", "v.up.bias",
+        "out.down.weight", "out.up.weight", "out.up.bias",
+    ],
+}  # fmt: skip
+NAMES_IN_PART = {
+    ("GRU", "0.weight_ih*"): [
+        "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "weight_hh_l1", "bias_ih_l1", "bias_hh_l1",
+        "weight_ih_l0.down.weight", "weight_ih_l0.up.weight",
+        "weight_ih_l1.down.weight", "weight_ih_l1.up.weight",
+    ],
+    ("MultiheadAttention", "0.[qk]"): [
+        "q.down.weight", "q.up.weight", "q.up.bias",
+        "k.down.weight", "k.up.weight", "k.up.bias",
+        "v.weight", "v.bias", "out.weight", "out.bias",
+    ],
+    ("MultiheadAttention, kdim", "0.out"): [
+        "bias_k", "bias_v",
+        "q.weight", "q.bias", "k.weight", "k.bias", "v.weight", "v.bias",
+        "out.down.weight", "out.up.weight", "out.up.bias",
+    ],
+}  # fmt: skip
+
+
+def build(name, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    make, shapes = LAYERS[name]
+    return make(dtype=dtype, **options), [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_names(name):
+    assert list(factorized(build(name)[0]).state_dict()) == NAMES[name]
+
+
+@pytest.mark.parametrize(("name", "only"), NAMES_IN_PART)
+def test_state_dict_names_of_partly_factorized_layers(name, only):
+    assert list(factorized(build(name)[0], only=[only]).state_dict()) == NAMES_IN_PART[name, only]
+
+
+@every_layer
+def test_attributes_are_those_of_the_dense_layer(name):
+    dense, _ = build(name)
+    low_rank = factorized(dense.eval())
+    public = {key: value for key, value in vars(dense).items() if not key.startswith("_")}
+    assert {"training"} < public.keys()
+    assert {key: getattr(low_rank, key) for key in public} == public
+
+
+def test_attributes_models_read():
+    assert factorized(nn.Linear(6, 5)).in_features == 6
+    assert factorized(nn.Linear(6, 5)).out_features == 5
+    conv = factorized(nn.Conv2d(4, 6, 3, stride=(1, 2), padding=1, dilation=2, groups=2))
+    assert (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride) == (4, 6, (3, 3), (1, 2))
+    assert (conv.padding, conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), (2, 2), 2, "zeros")
+    lstm = factorized(nn.LSTM(5, 6, 2, batch_first=True, dropout=0.5))
+    assert (lstm.input_size, lstm.hidden_size, lstm.num_layers, lstm.batch_first) == (5, 6, 2, True)
+    assert (lstm.dropout, lstm.bidirectional, lstm.proj_size, lstm.bias) == (0.5, False, 0, True)
+    mha = factorized(nn.MultiheadAttention(8, 2, dropout=0.5))
+    assert (mha.embed_dim, mha.num_heads, mha.head_dim, mha.batch_first) == (8, 2, 4, False)
+    assert (mha.dropout, mha.kdim, mha.bias_k, mha._qkv_same_embed_dim) == (0.5, 8, None, True)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("Linear", "Conv"))])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weight_is_the_product_and_cannot_be_set(name, bias):
+    low_rank = factorized(build(name, bias=bias)[0])
+    dense = multiplied_out(low_rank)
+    torch.testing.assert_close(low_rank.weight, dense["weight"])
+    assert low_rank.bias is dense.get("bias")
+    assert low_rank.weight.requires_grad
+    for value in (dense["weight"].detach(), nn.Parameter(dense["weight"].detach())):
+        with pytest.raises((AttributeError, KeyError), match="weight"):
+            low_rank.weight = value
+
+
+@every_layer
+def test_products_of_all_matrices(name):
+    """`product` and `factors`, which planning and optimizers use, say what the reference says."""
+    low_rank = factorized(build(name)[0])
+    dense = multiplied_out(low_rank)
+    assert low_rank.factors()
+    for matrix, (down, up) in low_rank.factors().items():
+        product = low_rank.product(matrix.name)
+        torch.testing.assert_close(product, dense[matrix.weight][matrix.rows])
+        assert down.numel() + up.numel() == matrix.factor_numel(low_rank.ranks[matrix.name])
+
+
+@every_layer
+def test_copies_are_independent(name):
+    dense, inputs = build(name)
+    low_rank = factorized(dense)
+    twin = copy.deepcopy(low_rank)
+    before = tensors(low_rank(*inputs))
+    assert_close(tensors(twin(*inputs)), before, 0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1)
+    assert not torch.equal(tensors(twin(*inputs))[0], before[0])
+    assert_close(tensors(low_rank(*inputs)), before, 0)
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_kept(name, dtype):
+    dense, _ = build(name, dtype)
+    low_rank = factorized(dense)
+    assert {x.dtype for x in low_rank.parameters()} == {dtype}
+    assert {x.device.type for x in low_rank.parameters()} == {"cpu"}
+
+
+@every_layer
+def test_meta_device(name):
+    dense, inputs = build(name, device="meta")
+    low_rank = factorized(dense)
+    assert {x.device.type for x in low_rank.parameters()} == {"meta"}
+    ours, theirs = (tensors(layer(*(x.to("meta") for x in inputs))) for layer in (low_rank, dense))
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
+
+
+@every_layer
+def test_dtype_can_be_changed(name):
+    dense, inputs = build(name)
+    low_rank = factorized(dense).float()
+    assert {x.dtype for x in tensors(low_rank(*(x.float() for x in inputs)))} == {torch.float32}
+    assert {x.dtype for x in low_rank.parameters()} == {torch.float32}
+
+
+def test_constructor_makes_the_structure_only():
+    low_rank = layers.LowRankLinear(nn.Linear(6, 5), {"": 2})
+    assert {x.device.type for x in low_rank.parameters()} == {"meta"}
+    assert not any("dense" in name for name, _ in low_rank.named_modules())
+
+
+def test_repr():
+    assert repr(factorized(nn.Conv2d(4, 6, 3, stride=2, padding=1))) == (
+        "LowRankConv(\n"
+        "  rank=2\n"
+        "  (down): Conv2d(4, 2, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), bias=False)\n"
+        "  (up): Conv2d(2, 6, kernel_size=(1, 1), stride=(1, 1))\n"
+        ")"
+    )
+    lines = repr(factorized(nn.RNN(5, 6))).splitlines()
+    assert lines[:3] == [
+        "LowRankRNN(",
+        "  ranks={'weight_ih_l0': 2, 'weight_hh_l0': 2}",
+        "  (weight_ih_l0): GateFactors(",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.endswith(("LSTM", "GRU", "RNN"))])
+def test_positions_count_the_work(name):
+    """positions × weights are the MACs that torch counts; attention's own products come on top."""
+    dense, inputs = build(name, bias=False)
+    with FlopCounterMode(display=False) as counter:
+        output = dense(*inputs)
+    kind = type(factorized(dense))
+    macs = sum(kind.positions(x, tuple(inputs), {}, output) * x.numel for x in kind.matrices(dense))
+    if isinstance(dense, nn.MultiheadAttention):
+        keys = inputs[1].shape[0] + (dense.bias_k is not None)
+        macs += 2 * inputs[0].shape[0] * keys * inputs[0].shape[1] * dense.embed_dim
+    assert 2 * macs == counter.get_total_flops()
+
+
+class Net(nn.Module):
+    """The layer between two trainable elementwise ones, so that its input and output gradients matter."""
+
+    def __init__(self, layer, inputs):
+        super().__init__()
+        self.layer = layer
+        self.scales = nn.ParameterList(torch.rand_like(x) + 0.5 for x in inputs)
+
+    def forward(self, *inputs):
+        output = self.layer(*(x * s for x, s in zip(inputs, self.scales, strict=True)))
+        return sum((x.tanh() - 0.5).square().mean() for x in tensors(output))
+
+
+@every_layer
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 1e-2)],
+    ids=["SGD", "AdamW"],
+)
+def test_training(name, optimizer):
+    """Twenty steps beside the reference, which optimizes the same factors through the dense layer."""
+    dense, inputs = build(name)
+    net = Net(dense, inputs)
+    ours = factorized(net)
+    theirs = copy.deepcopy(ours)
+    losses = []
+    for model, run in ((ours, ours), (theirs, reference(theirs, net))):
+        stepper = optimizer(model.parameters())
+        for _ in range(20):
+            stepper.zero_grad()
+            loss = run(*inputs)
+            loss.backward()
+            stepper.step()
+            losses.append(loss.detach())
+    assert losses[19] < 0.99 * losses[0]
+    assert_close(losses[:20], losses[20:], 1e-9)
+    assert_close(list(ours.parameters()), list(theirs.parameters()), 1e-9)

@@ -1,0 +1,89 @@
+"""`Matrix`: where a weight lies in its parameter, and where the factors go."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pufferfish.layers import Matrix
+
+small = st.integers(1, 4)
+
+
+@st.composite
+def matrices(draw):
+    """One of the three ways in which the layers lay out their weights and factors, at any size."""
+    blocks, m, n, kernel = draw(small), draw(small), draw(small), draw(st.lists(small, max_size=2))
+    size = torch.Size(kernel).numel()
+    where = {"name": draw(st.sampled_from(["", "q"])), "weight": "weight", "start": draw(st.integers(0, 3))}
+    match draw(st.sampled_from(["convolution", "transposed convolution", "transposed linear"])):
+        case "convolution":
+            shape, row = (blocks * m, n, *kernel), (n, *kernel)
+            layout = {"n": n * size, "m": m, "down_row": row, "up_tail": (1,) * len(kernel)}
+        case "transposed convolution":
+            shape, row = (blocks * n, m, *kernel), (m, *kernel)
+            layout = {"n": n, "m": m * size, "down_row": (n, *(1 for _ in kernel)), "up_tail": row}
+            layout |= {"transposed": True, "up_transposed": True}
+        case "transposed linear":
+            blocks, shape = 1, (n, m)
+            layout = {"n": n, "m": m, "down_row": (n,), "transposed": True}
+    return Matrix(shape=shape, blocks=blocks, **where, **layout)
+
+
+@settings(deadline=None, max_examples=25)
+@given(x=matrices(), r=small)
+def test_there_and_back(x, r):
+    torch.manual_seed(0)
+    parameter = torch.randn(x.start + x.shape[0] + 2, *x.shape[1:])  # others' rows before and behind ours
+    W = x.unroll(parameter)
+    assert W.shape == (x.blocks, x.m, x.n)
+    assert torch.equal(x.roll(W), parameter[x.rows])
+
+    U, V = torch.randn(x.blocks, x.m, r), torch.randn(x.blocks, r, x.n)
+    down, up = x.fold(U, V)
+    assert down.shape == (x.blocks * r, *x.down_row)
+    assert down.numel() + up.numel() == x.factor_numel(r)
+    assert all(torch.equal(a, b) for a, b in zip(x.unfold(down, up), (U, V), strict=True))
+    assert torch.equal(x.product(down, up), x.roll(U @ V))
+    assert x.numel == W.numel()
+
+
+def test_unroll_by_hand():
+    weight = torch.arange(24.0).reshape(4, 3, 2)  # Conv1d(6, 4, 2, groups=2)
+    conv = Matrix(name="", weight="weight", shape=(4, 3, 2), blocks=2, m=2, n=6)
+    assert conv.unroll(weight)[1, 0].tolist() == [12, 13, 14, 15, 16, 17]
+    turned = Matrix(name="", weight="weight", shape=(2, 3), m=3, n=2, transposed=True)
+    assert turned.unroll(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[[1, 4], [2, 5], [3, 6]]]
+
+
+def test_names_of_the_factors():
+    assert (lone := Matrix(name="", weight="weight", shape=(2, 3), m=2, n=3)).down == "down.weight"
+    assert lone.up == "up.weight"
+    assert (part := Matrix(name="q", weight="in_proj_weight", shape=(2, 3), m=2, n=3)).down == "q.down.weight"
+    assert part.up == "q.up.weight"
+
+
+def test_what_is_carried_over():
+    k = Matrix(
+        name="k", weight="in_proj_weight", start=4, bias="in_proj_bias", bias_start=4, dense="k.weight",
+        shape=(4, 4), m=4, n=4,
+    )  # fmt: skip
+    assert k.moves(factorized=True) == [("in_proj_bias", slice(4, 8), "k.up.bias")]
+    assert k.moves(factorized=False) == [
+        ("in_proj_weight", slice(4, 8), "k.weight"),
+        ("in_proj_bias", slice(4, 8), "k.bias"),
+    ]
+    gate = Matrix(name="weight_hh_l0", weight="weight_hh_l0", shape=(8, 2), m=2, n=2, blocks=4)
+    assert gate.moves(factorized=True) == []
+    assert gate.moves(factorized=False) == [("weight_hh_l0", slice(0, 8), "weight_hh_l0")]
+    turned = Matrix(
+        name="", weight="weight", bias="bias", shape=(6, 4, 3), blocks=2, m=12, n=3, up_tail=(4, 3),
+        transposed=True, up_transposed=True,
+    )  # fmt: skip
+    assert turned.moves(factorized=True) == [("bias", slice(0, 8), "up.bias")]  # 2 groups × 4 channels
+
+
+def test_full_rank_and_impossible_shapes():
+    assert Matrix(name="", weight="weight", shape=(6, 8), m=3, n=8, blocks=2).full_rank == 3
+    with pytest.raises(AssertionError, match="is not 1 × 3 × 2"):
+        Matrix(name="", weight="weight", shape=(3, 3), m=3, n=2)
