@@ -28,7 +28,9 @@ def main() -> None:
     arguments = ask.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"{name}, Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}\n")
+    print(
+        f"{name}, Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}\n"
+    )
     resnet50(device)
     if arguments.billion:
         billion(device)
@@ -48,10 +50,12 @@ def resnet50(device: torch.device) -> None:
             for e in plan
             if e.matrix is not None and e.rank is not None
         ]
-        plain.append(seconds(device, lambda: [lapack(W, r) for W, r in weights]))
+        plain.append(seconds(device, lambda weights=weights: [lapack(W, r) for W, r in weights]))
         ours.append(seconds(device, lambda: pf.factorize_(model, plan)))
     mine, theirs = statistics.median(ours[1:]), statistics.median(plain[1:])
-    print(f"ResNet-50, {len(plan.ranks)} layers, {plan.before.parameters:,} → {plan.after.parameters:,} parameters")
+    print(
+        f"ResNet-50, {len(plan.ranks)} layers, {plan.before.parameters:,} → {plan.after.parameters:,} parameters"
+    )
     print(f"  factorize_          {mine:8.3f} s   (median of {len(ours) - 1})")
     print(f"  torch.linalg.svd    {theirs:8.3f} s   {theirs / mine:.2f}× as long\n")
 
@@ -68,8 +72,7 @@ def billion(device: torch.device) -> None:
     with device:
         model = GPT(vocabulary=32_000, d=2048, layers=20, heads=16, context=1024)
     plan = pf.plan(model, rank=0.25)
-    layers = [model.get_submodule(name) for name in plan.ranks]
-    largest = max(p.numel() * p.element_size() for layer in layers for p in layer.parameters())
+    largest = max(e.before * e.itemsize for e in plan if e.rank is not None)
     base = 0
     if device.type == "cuda":
         torch.linalg.eigh(torch.eye(64, device=device, dtype=torch.float64))  # the solver's own workspace
@@ -80,7 +83,9 @@ def billion(device: torch.device) -> None:
     print(f"  factorize_          {spent:8.3f} s   {len(plan.ranks)} layers")
     if device.type == "cuda":
         extra = torch.cuda.max_memory_allocated() - base
-        print(f"  peak extra memory   {extra / 2**20:8.1f} MiB = {extra / largest:.2f} copies of the largest layer")
+        print(
+            f"  peak extra memory   {extra / 2**20:8.1f} MiB = {extra / largest:.2f} copies of the largest layer"
+        )
         print(f"  memory afterwards   {(torch.cuda.memory_allocated() - base) / 2**20:8.1f} MiB")
 
 

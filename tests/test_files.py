@@ -348,7 +348,7 @@ def test_bad_checkpoints_give_one_clear_error_and_no_output(
         state = model.state_dict()
         state["0.weight"][3, 3] = float("nan")
         torch.save(state, source)
-    with pytest.raises(ValueError, match="a.pt|0: "):
+    with pytest.raises(ValueError, match=r"a\.pt|0: "):
         convert(source, pf.plan(model), tmp_path / "out.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
     assert capsys.readouterr().out == ""

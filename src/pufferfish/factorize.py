@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from .layers.base import CALL_HOOKS
 from .names import named_modules, own_name, unwrap
 from .optim import Carrier, Change, Optimizers, as_list, check
 from .plan import Entry, Plan
-from .planning import check_values, plan, resolve
+from .planning import check_values, plan, resolve, unfit
 
 #: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -48,19 +49,15 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     """
 
     def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        assert e.matrix is not None and e.rank is not None
+        assert e.matrix is not None
+        assert e.rank is not None
         if weight.is_meta:
             return *_empty(e, weight), None
         U, V, error = svd.split(e.matrix.unroll(weight.detach()), e.rank)
         return *e.matrix.fold(U, V), error
 
     _refuse_wrapped(model, "factorize_")
-    layers = _fit(model, plan)
-    for e in plan.entries:
-        if e.matrix is not None and (e.rank or e.rule):
-            weight = layers[e.layer].get_parameter(e.matrix.weight)
-            if not weight.is_meta:
-                check_values(e.name, weight)
+    _fit(model, plan, finite=True)
     return _convert(model, resolve(plan, model), optimizer, by_svd)
 
 
@@ -107,16 +104,19 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     )
     """
     _refuse_wrapped(model, "merge_")
-    found: dict[str, LowRank] = {}
-    for _, path, module in named_modules(model):
-        if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in found):
-            found[path] = module
-    for path, low_rank in found.items():
-        _refuse_hooks(own_name(path), low_rank)
+    paths: list[str] = []
+    for name, path, module in named_modules(model):
+        if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
+            dense = module._dense[0]
+            _, gone = _replaced(type(module).matrices(dense), module.ranks, dense)
+            _refuse_hooks(name, module, gone)
+            paths.append(path)
     optimizers = as_list(optimizer)
     check(optimizers)
     carrier = Carrier(optimizers, model)
-    for path, low_rank in found.items():
+    for path in paths:  # no reference to a replaced layer outlives its turn
+        low_rank = model.get_submodule(path)
+        assert isinstance(low_rank, LowRank)
         dense = copy.deepcopy(low_rank._dense[0])
         matrices = type(low_rank).matrices(dense)
         change = Change(own_name(path), matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
@@ -127,7 +127,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
             dense.flatten_parameters()
         carrier.to_dense(change)
         _replace(model, path, low_rank, dense)
-    carrier.finish()
+    carrier.finish(stacklevel=3)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -164,12 +164,11 @@ def _refuse_wrapped(model: nn.Module, verb: str) -> None:
             )
 
 
-def _fit(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The model's layers by own name, after checking that the plan is for this model. Changes nothing."""
+def _fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
+    """First pass: check everything that can fail, for all layers. Changes nothing and holds on to nothing."""
     layers = {name: module for name, _, module in named_modules(model)}
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = "tied" if id(parameter) in owners else name
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    chosen: dict[str, list[str]] = {}
     for e in plan.entries:
         if e.matrix is None:
             continue
@@ -186,31 +185,58 @@ def _fit(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
             raise ValueError(
                 f"{e.name}: no low-rank form is registered for {e.type}; call pufferfish.register first"
             )
+        if reason := unfit(module):
+            raise ValueError(f"{e.name}: {reason}")
         now = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
         if now != e.matrix:
-            shape = now and "×".join(map(str, now.shape))
-            raise ValueError(
-                f"{e.name}: the plan is for a weight of {'×'.join(map(str, e.shape))}"
-                f"{_in(e.matrix)}, the model has {shape}{_in(now)}"
-            )
+            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(now)}")
         if e.rank is None and e.rule is None:
             continue
+        if finite and not (weight := module.get_parameter(e.matrix.weight)).is_meta:
+            check_values(e.name, weight)
         if e.layer == "":
             raise ValueError("the model itself is the layer to replace; put it into an nn.Sequential")
-        weight = module.get_parameter(e.matrix.weight)
-        if owners[id(weight)] == "tied":
-            raise ValueError(f"{e.name}: its weight is shared with another layer of this model")
-        if type(weight.data) is not Tensor:
-            raise ValueError(f"{e.name}: its weight is a {type(weight.data).__name__}, not a plain tensor")
-        _refuse_hooks(e.layer, module)
-    return layers
+        chosen.setdefault(e.layer, []).append(e.matrix.name)
+    for layer, names in chosen.items():
+        module = layers[layer]
+        kind = low_rank_type(type(module))
+        assert kind is not None
+        gone, _ = _replaced(kind.matrices(module), names, module)
+        for name in gone:
+            parameter = module.get_parameter(name)
+            if uses[id(parameter)] > 1:
+                raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
+            if type(parameter.data) is not Tensor:
+                raise ValueError(
+                    f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor"
+                )
+        _refuse_hooks(layer, module, gone)
 
 
-def _in(matrix: Matrix | None) -> str:
-    return f" in {matrix.blocks} blocks" if matrix and matrix.blocks > 1 else ""
+def _text(matrix: Matrix | None) -> str:
+    if matrix is None:
+        return "no such weight"
+    blocks = f" in {matrix.blocks} blocks" if matrix.blocks > 1 else ""
+    return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
 
 
-def _refuse_hooks(name: str, module: nn.Module) -> None:
+def _replaced(
+    matrices: list[Matrix], names: Collection[str], dense: nn.Module
+) -> tuple[list[str], list[str]]:
+    """The parameters, of the dense layer and of the low-rank one, that are no longer the same afterwards."""
+    gone: tuple[list[str], list[str]] = ([], [])
+    for x in matrices:
+        pieces = [(x.weight, x.down), (x.weight, x.up)] if x.name in names else []
+        for source, rows, target in x.moves(x.name in names):
+            if (rows.start, rows.stop) != (0, len(dense.get_parameter(source))):
+                pieces.append((source, target))
+        for dense_name, low_rank_name in pieces:
+            gone[0].append(dense_name)
+            gone[1].append(low_rank_name)
+    return gone
+
+
+def _refuse_hooks(name: str, module: nn.Module, gone: list[str]) -> None:
     """Hooks that see parameters or state dicts mean something else once the parameters are others."""
     for child in module.modules():
         for hooks, value in vars(child).items():
@@ -221,7 +247,8 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
             )
         if child is not module and any(getattr(child, hooks, None) for hooks in CALL_HOOKS):
             raise ValueError(f"{name}: there are hooks inside it that cannot be carried over; remove them")
-    for label, parameter in module.named_parameters():
+    for label in gone:
+        parameter = module.get_parameter(label)
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"{name}.{label}: it has gradient hooks that cannot be carried over; remove them"
@@ -271,7 +298,8 @@ def _convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) ->
 
 
 def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
-    assert e.matrix is not None and e.rank is not None
+    assert e.matrix is not None
+    assert e.rank is not None
     x = e.matrix
     U = weight.new_empty(x.blocks, x.m, e.rank, requires_grad=False)
     V = weight.new_empty(x.blocks, e.rank, x.n, requires_grad=False)

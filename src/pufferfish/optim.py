@@ -73,6 +73,8 @@ def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
 def check(optimizers: Iterable[optim.Optimizer]) -> None:
     """Refuse what cannot follow a change of parameters, before anything is changed."""
     for optimizer in optimizers:
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TypeError(f"optimizer: a {type(optimizer).__name__} is not a torch.optim.Optimizer")
         if isinstance(optimizer, _REFUSED):
             raise TypeError(
                 f"{type(optimizer).__name__} cannot follow a change of parameters; "
@@ -130,7 +132,7 @@ class Carrier:
                 else:
                     self._fresh(optimizer, [new])
 
-    def finish(self) -> None:
+    def finish(self, stacklevel: int = 4) -> None:
         place = {id(p): i for i, p in enumerate(self.model.parameters())}
         for group in self._ordered:
             group["params"].sort(key=lambda p: place[id(p)])
@@ -141,7 +143,7 @@ class Carrier:
             warnings.warn(
                 f"{name}: the state of replaced parameters was reset; how to carry it is known for "
                 + ", ".join(kind.__name__ for kind in _PROJECTED),
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
 
     def _can(self, optimizer: optim.Optimizer, state: State) -> bool:
@@ -161,15 +163,16 @@ class Carrier:
 def factor_state(change: Change, source: str, state: State) -> dict[str, State]:
     """The state of one dense parameter, by the low-rank parameters that it becomes."""
     kinds = _kinds(state)
+    state = _with_variance(state)
     made: dict[str, State] = {}
     for x in change.matrices:
         factorized = x.name in change.ranks
         if factorized and x.weight == source:
             down, up = change.low_rank[x.down], change.low_rank[x.up]
-            U, V = (f.detach().float() for f in x.unfold(down, up))
+            U, V = (_wide(f.detach()) for f in x.unfold(down, up))
             for key, value in state.items():
                 if key in kinds and value is not None:
-                    pair = x.fold(*project(kinds[key], x.unroll(value).float(), U, V))
+                    pair = x.fold(*project(kinds[key], _wide(x.unroll(value)), U, V))
                 else:
                     pair = value, value
                 made.setdefault(x.down, {})[key] = _like(down, pair[0], value, key in kinds)
@@ -182,12 +185,13 @@ def factor_state(change: Change, source: str, state: State) -> dict[str, State]:
                     else _like(change.low_rank[target], value, value, False)
                     for key, value in state.items()
                 }
-    return made
+    return {name: _with_square(carried) for name, carried in made.items()}
 
 
 def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
     """The state of one dense parameter from those of the low-rank parameters it is made of."""
     state: State = {}
+    states = {name: _with_variance(part) for name, part in states.items()}
     first = next(iter(states.values()))
     kinds = _kinds(first)
     new = change.dense[target]
@@ -199,14 +203,32 @@ def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
         for x in change.matrices:
             factorized = x.name in change.ranks
             if factorized and x.weight == target:
-                U, V = (f.detach().float() for f in x.unfold(change.low_rank[x.down], change.low_rank[x.up]))
-                mU, mV = x.unfold(states[x.down][key].float(), states[x.up][key].float())
+                down, up = change.low_rank[x.down].detach(), change.low_rank[x.up].detach()
+                U, V = (_wide(f) for f in x.unfold(down, up))
+                mU, mV = (_wide(f) for f in x.unfold(states[x.down][key], states[x.up][key]))
                 whole[x.rows] = x.roll(lift(kinds[key], mU, mV, U, V)).to(value.dtype)
             for name, rows, part in x.moves(factorized):
                 if name == target:
                     whole[rows] = states[part][key]
         state[key] = whole
-    return state
+    return _with_square(state)
+
+
+# Centered RMSprop divides by √(mean square − squared mean). Carried apart, the two could cross; so it is the
+# variance that is carried as squares are. A hair more than nothing keeps rounding from making it negative.
+_HAIR = 1e-6
+
+
+def _with_variance(state: State) -> State:
+    if state.get("grad_avg") is None:
+        return state
+    return state | {"square_avg": (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)}
+
+
+def _with_square(state: State) -> State:
+    if state.get("grad_avg") is None:
+        return state
+    return state | {"square_avg": state["square_avg"] + (1 + _HAIR) * state["grad_avg"].square()}
 
 
 def _kinds(state: State) -> dict[str, str]:
@@ -234,14 +256,14 @@ def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]
     if kind == "normalised":
         return M @ (V / size_V).mT, (U / size_U).mT @ M
     assert kind == "squared update"
-    return M @ (V / size_V**2).square().mT, (U / size_U**2).square().mT @ M
+    return M @ (V / size_V / size_V).square().mT, (U / size_U / size_U).square().mT @ M
 
 
 def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
     """The way back: the dense M that would project to (mU, mV), as far as the two agree."""
     if kind == "gradient":
         # M = mU V⁺ᵀ + U⁺ᵀ mV − what both count twice
-        right = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V
+        right: Tensor = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V
         left = U @ torch.linalg.pinv(U.mT @ U, hermitian=True)
         both = (U.mT @ mU + mV @ V.mT) / 2
         return mU @ right + left @ (mV - both @ right)
@@ -258,6 +280,10 @@ def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
         return lift("gradient", mU * size_V.mT, mV * size_U.mT, U, V)
     assert kind == "squared update"
     return mU @ V.square() + U.square() @ mV  # ΔW = ΔU V + U ΔV
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _sizes(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:

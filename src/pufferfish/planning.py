@@ -227,9 +227,11 @@ def _entry(
         positions=call.positions.get(matrix.name) if call else None,
         grad_positions=call.grad_positions.get(matrix.name) if call else None,
     )
-    others = [x for x in owners[id(weight)] if x != _dotted(layer, matrix.weight)]
-    if others:
-        return e.stays(f"tied weight: shared with {others[0]}")
+    # A bias that is taken apart (three in one in attention) must not be shared either.
+    for tensor in (matrix.weight, matrix.bias) if matrix.bias and matrix.dense else (matrix.weight,):
+        for other in owners[id(module.get_parameter(tensor))]:
+            if other != _dotted(layer, tensor):
+                return e.stays(f"tied weight: shared with {other}")
     if matrix.blocks > 1 and _depthwise(module):
         return e.stays("depthwise")
     return e

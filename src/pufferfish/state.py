@@ -199,7 +199,7 @@ def _layers(plan: Plan, keys: Mapping[str, str], low_rank: bool = False) -> Iter
         assert x is not None
         anchor = x.down if low_rank else x.weight
         prefix = _find(keys, first, anchor).removesuffix(anchor)
-        found = {}
+        found: dict[str, str] = {}
         for e in entries:
             x = e.matrix
             assert x is not None

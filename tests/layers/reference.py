@@ -47,11 +47,11 @@ def assert_same(
     inputs: Iterable[Tensor],
     call: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
     tolerance: float | None = None,
-    hint: Callable[..., Any] | None = None,
+    reference_call: Callable[..., Any] | None = None,
 ) -> None:
     """Outputs and gradients (of all parameters and inputs) are those of the reference in float64.
 
-    `hint` is how the reference is called, where that differs from `call`.
+    `reference_call` is `call` for the reference, where that differs.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     exact, dense = copy.deepcopy(low_rank).double(), copy.deepcopy(dense).double()
@@ -60,7 +60,7 @@ def assert_same(
 
     ours = tensors(call(low_rank, *inputs))
     assert {x.dtype for x in ours if x.is_floating_point()} == {inputs[0].dtype}
-    theirs = tensors((hint or call)(reference(exact, dense), *exact_inputs))
+    theirs = tensors((reference_call or call)(reference(exact, dense), *exact_inputs))
     assert_close(ours, theirs, tolerance)
     assert_close(
         _gradients(ours, [*low_rank.parameters(), *inputs]),

@@ -1,5 +1,6 @@
 """Low-rank MultiheadAttention against torch's own on the multiplied-out weights."""
 
+import math
 from operator import attrgetter
 
 import pytest
@@ -43,6 +44,10 @@ def queries_keys_values(dense, batched=True, keys=KEYS):
     return inputs
 
 
+def partial_call(**arguments):
+    return lambda layer, *qkv: layer(*qkv, **arguments)
+
+
 def random_mask(kind, *shape):
     """True, or a number, where a key counts less. The first key stays, so that no row is all -inf."""
     mask = torch.rand(shape) < 0.5
@@ -52,52 +57,54 @@ def random_mask(kind, *shape):
     )
 
 
+def additive(mask):
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
+
+
 @settings(deadline=None, max_examples=25)
-@given(
-    dense=attentions(),
-    rank=st.integers(1, 4),
-    batched=flag,
-    masks=st.sampled_from(["bool", "float"]),
-    attn_dims=st.sampled_from([None, 2, 3]),
-    padding=flag,
-    weights=st.sampled_from([None, "average", "heads"]),
-)
-def test_all_arguments(dense, rank, batched, masks, attn_dims, padding, weights):
+@given(dense=attentions(), rank=st.integers(1, 4), batched=flag, masked=flag, need_weights=flag)
+def test_all_kinds(dense, rank, batched, masked, need_weights):
     low_rank = factorized(dense, rank)
     assert type(low_rank) is pf.layers.LowRankMultiheadAttention
-    batch = BATCH if batched else 1
-    rows = {None: None, 2: (), 3: (batch * dense.num_heads,)}[attn_dims]
-    arguments = {
-        "attn_mask": None if rows is None else random_mask(masks, *rows, QUERIES, KEYS),
-        "key_padding_mask": random_mask(masks, *([BATCH] if batched else []), KEYS) if padding else None,
-        "need_weights": weights is not None,
-        "average_attn_weights": weights == "average",
-    }
-    inputs = queries_keys_values(dense, batched)
-    assert_same(low_rank, dense, inputs, lambda layer, q, k, v: layer(q, k, v, **arguments))
+    mask = random_mask("bool", QUERIES, KEYS) if masked else None
+    call = partial_call(attn_mask=mask, need_weights=need_weights)
+    assert_same(low_rank, dense, queries_keys_values(dense, batched), call)
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    dense=attentions(), masks=st.sampled_from(["bool", "float"]), padding=flag, need_weights=flag, hint=flag
-)
-def test_causal(dense, masks, padding, need_weights, hint):
-    """With or without the hint. Torch is called without it: it would hide bias_k and the zero key, too."""
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("masks", ["bool", "float"])
+@pytest.mark.parametrize("attn_dims", [None, 2, 3])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("weights", [None, "average", "heads"])
+def test_all_arguments(batched, masks, attn_dims, padding, weights):
+    dense = attention(add_bias_kv=True)
+    batch = (BATCH,) if batched else ()
+    rows = (math.prod(batch) * HEADS,) if attn_dims == 3 else ()
+    call = partial_call(
+        attn_mask=random_mask(masks, *rows, QUERIES, KEYS) if attn_dims else None,
+        key_padding_mask=random_mask(masks, *batch, KEYS) if padding else None,
+        need_weights=weights is not None,
+        average_attn_weights=weights == "average",
+    )
+    assert_same(factorized(dense), dense, queries_keys_values(dense, batched), call)
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+@pytest.mark.parametrize("masks", ["bool", "float"])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_causal_hint(extra, masks, padding, need_weights):
+    """Torch is called without the hint, which would hide bias_k and the zero key there."""
+    dense = attention(**extra)
     mask = torch.ones(QUERIES, QUERIES).triu(1).bool()
-    if masks == "float":
-        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
     arguments = {
-        "attn_mask": mask,
+        "attn_mask": mask if masks == "bool" else additive(mask),
         "key_padding_mask": random_mask(masks, BATCH, QUERIES) if padding else None,
         "need_weights": need_weights,
     }
-    assert_same(
-        factorized(dense),
-        dense,
-        queries_keys_values(dense, keys=QUERIES),
-        lambda layer, q, k, v: layer(q, k, v, **arguments, is_causal=hint),
-        hint=lambda layer, q, k, v: layer(q, k, v, **arguments),
-    )
+    inputs = queries_keys_values(dense, keys=QUERIES)
+    hinted, plain = partial_call(**arguments, is_causal=True), partial_call(**arguments)
+    assert_same(factorized(dense), dense, inputs, hinted, reference_call=plain)
 
 
 def test_the_causal_hint_replaces_the_mask():
@@ -130,7 +137,7 @@ def test_evaluation_without_gradient(batch_first, masks):
 def test_low_precision(dtype, need_weights):
     dense = attention(dtype=dtype)
     inputs = queries_keys_values(dense)
-    assert_same(factorized(dense), dense, inputs, lambda layer, *qkv: layer(*qkv, need_weights=need_weights))
+    assert_same(factorized(dense), dense, inputs, partial_call(need_weights=need_weights))
 
 
 @pytest.mark.parametrize("kdim", [None, 5])
@@ -153,7 +160,7 @@ def test_every_matrix_has_its_own_rank():
 def test_dropout_is_on_the_weights_in_training_only(need_weights):
     dense = attention(dropout=0.5)
     low_rank, inputs = factorized(dense), queries_keys_values(dense)
-    call = lambda layer, *qkv: layer(*qkv, need_weights=need_weights)  # noqa: E731
+    call = partial_call(need_weights=need_weights)
     assert not torch.equal(call(low_rank, *inputs)[0], call(low_rank, *inputs)[0])
     assert_same(low_rank.eval(), dense.eval(), inputs, call)
 

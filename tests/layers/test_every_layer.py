@@ -1,6 +1,8 @@
 """What holds for every layer type: names, attributes, devices, copies, training."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from reference import assert_close, factorized, multiplied_out, reference, tenso
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import pufferfish as pf
 from pufferfish import layers
 
 
@@ -108,7 +111,11 @@ NAMES_IN_PART = {
 def build(name, dtype=torch.float64, **options):
     torch.manual_seed(0)
     make, shapes = LAYERS[name]
-    return make(dtype=dtype, **options), [torch.randn(shape, dtype=dtype) for shape in shapes]
+    dense = make(dtype=dtype, **options)
+    for label, parameter in dense.named_parameters():
+        if "bias" in label:
+            nn.init.normal_(parameter, std=0.5)  # some start at zero, which would hide a lost one
+    return dense, [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,6 +126,13 @@ def test_state_dict_names(name):
 @pytest.mark.parametrize(("name", "only"), NAMES_IN_PART)
 def test_state_dict_names_of_partly_factorized_layers(name, only):
     assert list(factorized(build(name)[0], only=[only]).state_dict()) == NAMES_IN_PART[name, only]
+
+
+@every_layer
+def test_full_rank_computes_what_the_dense_layer_did(name):
+    dense, inputs = build(name)
+    low_rank = factorized(dense, 99)
+    assert_close(tensors(low_rank(*inputs)), tensors(dense(*inputs)), 1e-10)
 
 
 @every_layer
@@ -207,6 +221,23 @@ def test_dtype_can_be_changed(name):
     low_rank = factorized(dense).float()
     assert {x.dtype for x in tensors(low_rank(*(x.float() for x in inputs)))} == {torch.float32}
     assert {x.dtype for x in low_rank.parameters()} == {torch.float32}
+
+
+def test_the_dense_weight_is_freed():
+    model = nn.Sequential(nn.Linear(6, 5))
+    weight = weakref.ref(model[0].weight)
+    pf.factorize_(model, pf.plan(model, rank=2))
+    gc.collect()
+    assert weight() is None
+
+
+def test_hollow():
+    dense = nn.LSTM(5, 6)
+    dense.register_forward_hook(lambda *args: None)
+    copied = layers.hollow(dense)
+    assert {x.device.type for x in copied.parameters()} == {"meta"}
+    assert {x.device.type for x in dense.parameters()} == {"cpu"}
+    assert (len(copied._forward_hooks), len(dense._forward_hooks)) == (0, 1)
 
 
 def test_constructor_makes_the_structure_only():

@@ -44,10 +44,3 @@ def test_conv1d_of_transformers(dtype):
     assert type(low_rank) is pf.layers.LowRankConv1D
     assert (low_rank.nf, low_rank.weight.shape) == (7, (5, 7))
     assert_same(low_rank, dense, [torch.randn(2, 4, 5, dtype=dtype)])
-
-
-def test_full_rank_is_the_dense_layer():
-    dense = nn.Linear(5, 4, dtype=torch.float64)
-    low_rank = factorized(dense, 4)
-    torch.testing.assert_close(low_rank.weight, dense.weight)
-    assert torch.equal(low_rank.bias, dense.bias)
