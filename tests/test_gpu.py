@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
@@ -96,13 +97,14 @@ def test_training_goes_on_in_bf16_channels_last(fused: bool) -> None:
             loss = (model(x).float() - 1).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[9] < losses[0]
 
 
-def test_measured_plans() -> None:
+@pytest.mark.parametrize("how", [True, "graph"])
+def test_measured_plans(how: bool | Literal["graph"]) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 4096)).cuda()
-    plan = pf.plan(model, rank=0.125, example=torch.randn(8192, 64, device="cuda"), measure=True)
+    plan = pf.plan(model, rank=0.125, example=torch.randn(8192, 64, device="cuda"), measure=how)
     for e in plan:
         assert e.ms is not None
         assert (e.rank is None) == (e.ms[1] >= e.ms[0])

@@ -60,7 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--override", nargs="+", metavar="PATTERN=R", help="another rank for some layers")
     plan.add_argument("--multiple", type=int, metavar="N", help="round computed ranks to it (default 16)")
     plan.add_argument("--min-saving", type=float, default=0.0, metavar="F", help="share a layer must save")
-    plan.add_argument("--measure", action="store_true", help="time the layers; the slower ones stay dense")
+    plan.add_argument(
+        "--measure",
+        nargs="?",
+        const="eager",
+        choices=("eager", "graph"),
+        help="time the layers, as they run or in CUDA graphs; the slower ones stay dense",
+    )
     plan.add_argument("--device", default="cpu", help="where to measure (default cpu)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--out", type=Path, metavar="FILE", help="also save the plan as JSON")
@@ -108,7 +114,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         overrides=dict(_pair(x) for x in arguments.override or ()),
         multiple=arguments.multiple,
         min_saving=arguments.min_saving,
-        measure=arguments.measure,
+        measure="graph" if arguments.measure == "graph" else arguments.measure == "eager",
         device=arguments.device,
     )
     if arguments.out:

@@ -287,13 +287,16 @@ def _any_gradient(values: Iterable[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
-def measure(dense: nn.Module, low_rank: nn.Module, call: Call) -> tuple[float, float]:
+def measure(dense: nn.Module, low_rank: nn.Module, call: Call, graph: bool = False) -> tuple[float, float]:
     """Milliseconds of forward + backward of a layer, dense and low-rank, on inputs like the example's.
 
-    Both run in turn, warmed up; medians. The layers are copies: no gradient reaches the model.
+    Both run in turn, warmed up; medians. The layers are copies: no gradient reaches the model. With
+    `graph` they are replays of a CUDA graph: what the device needs, without the time to launch kernels.
     """
     device = next(dense.parameters()).device
     steps = [_step(layer, call, device) for layer in (dense, low_rank)]
+    if graph:
+        steps = [_captured(step) for step in steps]
     times: list[list[float]] = [[], []]
     for _ in range(3):
         for step, seen in zip(steps, times, strict=True):
@@ -329,3 +332,16 @@ def _step(layer: nn.Module, call: Call, device: torch.device) -> Callable[[], No
     for _ in range(2):
         step()
     return step
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # capturing wants its warm-up away from the default stream
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        step()
+    return captured.replay

@@ -264,7 +264,7 @@ def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
     if kind == "gradient":
         # M = mU V⁺ᵀ + U⁺ᵀ mV − what both count twice
         right: Tensor = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V
-        left = U @ torch.linalg.pinv(U.mT @ U, hermitian=True)
+        left: Tensor = U @ torch.linalg.pinv(U.mT @ U, hermitian=True)
         both = (U.mT @ mU + mV @ V.mT) / 2
         return mU @ right + left @ (mV - both @ right)
     if kind == "square":

@@ -63,7 +63,9 @@ def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
 
 def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """U√Σ, √ΣVᵀ and all singular values of a wide matrix, from the eigenvectors of W Wᵀ in fp64."""
-    squares, vectors = torch.linalg.eigh(_gram(wide))
+    vectors = _gram(wide).mT  # column by column, as LAPACK stores it, so that it is overwritten and not copied
+    squares = vectors.new_empty(len(vectors))
+    torch.linalg.eigh(vectors, out=(squares, vectors))
     values = squares.clamp_min(0).sqrt().flip(0)
     left = vectors[:, -r:].flip(1)
     # What lies below fp64's resolution of the Gram matrix is zero, not noise divided by zero.
@@ -89,7 +91,8 @@ def _alive(root: Tensor) -> Tensor:
 def _gram(wide: Tensor) -> Tensor:
     gram = wide.new_zeros(wide.shape[0], wide.shape[0], dtype=torch.float64)
     for columns in wide.split(_width(wide), 1):
-        gram.addmm_(columns.double(), columns.double().mT)
+        wider = columns.double()
+        gram.addmm_(wider, wider.mT)
     return gram
 
 

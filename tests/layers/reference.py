@@ -46,7 +46,6 @@ def assert_same(
     dense: nn.Module,
     inputs: Iterable[Tensor],
     call: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
-    tolerance: float | None = None,
     reference_call: Callable[..., Any] | None = None,
 ) -> None:
     """Outputs and gradients (of all parameters and inputs) are those of the reference in float64.
@@ -56,7 +55,7 @@ def assert_same(
     inputs = [x.detach().requires_grad_() for x in inputs]
     exact, dense = copy.deepcopy(low_rank).double(), copy.deepcopy(dense).double()
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    tolerance = TOLERANCE[inputs[0].dtype] if tolerance is None else tolerance
+    tolerance = TOLERANCE[inputs[0].dtype]
 
     ours = tensors(call(low_rank, *inputs))
     assert {x.dtype for x in ours if x.is_floating_point()} == {inputs[0].dtype}

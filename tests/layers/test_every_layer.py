@@ -216,6 +216,26 @@ def test_meta_device(name):
 
 
 @every_layer
+def test_empty_batch(name):
+    dense, inputs = build(name)
+    batch_axis = 1 if isinstance(dense, nn.LSTM | nn.RNN | nn.MultiheadAttention) else 0
+    empty = [x.narrow(batch_axis, 0, 0) for x in inputs]
+    ours, theirs = (tensors(layer(*empty)) for layer in (factorized(dense), dense))
+    assert [x.shape for x in ours] == [x.shape for x in theirs]
+
+
+@every_layer
+def test_autocast_gives_the_dense_layers_dtypes(name):
+    dense, inputs = build(name, torch.float32)
+    low_rank = factorized(dense)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (tensors(layer(*inputs)) for layer in (low_rank, dense))
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs]
+    sum(x.float().sum() for x in ours).backward()
+    assert {x.grad.dtype for x in low_rank.parameters()} == {torch.float32}
+
+
+@every_layer
 def test_dtype_can_be_changed(name):
     dense, inputs = build(name)
     low_rank = factorized(dense).float()
@@ -244,6 +264,13 @@ def test_constructor_makes_the_structure_only():
     low_rank = layers.LowRankLinear(nn.Linear(6, 5), {"": 2})
     assert {x.device.type for x in low_rank.parameters()} == {"meta"}
     assert not any("dense" in name for name, _ in low_rank.named_modules())
+
+
+def test_a_replaced_forward_is_refused():
+    dense = nn.Linear(6, 5)
+    dense.forward = lambda x: 2 * nn.functional.linear(x, dense.weight)
+    with pytest.raises(ValueError, match="forward was replaced"):
+        layers.LowRankLinear(dense, {"": 2})
 
 
 def test_repr():

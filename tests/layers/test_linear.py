@@ -20,7 +20,7 @@ small = st.integers(1, 9)
     rank=small,
     bias=st.booleans(),
     dtype=st.sampled_from(DTYPES),
-    batch=st.sampled_from([(), (3,), (2, 0), (2, 3)]),
+    batch=st.sampled_from([(), (3,), (2, 3)]),
 )
 def test_linear(m, n, rank, bias, dtype, batch):
     torch.manual_seed(0)
@@ -28,10 +28,7 @@ def test_linear(m, n, rank, bias, dtype, batch):
     low_rank = factorized(dense, min(rank, m, n))
     assert type(low_rank) is pf.layers.LowRankLinear
     assert low_rank.down.weight.shape == (min(rank, m, n), n)
-    if 0 not in batch:
-        assert_same(low_rank, dense, [torch.randn(*batch, n, dtype=dtype)])
-    else:
-        assert low_rank(torch.randn(*batch, n, dtype=dtype)).shape == (*batch, m)
+    assert_same(low_rank, dense, [torch.randn(*batch, n, dtype=dtype)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

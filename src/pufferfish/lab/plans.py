@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def make_plan(
     overrides: Mapping[str, str],
     multiple: int | None,
     min_saving: float,
-    measure: bool,
+    measure: bool | Literal["graph"],
     device: str,
 ) -> tuple[pf.Plan, list[str]]:
     """The plan, and what had to be left out."""

@@ -25,6 +25,11 @@ class LowRank(nn.Module, ABC):
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__()
+        if "forward" in vars(dense):
+            # Copied below like any attribute, it would go on computing with the dense weights.
+            raise ValueError(
+                f"{type(dense).__name__}: its forward was replaced; restore it before factorizing"
+            )
         # The dense layer without its tensors: what `merge_` fills again. In a tuple, so that it is not a child.
         self._dense = (hollow(dense),)
         self.ranks = dict(ranks)

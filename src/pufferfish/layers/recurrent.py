@@ -194,8 +194,8 @@ class LowRankRNNBase(LowRank):
             input = input.transpose(0, 1)
         time, batch = input.shape[:2]
         states = self._states(given, input, batch)
-        data, finals = self._layers(input.reshape(time * batch, -1), [batch] * time, states)
-        output = data.view(time, batch, -1)
+        data, finals = self._layers(input.flatten(0, 1), [batch] * time, states)
+        output = data.unflatten(0, (time, batch))
         if not batched:
             return output.squeeze(1), self._state(tuple(x.squeeze(1) for x in finals))
         return (output.transpose(0, 1) if self.batch_first else output), self._state(finals)

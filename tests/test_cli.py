@@ -1,0 +1,162 @@
+"""The command as a user types it: output, exit codes, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pufferfish as pf
+from pufferfish.cli import main
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def alone():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+def with_batch():
+    return alone(), torch.randn(8, 64)
+
+def with_loss():
+    return alone(), (torch.randn(8, 64), torch.zeros(8, dtype=torch.long)), loss
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def nonsense():
+    return "a model"
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> str:
+    (tmp_path / "nets.py").write_text(FACTORIES)
+    return str(tmp_path / "nets.py")
+
+
+COUNTS = {
+    "vgg19": (20_560_330, 8_370_634),
+    "vgg19_one_fc": (20_035_018, 8_107_466),
+    "resnet18": (11_173_834, 3_336_138),
+    "resnet50": (25_557_032, 15_202_344),
+    "wide_resnet50_2": (68_883_240, 40_047_400),
+    "lstm": (85_974_278, 67_974_278),  # nn.LSTM's second bias: 12,000 more than the paper's on both sides
+    "transformer": (48_978_432, 26_696_192),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_built_in_names_print_the_papers_hybrid_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters"))
+    before, after = COUNTS[name]
+    assert line.split()[1:3] == [f"{before:,}", f"{after:,}"]
+
+
+def test_gpt_plan_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--rank",
+        "0.5",
+        "--keep",
+        "blocks.0.*",
+        "--override",
+        "blocks.1.up=8",
+        "--multiple",
+        "1",
+        "--json",
+    ]
+    assert main(["plan", "gpt", *options]) == 0
+    plan = pf.Plan.from_json(capsys.readouterr().out)
+    assert plan["blocks.1.up"].rank == 8
+    assert plan["blocks.2.up"].rank == 192
+    assert plan["blocks.0.up"].reason == "kept by pattern 'blocks.0.*'"
+
+
+def test_what_a_factory_leaves_out_is_named(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{factories}:alone"]) == 0
+    out = capsys.readouterr().out
+    assert "No batch came with the model" in out
+    assert "MACs forward" not in out
+    assert main(["plan", f"{factories}:with_batch"]) == 0
+    out = capsys.readouterr().out
+    assert "No loss_fn came with the model" in out
+    assert "MACs backward" in out
+    assert main(["plan", f"{factories}:with_loss", "--measure"]) == 0
+    out = capsys.readouterr().out
+    assert "came with the model" not in out
+    assert " ms " in out
+
+
+def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "pufferfish.lab.models.gpt:GPT", "--rank", "budget:params=6e6"]) == 0
+    out = capsys.readouterr().out
+    after = int(next(x for x in out.splitlines() if x.startswith("parameters")).split()[2].replace(",", ""))
+    assert 5_940_000 <= after <= 6_000_000
+    assert "The ranks are those that the weights give now" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "resnet19"], "neither a built-in model"),
+        (["plan", "missing.py:build"], "no such file"),
+        (["plan", "{file}:missing"], "has no function 'missing'"),
+        (["plan", "{file}:nonsense"], "returned a str"),
+        (["plan", "no.such.module:build"], "No module named"),
+        (["plan", "{file}:alone", "--measure"], "needs a batch"),
+        (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
+        (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
+        (["plan", "resnet18", "--rank", "budget:params=1"], "budget is too small"),
+        (["plan", "resnet18", "--keep", "layer9.*"], "matches no layer"),
+        (["plan", "resnet18", "--override", "fc"], "PATTERN=R"),
+        (["convert", "missing.pt", "--plan", "missing.json", "--out", "x.pt"], "missing.json"),
+        (["merge", "missing.pt", "--out", "x.pt"], "missing.pt"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([x.replace("{file}", factories) for x in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith(f"pufferfish {arguments[0]}: ")
+    assert error.count("\n") == 1
+
+
+def test_plan_convert_merge_on_files(
+    tmp_path: Path, factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "model.pt")
+    plan, low, back = (str(tmp_path / name) for name in ("plan.json", "low.pt", "back.pt"))
+    assert main(["plan", f"{factories}:alone", "--out", plan]) == 0
+    assert main(["convert", str(tmp_path / "model.pt"), "--plan", plan, "--out", low]) == 0
+    assert "4,420 → 2,372 parameters, 1.86× smaller" in capsys.readouterr().out
+    assert main(["merge", low, "--out", back]) == 0
+    assert "4,420 parameters" in capsys.readouterr().out
+    pf.factorize_(model, pf.Plan.load(plan))
+    pf.merge_(model)
+    loaded = torch.load(back, weights_only=True)
+    assert loaded["epoch"] == 3
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(loaded["state_dict"][name], value)
+    assert json.loads(Path(f"{low}.plan.json").read_text())["pufferfish_plan"] == 1
+
+
+def test_demo_tells_the_whole_story(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pufferfish.lab import demo
+
+    monkeypatch.setattr(demo, "WARM_UP", 3)  # the same story, shorter
+    monkeypatch.setattr(demo, "STEPS", 6)
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    for part in ("1.82× smaller", "just after", "held-out loss", "MB to all-reduce a step", "the same names"):
+        assert part in out
