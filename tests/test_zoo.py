@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,6 +93,15 @@ class Subject:
         return loss.item()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more, and waiting threads are slow where others want the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module", params=ZOO)
 def subject(request: pytest.FixtureRequest) -> Subject:
     case = ZOO[request.param]
@@ -126,7 +136,7 @@ def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
 
     # Every parameter of two or more dimensions is in the plan, with all of its weights, once.
     every = {weight_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    shapes = {name: p.shape for name, p in every.items() if p.dim() >= 2}
+    shapes: dict[str, Any] = {name: p.shape for name, p in every.items() if p.dim() >= 2}
     shapes |= {
         weight_name(name): model.get_submodule(name.partition(".parametrizations")[0]).weight.shape
         for name, _ in model.named_parameters()
@@ -157,14 +167,17 @@ def test_something_is_factorized(subject: Subject) -> None:
 
 def test_macs(subject: Subject) -> None:
     """What the plan promises is what the low-rank model then takes."""
-    promised = subject.plan.after.forward_macs
-    taken = pf.plan(subject.low_rank()[0], example=subject.example).before.forward_macs
-    assert promised is not None
-    assert taken is not None
+    promised = subject.plan.after
+    taken = pf.plan(subject.low_rank()[0], example=subject.example).before
+    assert promised.forward_macs
+    assert taken.forward_macs
     if subject.name in READS_WEIGHT:
-        assert 0 < promised < taken
+        assert 0 < promised.forward_macs < taken.forward_macs
     else:
-        assert 0 < promised == taken
+        assert promised.forward_macs == taken.forward_macs
+        # In a packed batch some initial states, without gradient, stand beside others that have one.
+        tolerance = 0.02 if subject.name == "bilstm_tagger" else 0.0
+        assert promised.backward_macs == pytest.approx(taken.backward_macs, rel=tolerance)
 
 
 def test_factorized(subject: Subject) -> None:

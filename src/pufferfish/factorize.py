@@ -107,6 +107,8 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
+            if path == "":
+                raise ValueError("the model itself is the low-rank layer; put it into an nn.Sequential")
             dense = module._dense[0]
             _, gone = _replaced(type(module).matrices(dense), module.ranks, dense)
             _refuse_hooks(name, module, gone)
@@ -308,7 +310,7 @@ def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     """`value` as a parameter with the dtype, memory format, flags and attributes of `like`."""
-    value = value.to(like.dtype)
+    value = value.to(like.dtype).contiguous()
     if like.dim() == value.dim() and not like.is_contiguous():
         for order in (torch.channels_last, torch.channels_last_3d):
             if like.dim() == (4 if order is torch.channels_last else 5) and like.is_contiguous(

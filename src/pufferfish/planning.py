@@ -202,6 +202,8 @@ def _candidates(model: nn.Module, seen: Profile | None) -> tuple[list[Entry], di
             owned[path] = f"wrapped by an adapter ({type(module).__name__}): merge it first"
         if kind is None:
             entries += _uncovered(name, module, "")
+            if hasattr(module, "parametrizations"):
+                owned[_dotted(path, "parametrizations")] = ""  # what its weight is computed from
             continue
         if parent is None:
             owned.setdefault(path, "")
@@ -324,6 +326,9 @@ def _uncovered(name: str, module: nn.Module, reason: str) -> list[Entry]:
                 reason=why,
             )
         )
+    if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
+        shape = tuple(module.weight().shape)  # type: ignore[operator]
+        found.append(Entry(name=name, layer=name, type=kind, shape=shape, held=0, reason="quantized"))
     if parametrized and type(module).__name__.startswith("Parametrized"):
         for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
             original = next(iter(chain.parameters()))
@@ -401,7 +406,8 @@ def _spend(made: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
         if e.matrix is not None
     ]
     rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
-    ranks = allocate(candidates, budget.amount - rest, made.multiple, made.min_saving)
+    spare = 0.01 * budget.amount
+    ranks = allocate(candidates, budget.amount - rest, made.multiple, made.min_saving, spare)
     by_name = dict(zip((e.name for e in chosen), ranks, strict=True))
     entries = []
     for e in made.entries:

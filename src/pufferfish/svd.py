@@ -63,7 +63,9 @@ def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
 
 def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """U√Σ, √ΣVᵀ and all singular values of a wide matrix, from the eigenvectors of W Wᵀ in fp64."""
-    vectors = _gram(wide).mT  # column by column, as LAPACK stores it, so that it is overwritten and not copied
+    vectors = _gram(
+        wide
+    ).mT  # column by column, as LAPACK stores it, so that it is overwritten and not copied
     squares = vectors.new_empty(len(vectors))
     torch.linalg.eigh(vectors, out=(squares, vectors))
     values = squares.clamp_min(0).sqrt().flip(0)

@@ -129,7 +129,9 @@ class LowRankRNNBase(LowRank):
         self, data: Tensor, sizes: list[int], state: tuple[Tensor, ...], suffix: str
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One layer in one direction over packed `data`; `state` has a row a sequence."""
-        products = self._product(f"weight_ih{suffix}", data, self._input_bias(suffix)).split(sizes, dim=1)
+        product = self._product(f"weight_ih{suffix}", data, self._input_bias(suffix))
+        products = product.split(sizes, dim=1)
+        state = tuple(x.to(product.dtype) for x in state)  # under autocast everything runs in its dtype
         outputs: list[Tensor] = []
         if suffix.endswith("_reverse"):
             # From the last step back: shorter sequences join with their initial state as we reach their end.
