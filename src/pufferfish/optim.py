@@ -215,20 +215,22 @@ def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
 
 
 # Centered RMSprop divides by √(mean square − squared mean). Carried apart, the two could cross; so it is the
-# variance that is carried as squares are. A hair more than nothing keeps rounding from making it negative.
-_HAIR = 1e-6
+# variance that is carried as squares are, and a hair more, or rounding could make it negative.
 
 
 def _with_variance(state: State) -> State:
-    if state.get("grad_avg") is None:
+    mean = state.get("grad_avg")
+    if mean is None:
         return state
-    return state | {"square_avg": (state["square_avg"] - state["grad_avg"].square()).clamp_min(0)}
+    return state | {"square_avg": (state["square_avg"] - mean.square()).clamp_min(0)}
 
 
 def _with_square(state: State) -> State:
-    if state.get("grad_avg") is None:
+    mean = state.get("grad_avg")
+    if mean is None:
         return state
-    return state | {"square_avg": state["square_avg"] + (1 + _HAIR) * state["grad_avg"].square()}
+    hair = 4 * torch.finfo(mean.dtype).eps
+    return state | {"square_avg": state["square_avg"] + (1 + hair) * mean.square()}
 
 
 def _kinds(state: State) -> dict[str, str]:

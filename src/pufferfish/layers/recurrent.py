@@ -129,9 +129,7 @@ class LowRankRNNBase(LowRank):
         self, data: Tensor, sizes: list[int], state: tuple[Tensor, ...], suffix: str
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One layer in one direction over packed `data`; `state` has a row a sequence."""
-        product = self._product(f"weight_ih{suffix}", data, self._input_bias(suffix))
-        products = product.split(sizes, dim=1)
-        state = tuple(x.to(product.dtype) for x in state)  # under autocast everything runs in its dtype
+        products = self._product(f"weight_ih{suffix}", data, self._input_bias(suffix)).split(sizes, dim=1)
         outputs: list[Tensor] = []
         if suffix.endswith("_reverse"):
             # From the last step back: shorter sequences join with their initial state as we reach their end.
@@ -229,7 +227,7 @@ class LowRankLSTM(LowRankRNNBase):
         h, c = state
         i, f, g, o = self._product(f"weight_hh{suffix}", h, gx).unbind(0)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
+        h = (o.sigmoid() * c.tanh()).to(o.dtype)  # under autocast c stays fp32, the output is what autocast says
         if self.proj_size:
             h = self._product(f"weight_hr{suffix}", h, None)[0]
         return h, c
