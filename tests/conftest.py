@@ -8,6 +8,9 @@ from hypothesis import settings
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 
+# The tensors here are tiny: a second thread only waits, twenty times as long on a busy machine.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

@@ -42,15 +42,6 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterable[None]:
-    """The tensors here are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Net(nn.Module):
     """A layer of one matrix, of grouped blocks, of gates, and of matrices that share a parameter."""
 

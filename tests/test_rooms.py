@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: From the ground up. A room may import itself and what stands before it.
 ROOMS = [
-    "names", "layers", "svd", "rank", "cost", "plan", "table", "planning",
-    "optim", "factorize", "state", "files", "convert", "lab", "cli",
+    "names", "layers", "svd", "rank", "budget", "profile", "timing", "cost", "plan", "table", "candidates",
+    "planning", "optim", "factorize", "state", "files", "convert", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

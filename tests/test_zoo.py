@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +26,8 @@ pytestmark = [
 DENSE = {"siamese": "tied weight"}
 # Models that cannot run in float64, and what in them cannot. The others are compared to 1e-8.
 SINGLE = {"char_rnn": "one_hot(...).float()", "hf_mixtral": "torch._grouped_mm"}
-# Models whose own code reads a layer's weight in forward, which multiplies the factors out.
+# Models whose own code looks at a layer's weight in forward, which multiplies the factors out.
 READS_WEIGHT = {
-    "tied_autoencoder": "the decoder's F.linear",
     "hf_t5": "wo.weight.dtype",
     "hf_vit": "projection.weight.dtype",
 }
@@ -91,15 +89,6 @@ class Subject:
         loss.backward()
         optimizer.step()
         return loss.item()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for more, and waiting threads are slow where others want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=ZOO)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from . import svd
+from .candidates import unfit
 from .layers import LowRank, Matrix, hollow, low_rank_type
 from .layers.base import CALL_HOOKS
 from .names import named_modules, own_name, unwrap
 from .optim import Carrier, Change, Optimizers, as_list, check
 from .plan import Entry, Plan
-from .planning import check_values, plan, resolve, unfit
+from .planning import check_values, plan, resolve
 
 #: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]

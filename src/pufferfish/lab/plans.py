@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import pufferfish as pf
 
-from ..cost import Example
+from ..profile import Example
 from ..rank import RankLike, as_rule
 from .models import REFERENCES
 

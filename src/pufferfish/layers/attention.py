@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import LowRank
+from .base import LowRank, wants_gradient
 from .linear import LowRankLinear
 from .matrix import Matrix
+
+_INPUTS = {"q": "query", "k": "key", "v": "value"}  # in the order of `forward`'s arguments
 
 
 class LowRankMultiheadAttention(LowRank):
@@ -82,9 +84,18 @@ class LowRankMultiheadAttention(LowRank):
 
     @classmethod
     def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        source: Tensor = given[{"q": "query", "k": "key", "v": "value", "out": "query"}[matrix.name]]
+        given = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
+        source: Tensor = given[_INPUTS.get(matrix.name, "query")]
         return source.numel() // source.shape[-1]
+
+    @classmethod
+    def grad_positions(
+        cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
+        given = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
+        inside = (args, kwargs, list(dense.parameters()))  # `out` sees what the layer has computed
+        source = given[_INPUTS[matrix.name]] if matrix.name in _INPUTS else inside
+        return cls.positions(matrix, args, kwargs, output) if wants_gradient(source) else 0
 
     @property
     def in_proj_weight(self) -> Tensor | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .matrix import Matrix
 
@@ -48,6 +49,13 @@ class LowRank(nn.Module, ABC):
         count: int = output.numel() // (matrix.blocks * matrix.m)
         return count
 
+    @classmethod
+    def grad_positions(
+        cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
+        """How many of those vectors backward wants the gradient of."""
+        return cls.positions(matrix, args, kwargs, output) if wants_gradient((args, kwargs)) else 0
+
     def factors(self) -> dict[Matrix, tuple[Tensor, Tensor]]:
         """The (down, up) weights of every matrix that is factorized."""
         return {
@@ -62,6 +70,11 @@ class LowRank(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"rank={self.ranks['']}" if list(self.ranks) == [""] else f"ranks={self.ranks}"
+
+
+def wants_gradient(values: Any) -> bool:
+    """Whether any tensor in nested containers requires a gradient."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(values))
 
 
 #: Where `nn.Module` keeps the hooks that see a module's inputs and outputs: they mean the same for the

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .base import LowRank
+from .base import LowRank, wants_gradient
 from .matrix import Matrix
 
 State = Tensor | tuple[Tensor, Tensor]
@@ -98,6 +98,23 @@ class LowRankRNNBase(LowRank):
     def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
         out = output[0].data if isinstance(output[0], PackedSequence) else output[0]
         return int(out.numel() // out.shape[-1])
+
+    @classmethod
+    def grad_positions(
+        cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> int:
+        given = dict(zip(("input", "hx"), args, strict=False)) | kwargs
+        positions = cls.positions(matrix, args, kwargs, output)
+        if matrix.name in ("weight_ih_l0", "weight_ih_l0_reverse"):
+            return positions if wants_gradient(given["input"]) else 0
+        if not wants_gradient((args, kwargs, list(dense.parameters()))):
+            return 0
+        if matrix.name.startswith("weight_hh") and not wants_gradient(given.get("hx")):
+            final = output[1][0] if isinstance(output[1], tuple) else output[1]
+            positions -= final.numel() // (
+                final.shape[0] * final.shape[-1]
+            )  # the first step of every sequence
+        return positions
 
     def flatten_parameters(self) -> None:
         """Nothing to do: the factors are used as they are. Here because models call it on `nn.LSTM`."""

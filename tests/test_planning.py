@@ -1,0 +1,165 @@
+"""Patterns, and plans of wrapped models."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import pufferfish as pf
+
+
+def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
+    return {e.name: e.reason for e in pf.plan(model, **options)}
+
+
+# Patterns.
+
+
+def test_patterns_name_layers_or_single_matrices() -> None:
+    model = nn.ModuleDict(
+        {"lstm": nn.LSTM(64, 64, 2), "a": nn.MultiheadAttention(64, 4), "b": nn.Linear(64, 64)}
+    )
+
+    def kept(**options: Any) -> set[str]:
+        return {e.name for e in pf.plan(model, **options) if e.rank is None}
+
+    lstm = {f"lstm.weight_{x}_l{i}" for x in ("ih", "hh") for i in (0, 1)}
+    attention = {f"a.{x}" for x in ("q", "k", "v", "out")}
+    assert kept(keep=["lstm"]) == lstm
+    assert kept(keep=["lstm.weight_hh_*"]) == {"lstm.weight_hh_l0", "lstm.weight_hh_l1"}
+    assert kept(keep=["*.q"]) == {"a.q"}
+    assert kept(only=["lstm", "*.q"]) == {"a.k", "a.v", "a.out", "b"}
+    assert kept(keep=["*"]) == lstm | attention | {"b"}
+    plan = pf.plan(model, overrides={"*": 2, "lstm": 3, "lstm.weight_hh_*": 4, "a.[qk]": 0.5})
+    assert {e.name: e.rank for e in plan if e.layer != "lstm"} == {
+        "a.q": 16,
+        "a.k": 16,
+        "a.v": 2,
+        "a.out": 2,
+        "b": 2,
+    }
+    assert [e.rank for e in plan if e.layer == "lstm"] == [3, 4, 3, 4]
+
+
+@pytest.mark.parametrize("option", ["keep", "only", "overrides"])
+def test_an_unmatched_pattern_is_an_error(option: str) -> None:
+    patterns = ["0", "conv*"]
+    with pytest.raises(
+        ValueError, match=rf"{option}: the pattern 'conv\*' matches no layer; the layers are 0, 2"
+    ):
+        pf.plan(
+            nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)),
+            **{option: dict.fromkeys(patterns, 4) if option == "overrides" else patterns},
+        )
+
+
+@pytest.mark.parametrize("option", ["keep", "only"])
+def test_a_string_is_not_a_list_of_patterns(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"{option}=\['fc'\]"):
+        pf.plan(nn.Sequential(nn.Linear(64, 64)), **{option: "fc"})
+
+
+def test_patterns_may_match_what_stays_anyway() -> None:
+    assert reasons(nn.Sequential(nn.Embedding(9, 64), nn.Linear(64, 64)), keep=["0"])["0"].startswith(
+        "embedding"
+    )
+
+
+# Wrappers.
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
+        nn.Linear(64, 10),
+    )
+
+
+def checkpointed() -> nn.Sequential:
+    model = blocks()
+    for i in (0, 1):
+        model[i] = checkpoint_wrapper(model[i])
+    model[0]._checkpoint_wrapped_module[0] = checkpoint_wrapper(model[0][0])
+    return model
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "OptimizedModule": torch.compile,
+    "compiled DDP": lambda m: torch.compile(nn.parallel.DistributedDataParallel(m)),
+    "DDP of compiled": lambda m: nn.parallel.DistributedDataParallel(torch.compile(m)),
+}
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("build", [blocks, checkpointed])
+def test_planning_looks_through_wrappers(name: str, build: Callable[[], nn.Module]) -> None:
+    plain = pf.plan(blocks(), example=torch.randn(2, 64))
+    wrapped = WRAPPERS[name](build())
+    plan = pf.plan(wrapped, example=torch.randn(2, 64))
+    assert [e.name for e in plan] == ["0.0", "1.0", "2"]
+    assert plan.hash == plain.hash
+    assert plan.entries == plain.entries
+    assert plan.parameters == plain.parameters
+    assert plan.before.forward_macs == plain.before.forward_macs
+    assert list(pf.spectra(wrapped)) == ["0.0", "1.0", "2"]
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("verb", [pf.factorize_, pf.reshape_, lambda model, plan: pf.merge_(model)])
+def test_wrapped_models_are_refused(name: str, verb: Callable[..., Any]) -> None:
+    model = blocks()
+    wrapped = WRAPPERS[name](model)
+    before = list(model.modules())
+    with pytest.raises(ValueError, match="around the model; apply it to the model inside, then wrap that"):
+        verb(wrapped, pf.plan(wrapped))
+    assert list(model.modules()) == before
+
+
+def test_compiled_submodules_are_refused() -> None:
+    for compile_it in (lambda m: m.__setitem__(1, torch.compile(m[1])), lambda m: m[1].compile()):
+        model = blocks()
+        compile_it(model)
+        with pytest.raises(ValueError, match="is compiled already; compile after this, not before"):
+            pf.factorize_(model, pf.plan(model))
+
+
+def test_checkpointed_submodules_are_factorized_in_place() -> None:
+    plain, wrapped, x = blocks(), checkpointed(), torch.randn(3, 64)
+    for model in (plain, wrapped):
+        pf.factorize_(model, pf.plan(model))
+    inner = wrapped[0]._checkpoint_wrapped_module[0]._checkpoint_wrapped_module
+    assert isinstance(inner, pf.layers.LowRankLinear)
+    torch.testing.assert_close(wrapped(x), plain(x))
+    for model in (plain, wrapped):
+        model(x).square().sum().backward()
+    for one, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    pf.merge_(wrapped)
+    assert [name for name, _ in wrapped.named_parameters()] == [
+        name for name, _ in checkpointed().named_parameters()
+    ]
+
+
+def test_a_checkpoint_wrapper_around_everything() -> None:
+    model = checkpoint_wrapper(blocks())
+    plan = pf.factorize_(model, pf.plan(model))
+    assert plan.hash == pf.plan(blocks()).hash
+    assert isinstance(model._checkpoint_wrapped_module[0][0], pf.layers.LowRankLinear)
