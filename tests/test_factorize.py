@@ -578,3 +578,22 @@ def test_whole_networks(build: Callable[[], nn.Module], example: Callable[[], Te
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     pf.merge_(model)
     torch.testing.assert_close(model(x), low_rank, rtol=1e-3, atol=1e-4)
+
+
+def test_a_users_own_type_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(nn.Linear):
+        pass
+
+    class Refusing(pf.layers.LowRankLinear):
+        def __init__(self, *args: Any) -> None:
+            raise ValueError("not with me")
+
+    from pufferfish.layers import registry
+
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    pf.register(Picky, Refusing)
+    model = nn.Sequential(nn.Linear(64, 64), Picky(64, 64))
+    before = snapshot(model, None)
+    with pytest.raises(ValueError, match="not with me"):
+        pf.factorize_(model, pf.plan(model))
+    assert snapshot(model, None) == before

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from . import svd
-from .candidates import unfit
-from .layers import LowRank, Matrix, hollow, low_rank_type
+from .change import Change, multiplied
+from .fit import fit, refuse_hooks, refuse_wrapped, replaced
+from .layers import LowRank, hollow, low_rank_type
 from .layers.base import CALL_HOOKS
 from .names import named_modules, own_name, unwrap
-from .optim import Carrier, Change, Optimizers, as_list, check
+from .optim import Carrier, Optimizers, as_list, check
 from .plan import Entry, Plan
-from .planning import check_values, plan, resolve
+from .planning import plan, resolve
 
 #: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -57,8 +57,8 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
         U, V, error = svd.split(e.matrix.unroll(weight.detach()), e.rank)
         return *e.matrix.fold(U, V), error
 
-    _refuse_wrapped(model, "factorize_")
-    _fit(model, plan, finite=True)
+    refuse_wrapped(model, "factorize_")
+    fit(model, plan, finite=True)
     return _convert(model, resolve(plan, model), optimizer, by_svd)
 
 
@@ -82,13 +82,13 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
         down, up = _empty(e, weight)
         return down.fill_(float("nan")), up.fill_(float("nan")), e.error
 
-    _refuse_wrapped(model, "reshape_")
+    refuse_wrapped(model, "reshape_")
     if not plan.resolved:
         waiting = next(e.name for e in plan.entries if e.rule is not None)
         raise ValueError(
             f"{waiting}: the plan still holds a rule here, not a rank; give the plan that factorize_ returned"
         )
-    _fit(model, plan)
+    fit(model, plan)
     return _convert(model, plan, optimizer, by_nan)
 
 
@@ -104,15 +104,15 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
       (0): Linear(in_features=64, out_features=64, bias=True)
     )
     """
-    _refuse_wrapped(model, "merge_")
+    refuse_wrapped(model, "merge_")
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
             if path == "":
                 raise ValueError("the model itself is the low-rank layer; put it into an nn.Sequential")
             dense = module._dense[0]
-            _, gone = _replaced(type(module).matrices(dense), module.ranks, dense)
-            _refuse_hooks(name, module, gone)
+            _, gone = replaced(type(module).matrices(dense), module.ranks, dense)
+            refuse_hooks(name, module, gone)
             paths.append(path)
     optimizers = as_list(optimizer)
     check(optimizers)
@@ -154,129 +154,19 @@ def plan_of(model: nn.Module) -> Plan:
     return made.replace(entries)
 
 
-def _refuse_wrapped(model: nn.Module, verb: str) -> None:
-    if unwrap(model) is not model:
-        raise ValueError(
-            f"{verb}: this is a {type(model).__name__} around the model; apply it to the model inside, "
-            "then wrap that (a running job: pufferfish.Switch)"
-        )
-    for module in model.modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{verb}: {type(module).__name__} is compiled already; compile after this, not before"
-            )
-
-
-def _fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
-    """First pass: check everything that can fail, for all layers. Changes nothing and holds on to nothing."""
-    layers = {name: module for name, _, module in named_modules(model)}
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    chosen: dict[str, list[str]] = {}
-    for e in plan.entries:
-        if e.matrix is None:
-            continue
-        module = layers.get(e.layer)
-        if module is None:
-            raise ValueError(f"{e.name}: the plan has this layer, the model does not")
-        if type(module).__name__ != e.type:
-            hint = "; it is low-rank already" if isinstance(module, LowRank) else ""
-            raise ValueError(
-                f"{e.name}: the plan is for a {e.type}, the model has a {type(module).__name__}{hint}"
-            )
-        kind = low_rank_type(type(module))
-        if kind is None:
-            raise ValueError(
-                f"{e.name}: no low-rank form is registered for {e.type}; call pufferfish.register first"
-            )
-        if reason := unfit(module):
-            raise ValueError(f"{e.name}: {reason}")
-        now = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
-        if now != e.matrix:
-            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(now)}")
-        if e.rank is None and e.rule is None:
-            continue
-        if finite and not (weight := module.get_parameter(e.matrix.weight)).is_meta:
-            check_values(e.name, weight)
-        if e.layer == "":
-            raise ValueError("the model itself is the layer to replace; put it into an nn.Sequential")
-        chosen.setdefault(e.layer, []).append(e.matrix.name)
-    for layer, names in chosen.items():
-        module = layers[layer]
-        kind = low_rank_type(type(module))
-        assert kind is not None
-        gone, _ = _replaced(kind.matrices(module), names, module)
-        for name in gone:
-            parameter = module.get_parameter(name)
-            if uses[id(parameter)] > 1:
-                raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
-            if type(parameter.data) is not Tensor:
-                raise ValueError(
-                    f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor"
-                )
-        _refuse_hooks(layer, module, gone)
-
-
-def _text(matrix: Matrix | None) -> str:
-    if matrix is None:
-        return "no such weight"
-    blocks = f" in {matrix.blocks} blocks" if matrix.blocks > 1 else ""
-    return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
-
-
-def _replaced(
-    matrices: list[Matrix], names: Collection[str], dense: nn.Module
-) -> tuple[list[str], list[str]]:
-    """The parameters, of the dense layer and of the low-rank one, that are no longer the same afterwards."""
-    gone: tuple[list[str], list[str]] = ([], [])
-    for x in matrices:
-        pieces = [(x.weight, x.down), (x.weight, x.up)] if x.name in names else []
-        for source, rows, target in x.moves(x.name in names):
-            if (rows.start, rows.stop) != (0, len(dense.get_parameter(source))):
-                pieces.append((source, target))
-        for dense_name, low_rank_name in pieces:
-            gone[0].append(dense_name)
-            gone[1].append(low_rank_name)
-    return gone
-
-
-def _refuse_hooks(name: str, module: nn.Module, gone: list[str]) -> None:
-    """Hooks that see parameters or state dicts mean something else once the parameters are others."""
-    for child in module.modules():
-        for hooks, value in vars(child).items():
-            if not ("_hooks" in hooks and value and hooks not in CALL_HOOKS):
-                continue
-            raise ValueError(
-                f"{name}: it has hooks ({hooks.strip('_')}) that cannot be carried over; remove them"
-            )
-        if child is not module and any(getattr(child, hooks, None) for hooks in CALL_HOOKS):
-            raise ValueError(f"{name}: there are hooks inside it that cannot be carried over; remove them")
-    for label in gone:
-        parameter = module.get_parameter(label)
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"{name}.{label}: it has gradient hooks that cannot be carried over; remove them"
-            )
-
-
 def _convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) -> Plan:
-    """Second pass: nothing here fails on bad input any more."""
+    """Second pass: layer by layer, once everything that can fail has not."""
     optimizers = as_list(optimizer)
     check(optimizers)
     carrier = Carrier(optimizers, model)
     paths = {name: path for name, path, _ in named_modules(model)}
-    by_layer: dict[str, list[Entry]] = {}
-    for e in plan.entries:
-        if e.rank is not None:
-            by_layer.setdefault(e.layer, []).append(e)
+    # The structures cost nothing (meta tensors) and come first: a user's own layer type may refuse.
+    structures = {layer: _structure(model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()}
     errors: dict[str, float | None] = {}
-    for layer, entries in by_layer.items():
-        dense = model.get_submodule(paths[layer])
-        kind = low_rank_type(type(dense))
-        assert kind is not None
-        ranks = {e.matrix.name: e.rank for e in entries if e.matrix and e.rank}
-        low_rank = kind(dense, ranks)
-        change = Change(layer, kind.matrices(dense), ranks, dict(dense.named_parameters()), {})
-        for e in entries:
+    for layer, low_rank in structures.items():
+        dense, ranks = model.get_submodule(paths[layer]), low_rank.ranks
+        change = Change(layer, low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
+        for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
             assert e.matrix is not None
             weight = change.dense[e.matrix.weight]
             down, up, errors[e.name] = fill(e, weight)
@@ -300,6 +190,12 @@ def _convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) ->
     )
 
 
+def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
+    kind = low_rank_type(type(dense))
+    assert kind is not None
+    return kind(dense, ranks)
+
+
 def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
     assert e.matrix is not None
     assert e.rank is not None
@@ -311,13 +207,13 @@ def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     """`value` as a parameter with the dtype, memory format, flags and attributes of `like`."""
-    value = value.to(like.dtype).contiguous()
-    if like.dim() == value.dim() and not like.is_contiguous():
-        for order in (torch.channels_last, torch.channels_last_3d):
-            if like.dim() == (4 if order is torch.channels_last else 5) and like.is_contiguous(
-                memory_format=order
-            ):
-                value = value.contiguous(memory_format=order)
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
+    if like.is_contiguous() or not like.is_contiguous(memory_format=order):
+        order = torch.contiguous_format
+    return _with_flags(value.to(like.dtype).contiguous(memory_format=order), like)
+
+
+def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
     made = nn.Parameter(value, like.requires_grad)
     vars(made).update(vars(like))
     return made
@@ -325,31 +221,18 @@ def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
 
 def _dense_parameter(name: str, meta: Tensor, change: Change) -> Tensor:
     """One dense parameter from the factors, slices and unchanged parameters of a low-rank layer."""
-    pieces: list[tuple[slice, Tensor, Tensor]] = []
-    moved: list[tuple[slice, Tensor, Tensor]] = []
-    for x in change.matrices:
-        factorized = x.name in change.ranks
-        if factorized and x.weight == name:
-            down, up = change.low_rank[x.down], change.low_rank[x.up]
-            wide = torch.float64 if up.dtype == torch.float64 else torch.float32
-            pieces.append((x.rows, x.product(down.detach().to(wide), up.detach().to(wide)), up))
-        moved += [
-            (rows, change.low_rank[target].detach(), change.low_rank[target])
-            for source, rows, target in x.moves(factorized)
-            if source == name
-        ]
-    pieces += moved
-    if not pieces:
-        return change.low_rank[name]
-    like = pieces[0][-1]
-    if len(moved) == len(pieces) == 1 and like.shape == meta.shape:
-        return like  # only renamed: the very same parameter
-    whole = torch.empty_like(meta, device=like.device, dtype=like.dtype)
-    for rows, value, _ in pieces:
-        whole[rows] = value.to(like.dtype)
-    made = nn.Parameter(whole, like.requires_grad)
-    vars(made).update(vars(like))
-    return made
+    parts = [change.low_rank[part] for part in change.parts.get(name, [name])]
+    if len(parts) == 1:
+        return parts[0]  # unchanged or only renamed: the very same parameter
+    whole = torch.empty_like(meta, device=parts[0].device, dtype=parts[0].dtype)
+    with torch.no_grad():
+        change.assemble(
+            name,
+            whole,
+            lambda x: multiplied(x, change.low_rank[x.down], change.low_rank[x.up]),
+            lambda part: change.low_rank[part],
+        )
+    return _with_flags(whole, parts[-1])  # in the dense weight's memory format, which `meta` remembers
 
 
 def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:

@@ -7,13 +7,13 @@ is carried by the same products; squares by the factors' squares. `Change` lists
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from .change import Change
 from .layers import Matrix
 from .names import own_name
 
@@ -39,29 +39,6 @@ _PROJECTED = (
 _REFUSED = (optim.LBFGS, optim.SparseAdam)
 
 Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
-
-
-@dataclass
-class Change:
-    """One layer's parameters, dense and low-rank, by their names in the layer."""
-
-    layer: str
-    matrices: list[Matrix]
-    ranks: Mapping[str, int]
-    dense: dict[str, Tensor]
-    low_rank: dict[str, Tensor]
-
-    @property
-    def parts(self) -> dict[str, list[str]]:
-        """Dense parameter → the low-rank parameters that it becomes."""
-        parts: dict[str, list[str]] = {}
-        for x in self.matrices:
-            factorized = x.name in self.ranks
-            if factorized:
-                parts.setdefault(x.weight, []).extend((x.down, x.up))
-            for source, _, target in x.moves(factorized):
-                parts.setdefault(source, []).append(target)
-        return parts
 
 
 def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
@@ -200,17 +177,17 @@ def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
             state[key] = _like(new, value, value, False)
             continue
         whole = torch.zeros_like(new, dtype=value.dtype, requires_grad=False)
-        for x in change.matrices:
-            factorized = x.name in change.ranks
-            if factorized and x.weight == target:
-                down, up = change.low_rank[x.down].detach(), change.low_rank[x.up].detach()
-                U, V = (_wide(f) for f in x.unfold(down, up))
-                mU, mV = (_wide(f) for f in x.unfold(states[x.down][key], states[x.up][key]))
-                whole[x.rows] = x.roll(lift(kinds[key], mU, mV, U, V)).to(value.dtype)
-            for name, rows, part in x.moves(factorized):
-                if name == target:
-                    whole[rows] = states[part][key]
-        state[key] = whole
+
+        def lifted(x: Matrix, key: str = key) -> Tensor:
+            factors = x.unfold(change.low_rank[x.down].detach(), change.low_rank[x.up].detach())
+            kept = x.unfold(states[x.down][key], states[x.up][key])
+            return lift(kinds[key], *map(_wide, kept), *map(_wide, factors))
+
+        def moved(part: str, key: str = key) -> Tensor:
+            value: Tensor = states[part][key]
+            return value
+
+        state[key] = change.assemble(target, whole, lifted, moved)
     return _with_square(state)
 
 

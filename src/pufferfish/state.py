@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from . import svd
+from .change import Change, multiplied
 from .layers import Matrix
 from .names import own_keys, own_name
-from .optim import Change, State, dense_state, factor_state, known
+from .optim import State, dense_state, factor_state, known
 from .plan import Entry, Plan
 from .planning import check_values, settle
 
@@ -154,25 +155,11 @@ class _Layer:
         return torch.Size((length, *tail))
 
     def dense_tensor(self, source: Source, dense: str, dtype: torch.dtype) -> Tensor:
-        change = self.change
-        whole: Tensor | None = None
-        for x in change.matrices:
-            pieces: list[tuple[slice, Tensor]] = []
-            if x.name in change.ranks and x.weight == dense:
-                down, up = source.get(self.key(x.down)), source.get(self.key(x.up))
-                wide = torch.float64 if up.dtype == torch.float64 else torch.float32
-                pieces.append((x.rows, x.product(down.to(wide), up.to(wide))))
-            pieces += [
-                (rows, source.get(self.key(target)))
-                for name, rows, target in x.moves(x.name in change.ranks)
-                if name == dense
-            ]
-            for rows, value in pieces:
-                if whole is None:
-                    whole = value.new_empty(self.dense_shape(dense), dtype=dtype)
-                whole[rows] = value.to(dtype)
-        assert whole is not None
-        return whole
+        def made(x: Matrix) -> Tensor:
+            return multiplied(x, source.get(self.key(x.down)), source.get(self.key(x.up)))
+
+        whole = torch.empty(self.dense_shape(dense), dtype=dtype)
+        return self.change.assemble(dense, whole, made, lambda part: source.get(self.key(part)))
 
 
 def _actual(source: Source) -> dict[str, str]:
