@@ -46,26 +46,28 @@ def _wide(W: Tensor) -> Tensor:
 
 def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
     wide = _wide(W)
-    dtype = torch.float64 if W.dtype == torch.float64 else torch.float32
-    if dtype == torch.float64:
-        try:
-            V, values, Uh = torch.linalg.svd(wide.mT, full_matrices=False)  # tall is what LAPACK is fast at
-            root = _root(values, r, wide.shape[1] * torch.finfo(dtype).eps)
-            left, right = Uh[:r].mT * _alive(root), root[:, None] * V[:, :r].mT
-        except RuntimeError:  # LinAlgError, or what else a GPU's solver raises
-            left, right, values = _by_gram(wide, r, dtype)
-    else:
-        left, right, values = _by_gram(wide, r, dtype)
+    first, second = (_by_svd, _by_gram) if W.dtype == torch.float64 else (_by_gram, _by_svd)
+    try:
+        left, right, values = first(wide, r)
+    except RuntimeError:  # LinAlgError, or what else a GPU's solver raises
+        left, right, values = second(wide, r)
     U, V = (left, right) if wide is W else (right.mT, left.mT)
     squares = values.square()
     return U.contiguous(), V.contiguous(), float(squares[r:].sum()), float(squares.sum())
 
 
-def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """U√Σ, √ΣVᵀ and all singular values of a wide matrix, from the eigenvectors of W Wᵀ in fp64."""
-    vectors = _gram(
-        wide
-    ).mT  # column by column, as LAPACK stores it, so that it is overwritten and not copied
+def _by_svd(wide: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U√Σ, √ΣVᵀ and all singular values of a wide matrix, directly."""
+    V, values, Uh = torch.linalg.svd(wide.double().mT, full_matrices=False)  # tall is what LAPACK is fast at
+    root = _root(values, r, wide.shape[1] * torch.finfo(torch.float64).eps)
+    dtype = _dtype(wide)
+    return (Uh[:r].mT * _alive(root)).to(dtype), (root[:, None] * V[:, :r].mT).to(dtype), values
+
+
+def _by_gram(wide: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from the eigenvectors of W Wᵀ in fp64."""
+    # Column by column, as LAPACK stores it: so it is overwritten and not copied.
+    vectors = _gram(wide).mT
     squares = vectors.new_empty(len(vectors))
     torch.linalg.eigh(vectors, out=(squares, vectors))
     values = squares.clamp_min(0).sqrt().flip(0)
@@ -73,10 +75,14 @@ def _by_gram(wide: Tensor, r: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     # What lies below fp64's resolution of the Gram matrix is zero, not noise divided by zero.
     root = _root(values, r, torch.finfo(torch.float64).eps ** 0.5)
     scale = torch.where(root > 0, 1 / root, root)[:, None]
-    right = wide.new_empty(r, wide.shape[1], dtype=dtype)
+    right = wide.new_empty(r, wide.shape[1], dtype=_dtype(wide))
     for here, columns in zip(right.split(_width(wide), 1), wide.split(_width(wide), 1), strict=True):
         here.copy_(scale * (left.mT @ columns.double()))
-    return (left * _alive(root)).to(dtype), right, values
+    return (left * _alive(root)).to(right.dtype), right, values
+
+
+def _dtype(wide: Tensor) -> torch.dtype:
+    return torch.float64 if wide.dtype == torch.float64 else torch.float32
 
 
 def _root(values: Tensor, r: int, resolution: float) -> Tensor:
@@ -85,7 +91,7 @@ def _root(values: Tensor, r: int, resolution: float) -> Tensor:
 
 
 def _alive(root: Tensor) -> Tensor:
-    """√σ with something of the same size in the place of zeros."""
+    """√σ with something of the same size in the place of zeros: two zero factors would never learn."""
     some = root[root > 0]
     return torch.where(root > 0, root, some.mean() if len(some) else 1.0)
 
