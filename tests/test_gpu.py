@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Literal
 
 import pytest
@@ -40,6 +41,8 @@ LAYERS = {
     "transposed": (lambda: nn.ConvTranspose2d(32, 24, 3, stride=2, padding=1), (2, 32, 5, 5)),
     "conv3d": (lambda: nn.Conv3d(16, 24, 3, padding=1), (2, 16, 4, 4, 4)),
     "lstm": (lambda: nn.LSTM(32, 48, 2, bidirectional=True), (6, 3, 32)),
+    "projected": (lambda: nn.LSTM(32, 48, proj_size=16), (6, 3, 32)),
+    "rnn": (lambda: nn.RNN(32, 48, 2, nonlinearity="relu"), (6, 3, 32)),
     "gru": (lambda: nn.GRU(32, 48, batch_first=True), (3, 6, 32)),
     "attention": (Attending, (6, 3, 32)),
 }
@@ -123,3 +126,19 @@ def test_peak_memory_is_three_copies_of_the_largest_layer() -> None:
     assert torch.cuda.max_memory_allocated() - base <= 3 * 1024 * 4096 * 4
     saved = (plan.before.parameters - plan.after.parameters) * 4
     assert torch.cuda.memory_allocated() <= base - saved * 0.99  # nothing keeps the dense weights alive
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_sequences_and_autocast(kind: type[nn.RNNBase]) -> None:
+    model = on_gpu(kind(32, 48, 2, bidirectional=True))
+    pf.factorize_(model, pf.plan(model, rank=4))
+    reference = copy.deepcopy(model).cpu()
+    x = torch.randn(6, 3, 32, dtype=torch.float64)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 6, 4]), enforce_sorted=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model(packed.to("cuda"))[0].data.cpu(), reference(packed)[0].data)
+    with torch.autocast("cuda", torch.bfloat16):
+        output = model.float()(x.float().cuda())[0]
+    output.float().sum().backward()
+    torch.testing.assert_close(output.float().cpu(), reference.float()(x.float())[0], rtol=0, atol=0.02)

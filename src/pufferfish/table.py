@@ -44,7 +44,7 @@ def _layers(plan: Plan) -> str:
         if with_macs:
             row.append(_arrow(e.macs(False)[0], e.macs(True)[0], short) if e.positions else "–")
         if with_ms:
-            row.append(f"{e.ms[0]:.3g}→{e.ms[1]:.3g}" if e.ms else "–")
+            row.append("→".join(map(_ms, e.ms)) if e.ms else "–")
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
@@ -68,6 +68,10 @@ def short(n: float) -> str:
             return f"{n:.3g}{unit}"
         n /= 1000
     return f"{n:,.3g} T"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
 
 
 def _full(n: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -35,6 +36,13 @@ class GateFactors(nn.Module):
         U = self.up.weight.view(gates, -1, inner.shape[-1]).mT
         return inner @ U if bias is None else torch.baddbmm(bias, inner, U)
 
+    @property
+    def weight(self) -> Tensor:
+        """The product of the factors, gates stacked like the dense weight. Read-only."""
+        U, V = (w.flatten(1).unflatten(0, (self.up.groups, -1)) for w in (self.up.weight, self.down.weight))
+        product: Tensor = U @ V
+        return product.flatten(0, 1)
+
 
 def _dense_gates(input: Tensor, weight: Tensor, gates: int, bias: Tensor | None) -> Tensor:
     product: Tensor = F.linear(input, weight).unflatten(-1, (gates, -1)).transpose(0, 1)
@@ -46,6 +54,9 @@ class LowRankRNNBase(LowRank):
 
     Everything is run as a packed sequence: a plain batch is one whose length never shrinks. The products
     with the input are taken for all time steps at once, only those with the hidden state stay in the loop.
+
+    On CUDA the time loop is cuDNN's, on multiplied-out weights: hundreds of small kernels in a row would take
+    ten times as long as the arithmetic that they save. There low rank shrinks what is sent, not what is computed.
     """
 
     gates: int
@@ -169,9 +180,37 @@ class LowRankRNNBase(LowRank):
         ended.append(now)
         return torch.cat(outputs), tuple(torch.cat(parts) for parts in zip(*ended[::-1], strict=True))
 
+    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        """torch's own: outputs, then final states."""
+        raise NotImplementedError
+
+    def _fused(
+        self, data: Tensor, sizes: list[int], states: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """All layers in torch's own kernel."""
+        held = [getattr(self, name) for name in cast(list[str], self._dense[0]._flat_weights_names)]
+        products = [x.weight if isinstance(x, GateFactors) else x for x in held]
+        # The kernel wants one dtype; under autocast that of the products.
+        dtype = next(w.dtype for w, x in zip(products, held, strict=True) if isinstance(x, GateFactors))
+        weights = [w.to(dtype) for w in products]
+        data, states = data.to(dtype), tuple(x.to(dtype) for x in states)
+        state = states if len(states) > 1 else states[0]
+        settings = (self.bias, self.num_layers, float(self.dropout), self.training, self.bidirectional)
+        with warnings.catch_warnings():
+            # Fresh weights in every step cannot lie in one chunk of memory; cuDNN copies them there.
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            if sizes[0] != sizes[-1]:
+                output, *finals = self._kernel(data, torch.tensor(sizes), state, weights, *settings)
+                return output, tuple(finals)
+            plain = data.unflatten(0, (len(sizes), sizes[0]))
+            output, *finals = self._kernel(plain, state, weights, *settings, False)
+        return output.flatten(0, 1), tuple(finals)
+
     def _layers(
         self, data: Tensor, sizes: list[int], states: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if data.is_cuda and data.numel() and not torch.compiler.is_compiling():
+            return self._fused(data, sizes, states)
         finals: list[tuple[Tensor, ...]] = []
         directions = ("", "_reverse") if self.bidirectional else ("",)
         for layer in range(self.num_layers):
@@ -240,6 +279,9 @@ class LowRankLSTM(LowRankRNNBase):
 
     gates = 4
 
+    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        return torch.lstm(*args)
+
     def cell(self, gx: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         h, c = state
         i, f, g, o = self._product(f"weight_hh{suffix}", h, gx).unbind(0)
@@ -265,6 +307,9 @@ class LowRankGRU(LowRankRNNBase):
 
     gates = 3
 
+    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        return torch.gru(*args)
+
     def _input_bias(self, suffix: str) -> Tensor | None:
         return self._bias("ih", suffix)  # the new gate's hidden bias stands inside r ⊙ (…)
 
@@ -281,6 +326,9 @@ class LowRankRNN(LowRankRNNBase):
 
     gates = 1
     nonlinearity: str  # copied from the dense layer
+
+    def _kernel(self, *args: Any) -> tuple[Tensor, ...]:
+        return torch.rnn_tanh(*args) if self.nonlinearity == "tanh" else torch.rnn_relu(*args)
 
     def cell(self, gx: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         act: Callable[[Tensor], Tensor] = torch.tanh if self.nonlinearity == "tanh" else torch.relu
