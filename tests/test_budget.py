@@ -10,27 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pufferfish as pf
+from matrices import linear_with, matrix
 from pufferfish.budget import Candidate, allocate
 from pufferfish.lab.models import GPT, resnet18
-from pufferfish.layers import Matrix
 from pufferfish.rank import (
     largest_rank,
 )
-
-
-def matrix(m: int, n: int, blocks: int = 1) -> Matrix:
-    return Matrix(name="", weight="weight", shape=(blocks * m, n), m=m, n=n, blocks=blocks)
-
-
-def linear_with(sigma: Tensor, m: int, n: int) -> nn.Linear:
-    """A layer whose weight has these singular values."""
-    layer = nn.Linear(n, m, bias=False)
-    k = len(sigma)
-    U = torch.linalg.qr(torch.randn(m, k, dtype=torch.float64)).Q
-    V = torch.linalg.qr(torch.randn(n, k, dtype=torch.float64)).Q
-    layer.weight.data = (U * sigma @ V.mT).float()
-    return layer
-
 
 # Budgets.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pufferfish as pf
+from paper import COUNTS
 from pufferfish.cli import main
 
 FACTORIES = """
@@ -37,17 +38,6 @@ def nonsense():
 def factories(tmp_path: Path) -> str:
     (tmp_path / "nets.py").write_text(FACTORIES)
     return str(tmp_path / "nets.py")
-
-
-COUNTS = {
-    "vgg19": (20_560_330, 8_370_634),
-    "vgg19_one_fc": (20_035_018, 8_107_466),
-    "resnet18": (11_173_834, 3_336_138),
-    "resnet50": (25_557_032, 15_202_344),
-    "wide_resnet50_2": (68_883_240, 40_047_400),
-    "lstm": (85_974_278, 67_974_278),  # nn.LSTM's second bias: 12,000 more than the paper's on both sides
-    "transformer": (48_978_432, 26_696_192),
-}
 
 
 @pytest.mark.parametrize("name", COUNTS)

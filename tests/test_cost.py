@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pufferfish as pf
+from paper import COUNTS
 from pufferfish.cost import totals
 from pufferfish.lab.models import GPT, REFERENCES, Transformer, resnet18
 from pufferfish.layers import LowRankLinear
@@ -68,15 +69,6 @@ def counted(model: nn.Module, example: Any) -> tuple[int, int]:
 
 # The paper's tables.
 
-COUNTS = {
-    "vgg19": (20_560_330, 8_370_634),
-    "vgg19_one_fc": (20_035_018, 8_107_466),
-    "resnet18": (11_173_834, 3_336_138),
-    "resnet50": (25_557_032, 15_202_344),
-    "wide_resnet50_2": (68_883_240, 40_047_400),
-    "lstm": (85_962_278 + 12_000, 67_962_278 + 12_000),  # nn.LSTM has a second bias
-    "transformer": (48_978_432, 26_696_192),
-}
 GRADIENT_MB = {
     "resnet18": (44.7, 13.3),
     "resnet50": (102.2, 60.8),

@@ -16,16 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import pufferfish as pf
+from matrices import blocks
 from pufferfish.lab.models import resnet18
-
-
-def blocks() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
-        nn.Linear(64, 10),
-    )
 
 
 class Special(nn.Linear):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pufferfish as pf
+from matrices import blocks
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -70,15 +71,6 @@ def test_patterns_may_match_what_stays_anyway() -> None:
 
 
 # Wrappers.
-
-
-def blocks() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU()),
-        nn.Linear(64, 10),
-    )
 
 
 def checkpointed() -> nn.Sequential:
