@@ -140,7 +140,7 @@ def check_values(name: str, weight: Tensor) -> None:
     """Singular values need real, finite weights."""
     if weight.is_meta:
         raise ValueError(f"{name}: the weight is on the meta device and has no values")
-    if not torch.isfinite(weight).all():
+    if not torch.isfinite(weight.detach()).all():
         raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
 
 
