@@ -52,14 +52,12 @@ def test_every_kind_of_layer_has_a_rank() -> None:
 def test_not_smaller() -> None:
     model = nn.Sequential(nn.Linear(64, 10), nn.Linear(1, 64), nn.Conv2d(3, 4, 1))
     assert reasons(model) == {
-        "0": "not smaller: break-even is rank 8, below multiple of 16",
-        "1": "not smaller: break-even is rank 0, below multiple of 16",
-        "2": "not smaller: break-even is rank 1, below multiple of 16",
+        "0": "not smaller at rank 16: the largest that saves is 8",
+        "1": "not smaller at rank 16: the largest that saves is 0",
+        "2": "not smaller at rank 16: the largest that saves is 1",
     }
-    assert reasons(model, rank=0.9, multiple=1)["1"] == "not smaller: break-even is rank 0, below rank 1"
-    assert (
-        reasons(model, rank=pf.Energy(0.9))["0"] == "not smaller: break-even is rank 8, below multiple of 16"
-    )
+    assert reasons(model, rank=0.9, multiple=1)["1"] == "not smaller at rank 1: the largest that saves is 0"
+    assert reasons(model, rank=pf.Energy(0.9))["0"] == "not smaller at rank 16: the largest that saves is 8"
 
 
 def test_a_tied_weight_names_its_partner() -> None:

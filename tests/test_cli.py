@@ -104,6 +104,7 @@ def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "resnet18", "--rank", "budget:params=1"], "budget is too small"),
         (["plan", "resnet18", "--keep", "layer9.*"], "matches no layer"),
         (["plan", "resnet18", "--override", "fc"], "PATTERN=R"),
+        (["plan", "resnet18", "--measure", "--device", "nowhere"], "--device nowhere"),
         (["convert", "missing.pt", "--plan", "missing.json", "--out", "x.pt"], "missing.json"),
         (["merge", "missing.pt", "--out", "x.pt"], "missing.pt"),
     ],

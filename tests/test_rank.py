@@ -148,7 +148,7 @@ def test_alignment_in_a_plan() -> None:
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(128, 128), nn.Linear(24, 24))
     at = {multiple: [e.rank for e in pf.plan(model, 0.3, multiple=multiple)] for multiple in (1, 8, 16, 64)}
     assert at == {1: [30, 38, 7], 8: [32, 40, 8], 16: [32, 48, None], 64: [None, None, None]}
-    assert pf.plan(model, 0.3)["2"].reason == "not smaller: break-even is rank 11, below multiple of 16"
+    assert pf.plan(model, 0.3)["2"].reason == "not smaller at rank 16: the largest that saves is 11"
     assert pf.plan(model, 0.3).multiple == 16
 
 

@@ -216,8 +216,8 @@ def _ranked(e: Entry, r: int, made: Plan) -> Entry:
     if aligned:
         return e.ranked(aligned)
     most = largest_rank(e.matrix, made.min_saving)
-    wish = f"multiple of {made.multiple}" if e.rule.aligned and made.multiple > 1 else f"rank {max(r, 1)}"
-    return e.stays(f"not smaller: break-even is rank {most}, below {wish}")
+    least = made.multiple if e.rule.aligned and made.multiple > 1 else max(r, 1)
+    return e.stays(f"not smaller at rank {least}: the largest that saves is {most}")
 
 
 def _spend(made: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:

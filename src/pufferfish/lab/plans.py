@@ -40,6 +40,10 @@ def make_plan(
     remarks: list[str] = []
     example: Example | None
     where = torch.device(device if weights or measure else "meta")
+    try:
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     if model in REFERENCES:
         reference = REFERENCES[model]
         with where:
