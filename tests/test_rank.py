@@ -156,7 +156,7 @@ def test_fixed_is_never_aligned_nor_bent() -> None:
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(16, 16))
     assert [e.rank for e in pf.plan(model, 7)] == [7, 7]
     assert [e.rank for e in pf.plan(model, 37, multiple=64)] == [37, None]
-    assert "break-even is rank 7, below rank 37" in pf.plan(model, 37)["1"].reason
+    assert "not smaller at rank 37: the largest that saves is 7" in pf.plan(model, 37)["1"].reason
     assert [e.rank for e in pf.plan(model, 50)] == [None, None]  # 50 × 200 = 100 × 100: saves nothing
     assert [e.rank for e in pf.plan(model, 49)] == [49, None]
 

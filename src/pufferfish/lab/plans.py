@@ -39,8 +39,8 @@ def make_plan(
     weights = any(as_rule(r).needs_weights for r in (rule, *rules.values()))
     remarks: list[str] = []
     example: Example | None
-    where = torch.device(device if weights or measure else "meta")
     try:
+        where = torch.device(device if weights or measure else "meta")
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
