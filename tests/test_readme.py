@@ -39,9 +39,10 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
     added = [line for line in diff.splitlines() if line.startswith("+")]
     assert len(added) <= 6
     exec("\n".join(line[1:] for line in diff.splitlines()), user)
-    model, plan = user["model"], user["plan"]
+    model = user["model"]
     assert isinstance(model, nn.Sequential)
-    assert plan["0"].reason == "kept by pattern '0'"
+    assert user["switch"].report.plan["0"].reason == "kept by pattern '0'"
+    assert user["switch"].report.plan["2"].rank == 16
     assert all(type(layer) in (nn.Linear, nn.ReLU) for layer in model)
     for snippet in blocks("python"):
         exec(snippet, user)

@@ -9,18 +9,26 @@ from .plan import Entry, Plan
 from .planning import plan, resolve, spectra
 from .rank import Budget, Energy, Fixed, Ratio, Rule, StableRank
 from .state import factorize_state_dict, merge_state_dict
+from .switch import Switch
+from .when import AtEpoch, AtFraction, AtStep, Position, RanksSettle
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AtEpoch",
+    "AtFraction",
+    "AtStep",
     "Budget",
     "Energy",
     "Entry",
     "Fixed",
     "Plan",
+    "Position",
+    "RanksSettle",
     "Ratio",
     "Rule",
     "StableRank",
+    "Switch",
     "Totals",
     "factorize_",
     "factorize_state_dict",

@@ -49,17 +49,19 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     )
     """
 
-    def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        assert e.matrix is not None
-        assert e.rank is not None
-        if weight.is_meta:
-            return *_empty(e, weight), None
-        U, V, error = svd.split(e.matrix.unroll(weight.detach()), e.rank)
-        return *e.matrix.fold(U, V), error
-
     refuse_wrapped(model, "factorize_")
     fit(model, plan, finite=True)
-    return _convert(model, resolve(plan, model), optimizer, by_svd)
+    return convert(model, resolve(plan, model), optimizer, by_svd)
+
+
+def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """The factors of one matrix; on the meta device only their shapes."""
+    assert e.matrix is not None
+    assert e.rank is not None
+    if weight.is_meta:
+        return *empty_factors(e, weight), None
+    U, V, error = svd.split(e.matrix.unroll(weight.detach()), e.rank)
+    return *e.matrix.fold(U, V), error
 
 
 def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
@@ -79,7 +81,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     """
 
     def by_nan(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        down, up = _empty(e, weight)
+        down, up = empty_factors(e, weight)
         return down.fill_(float("nan")), up.fill_(float("nan")), e.error
 
     refuse_wrapped(model, "reshape_")
@@ -89,7 +91,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
             f"{waiting}: the plan still holds a rule here, not a rank; give the plan that factorize_ returned"
         )
     fit(model, plan)
-    return _convert(model, plan, optimizer, by_nan)
+    return convert(model, plan, optimizer, by_nan)
 
 
 def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
@@ -154,11 +156,11 @@ def plan_of(model: nn.Module) -> Plan:
     return made.replace(entries)
 
 
-def _convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) -> Plan:
+def convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill, carry: bool = True) -> Plan:
     """Second pass: layer by layer, once everything that can fail has not."""
     optimizers = as_list(optimizer)
     check(optimizers)
-    carrier = Carrier(optimizers, model)
+    carrier = Carrier(optimizers, model, carry)
     paths = {name: path for name, path, _ in named_modules(model)}
     # The structures cost nothing (meta tensors) and come first: a user's own layer type may refuse.
     structures = {layer: _structure(model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()}
@@ -196,7 +198,7 @@ def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
     return kind(dense, ranks)
 
 
-def _empty(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
+def empty_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
     assert e.matrix is not None
     assert e.rank is not None
     x = e.matrix

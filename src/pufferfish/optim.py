@@ -62,9 +62,10 @@ def check(optimizers: Iterable[optim.Optimizer]) -> None:
 class Carrier:
     """Moves parameters and their state inside optimizers, layer by layer; `finish` puts groups in order."""
 
-    def __init__(self, optimizers: list[optim.Optimizer], model: nn.Module) -> None:
+    def __init__(self, optimizers: list[optim.Optimizer], model: nn.Module, carry: bool = True) -> None:
         self.optimizers = optimizers
         self.model = model
+        self.carry = carry  # False: replaced parameters start without state, all of it
         place = {id(p): i for i, p in enumerate(model.parameters())}
         # state_dict() numbers parameters by their place in the group. Where that was the model's order it
         # must be so afterwards, or a checkpoint would load into the wrong parameters.
@@ -89,7 +90,7 @@ class Carrier:
                 news = [change.low_rank[t] for t in targets]
                 if not any(new is old for new in news) and _swap(optimizer, [old], news):
                     state = optimizer.state.pop(old, {})
-                    if state and self._can(optimizer, state):
+                    if self.carry and state and self._can(optimizer, state):
                         for target, carried in factor_state(change, source, state).items():
                             optimizer.state[change.low_rank[target]] = carried
                     else:
@@ -104,7 +105,11 @@ class Carrier:
                 if any(old is new for old in olds) or not _swap(optimizer, olds, [new]):
                     continue
                 states = {name: optimizer.state.pop(old, {}) for name, old in zip(names, olds, strict=True)}
-                if all(states.values()) and all(self._can(optimizer, s) for s in states.values()):
+                if (
+                    self.carry
+                    and all(states.values())
+                    and all(self._can(optimizer, s) for s in states.values())
+                ):
                     optimizer.state[new] = dense_state(change, target, states)
                 else:
                     self._fresh(optimizer, [new])

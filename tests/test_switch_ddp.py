@@ -1,0 +1,223 @@
+"""The switch under DDP, in real processes on gloo: one process group a world size, all cases inside it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from pufferfish.ranks import balanced, svd_cost
+
+SAMPLES = 8  # of every step, shared out among the workers
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 48, 3, stride=2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(48 * 9, 64), nn.ReLU(), nn.Linear(64, 4),
+    )  # fmt: skip
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+
+
+def batch(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (
+        torch.randn(SAMPLES, 3, 8, 8, generator=generator),
+        torch.randint(4, (SAMPLES,), generator=generator),
+    )
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1
+) -> None:
+    x, y = batch(step, rank, size)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same_everywhere(model: nn.Module) -> None:
+    """Every rank holds the bits of rank 0."""
+    for name, p in model.named_parameters():
+        theirs = p.detach().clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(theirs, p), name
+
+
+def trains(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, size: int, **options: Any) -> None:
+    """Warm-up, switch, low-rank: bit-identical ranks at every step, and what one process computes alone."""
+    model, alone = build(), build()
+    for net in (model, alone):
+        net[1].eval()  # batch statistics of a shard are not those of the batch
+    optimizer, other = make(model), make(alone)
+    ddp = DDP(model, **options)
+    fired = []
+    ddp.register_forward_hook(lambda *_: fired.append(1))
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(3))
+    for step in range(6):
+        reducer = ddp.reducer
+        if switch.step(ddp, optimizer, step=step):
+            assert step == 3
+            assert ddp.reducer is not reducer
+            pf.factorize_(alone, pf.plan(alone, 0.25), other)
+            # Signs and rotations depend on the rank that computed the SVD; go on from the same factors.
+            alone.load_state_dict(model.state_dict())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model[1].eval()
+        update(ddp, optimizer, step, rank, size)
+        update(alone, other, step)
+        same_everywhere(model)
+        for (name, p), q in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+            assert name == q[0]
+            torch.testing.assert_close(p, q[1], rtol=1e-4, atol=1e-5)
+    assert len(fired) == 6
+    assert switch.report is not None
+    assert len(switch.report.plan.ranks) == 2
+
+
+def options_are_kept(rank: int, size: int) -> None:
+    ddp = DDP(build(), bucket_cap_mb=3, find_unused_parameters=True, gradient_as_bucket_view=True)
+    ddp.eval()
+    seen: list[int] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
+        state.append(1)
+        return (
+            dist.all_reduce(bucket.buffer() / size, async_op=True).get_future().then(lambda f: f.value()[0])
+        )
+
+    ddp.register_comm_hook(seen, hook)
+    optimizer = momentum(ddp)
+    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    assert not ddp.training
+    assert (ddp.bucket_bytes_cap, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (
+        3 * 2**20,
+        True,
+        True,
+    )
+    update(ddp, optimizer, 0, rank, size)
+    assert seen
+    same_everywhere(ddp)
+
+
+def dense_weights_are_freed(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = adamw(ddp)
+    update(ddp, optimizer, 0, rank, size)
+    dense = [
+        weakref.ref(m.weight)
+        for m in ddp.modules()
+        if type(m) in (nn.Conv2d, nn.Linear) and m.weight.numel() > 9000
+    ]
+    pf.Switch(rank=0.25, keep=["8"], when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    update(ddp, optimizer, 1, rank, size)
+    gc.collect()
+    kept = [ref() is not None for ref in dense]
+    assert kept == [False] * len(dense), kept
+
+
+def compiled_both_ways(rank: int, size: int) -> None:
+    for wrap in (
+        lambda m: torch.compile(DDP(m), backend="aot_eager"),
+        lambda m: DDP(torch.compile(m, backend="aot_eager")),
+    ):
+        model = build()
+        wrapped = wrap(model)
+        optimizer = momentum(model)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+        for step in range(3):
+            assert switch.step(wrapped, optimizer, step=step) == (step == 1)
+            update(wrapped, optimizer, step, rank, size)
+            same_everywhere(model)
+        assert any(isinstance(m, pf.layers.LowRank) for m in wrapped.modules())
+
+
+def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = momentum(ddp)
+    for different in (
+        lambda: pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=rank),
+        lambda: pf.Switch(rank=0.25 if rank else 0.5, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0),
+    ):
+        with pytest.raises(RuntimeError, match=r"ranks \[.*1.*\] differ from rank 0"):
+            different()
+    assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+    update(ddp, optimizer, 0, rank, size)  # and the job could go on
+
+
+def rank_zero_decides(rank: int, size: int) -> None:
+    """A moment that only rank 0 sees is the moment for all."""
+    ddp = DDP(build())
+
+    def moment(at: pf.Position) -> bool:
+        return rank == 0 and at.epoch == 2
+
+    moment_by_name = type(
+        "Moment", (), {"__call__": staticmethod(moment), "__repr__": lambda self: "moment"}
+    )()
+    switch = pf.Switch(rank=0.25, when=moment_by_name)
+    assert [switch.step(ddp, momentum(ddp), epoch=e) for e in range(4)] == [False, False, True, False]
+
+
+def worker(rank: int, size: int, store: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        trains(momentum, rank, size)
+        trains(adamw, rank, size, find_unused_parameters=True)
+        trains(momentum, rank, size, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+        options_are_kept(rank, size)
+        dense_weights_are_freed(rank, size)
+        disagreement_is_the_same_error_everywhere(rank, size)
+        rank_zero_decides(rank, size)
+        if size == 2:
+            compiled_both_ways(rank, size)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_real_processes(size: int, tmp_path: Path) -> None:
+    mp.spawn(worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+
+
+@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("name", ["resnet50", "gpt"])
+def test_the_svds_are_shared_out_fairly(name: str, workers: int) -> None:
+    from pufferfish.lab.models import GPT, REFERENCES
+
+    with torch.device("meta"):
+        model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
+    costs = [svd_cost(e.matrix) for e in pf.plan(model, 0.25, multiple=1) if e.matrix is not None and e.rank]
+    load = [0.0] * workers
+    for owner, cost in zip(balanced(costs, workers), costs, strict=True):
+        load[owner] += cost
+    fair = max(sum(costs) / workers, max(costs))  # one SVD is not taken apart
+    assert max(load) <= 1.3 * fair
