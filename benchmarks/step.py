@@ -24,6 +24,7 @@ import pufferfish as pf
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.models.gpt import GPT
 from pufferfish.table import aligned, short
+from pufferfish.timing import captured
 
 Step = Callable[[], None]
 
@@ -112,19 +113,6 @@ def modes(device: torch.device, steps: list[Step]) -> list[tuple[str, list[Step]
     if device.type == "cpu":
         return [("eager", steps)]
     return [("eager", steps), ("graph", [captured(step) for step in steps])]
-
-
-def captured(step: Step) -> Step:
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def medians(device: torch.device, steps: list[Step]) -> list[float]:

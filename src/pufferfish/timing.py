@@ -24,7 +24,7 @@ def measure(dense: nn.Module, low_rank: nn.Module, call: Call, graph: bool = Fal
     device = next(dense.parameters()).device
     steps = [_step(layer, call, device) for layer in (dense, low_rank)]
     if graph:
-        steps = [_captured(step) for step in steps]
+        steps = [captured(step) for step in steps]
     times: list[list[float]] = [[], []]
     for _ in range(3):
         for step, seen in zip(steps, times, strict=True):
@@ -62,7 +62,8 @@ def _step(layer: nn.Module, call: Call, device: torch.device) -> Callable[[], No
     return step
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step as replays of a CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # capturing wants its warm-up away from the default stream
