@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class Switch:
             rewrap_(ddp, self.rewrap)
         if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
             torch.compiler.reset()  # compiled code is for the dense layers and keeps them alive
+        gc.collect()  # the old reducer and compiled code lie in cycles: give their memory back now, not some day
         workers.same(inner.parameters())
         self.report, self._last = Report(done, at), at
         return True
