@@ -167,6 +167,16 @@ def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
     update(ddp, optimizer, 0, rank, size)  # and the job could go on
 
 
+def trouble_on_one_rank_stops_all(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = momentum(ddp)
+    if rank == size - 1:
+        ddp.module[8].weight.grad = torch.ones_like(ddp.module[8].weight)
+    with pytest.raises(RuntimeError, match="what keeps them from switching"):
+        pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+
+
 def rank_zero_decides(rank: int, size: int) -> None:
     """A moment that only rank 0 sees is the moment for all."""
     ddp = DDP(build())
@@ -194,6 +204,7 @@ def worker(rank: int, size: int, store: str) -> None:
         options_are_kept(rank, size)
         dense_weights_are_freed(rank, size)
         disagreement_is_the_same_error_everywhere(rank, size)
+        trouble_on_one_rank_stops_all(rank, size)
         rank_zero_decides(rank, size)
         if size == 2:
             compiled_both_ways(rank, size)

@@ -21,8 +21,8 @@ class Workers:
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
 
-    def agree(self, facts: str, decision: bool) -> bool:
-        """Rank 0's decision, after one collective that finds out whether all say the same `facts`.
+    def agree(self, facts: str, decision: bool, about: str) -> bool:
+        """Rank 0's decision, after one collective that finds out whether all say the same `facts` `about` it.
 
         The message has a fixed size and every rank gets every answer: a difference is the same error
         everywhere, never a hang.
@@ -33,10 +33,7 @@ class Workers:
         answers = self._gather(mine)
         others = [r for r in range(self.size) if answers[r][:-1] != answers[0][:-1]]
         if others:
-            raise RuntimeError(
-                f"switch: ranks {others} differ from rank 0 in position, settings, pufferfish version or model "
-                "(names, types, shapes); all must call switch.step alike"
-            )
+            raise RuntimeError(f"switch: ranks {others} differ from rank 0 in {about}")
         return bool(answers[0][-1])
 
     def same(self, tensors: Iterable[Tensor]) -> None:

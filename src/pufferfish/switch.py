@@ -122,12 +122,27 @@ class Switch:
         inner, ddp = unwrap(model), find_ddp(model)
         workers = Workers(ddp.process_group if ddp else None, next(inner.parameters()).device)
         due = self._due(inner, at)
-        if not workers.agree(self._facts(inner, at), due):
+        about = (
+            "position, settings, pufferfish version or model (names, types, shapes); all must call step alike"
+        )
+        if not workers.agree(self._facts(inner, at), due, about):
             self._last = at
             return False
-        self._check(inner, ddp, optimizer)
-        chosen = self.plan or make_plan(inner, self.rule or StableRank(self.initial), keep=self.keep)
-        fit(inner, chosen, finite=True)
+        # What is wrong on one rank alone must stop the others too, or they would wait for it.
+        problem: Exception | None = None
+        try:
+            self._check(inner, ddp, optimizer)
+            chosen = self.plan or make_plan(inner, self.rule or StableRank(self.initial), keep=self.keep)
+            fit(inner, chosen, finite=True)
+        except (ValueError, TypeError) as error:
+            problem = error
+        workers.agree(
+            repr(problem), True, f"what keeps them from switching; on rank {workers.rank}: {problem}"
+        )
+        if problem is not None:
+            raise problem
+        while self._handles:
+            self._handles.pop().remove()
         chosen = Plan.from_json(workers.tell(resolve(chosen, inner).to_json() if workers.rank == 0 else ""))
         done = convert(
             inner, chosen, optimizer, self._spread(inner, chosen, workers), self.state == "project"
@@ -171,9 +186,6 @@ class Switch:
                     f"{name}: a gradient is pending that no optimizer.step has used; switch between updates, or "
                     "call optimizer.zero_grad() first"
                 )
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _watch(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Note which gradients an update has used: loops that clear them late still hold them at the switch."""
