@@ -158,7 +158,8 @@ def test_the_automatic_recipe() -> None:
             moments.append(epoch)
         if epoch < 2:  # then the weights stand still
             update(model, optimizer, epoch)
-    assert switch.initial == pytest.approx(start)
+    assert switch.initial is not None
+    assert {n: stable_rank(torch.tensor(s)) for n, s in switch.initial.items()} == pytest.approx(start)
     assert len(moments) == 1
     assert 11 <= moments[0] < 30
     assert switch.report is not None
@@ -229,3 +230,71 @@ def test_a_users_own_checkpoint_before_at_and_after_the_switch(stop: int) -> Non
     resumed, _ = run(range(stop, 8), saved)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("make", [momentum, adamw])
+def test_there_and_back_again(make: Any) -> None:
+    """A full-rank finish is `merge_` at its moment, the optimizer's state lifted."""
+    model, reference = build(), build()
+    optimizer, other = make(model), make(reference)
+    switch = pf.Switch(rank=0.25, when=pf.AtFraction(0.25), back=pf.AtFraction(0.75))
+    for step in range(8):
+        assert switch.step(model, optimizer, step=step, total=8) == (step in (2, 6))
+        assert not switch.step(model, optimizer, step=step, total=8)
+        if step == 2:
+            pf.factorize_(reference, pf.plan(reference, 0.25), other)
+        if step == 6:
+            pf.merge_(reference, other)
+        update(model, optimizer, step)
+        update(reference, other, step)
+    for (name, p), q in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == q[0]
+        assert torch.equal(p, q[1])
+    assert not switch.low_rank
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_restored_in_place_before_between_and_after(stop: int) -> None:
+    """`restore_` gives whatever structure the saved run had, also to a model that has it already."""
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer, pf.Switch]:
+        model = build()
+        return model, adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4))
+
+    model, optimizer, switch = fresh()
+    for step in range(stop):
+        switch.step(model, optimizer, step=step)
+        update(model, optimizer, step)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), switch.state_dict()))
+    other, again, resumed = fresh()
+    for _ in range(2):
+        resumed.restore_(other, again, saved[2])
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for step in range(stop, 7):
+        for net, opt, s in ((model, optimizer, switch), (other, again, resumed)):
+            s.step(net, opt, step=step)
+            update(net, opt, step)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_model_of_another_structure_cannot_be_restored() -> None:
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    switch.step(model, optimizer, step=0)
+    dense = switch.state_dict()
+    switch.step(model, optimizer, step=1)
+    with pytest.raises(ValueError, match="as it is before the switch"):
+        pf.Switch(rank=0.25, when=pf.AtStep(1)).restore_(model, optimizer, dense)
+
+
+def test_asking_whether_it_is_due_changes_nothing() -> None:
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1))
+    assert [switch.due(model, epoch=epoch) for epoch in (0, 1)] == [False, True]
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+    assert switch.step(model, optimizer, epoch=1)
+    assert not switch.due(model, epoch=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from pufferfish.ranks import balanced, svd_cost
@@ -191,6 +193,120 @@ def rank_zero_decides(rank: int, size: int) -> None:
     assert [switch.step(ddp, momentum(ddp), epoch=e) for e in range(4)] == [False, False, True, False]
 
 
+def automatic(rank: int, size: int) -> None:
+    """Spectra are shared out; every rank sees the same history and switches alike."""
+    model = build()
+    ddp, optimizer = DDP(model), momentum(model)
+    start = {name: s.tolist() for name, s in pf.spectra(model).items()}
+    switch = pf.Switch(when=pf.RanksSettle(span=2, tolerance=100.0))
+    moments = []
+    for step in range(6):
+        if switch.step(ddp, optimizer, step=step, total=100):
+            moments.append(step)
+        update(ddp, optimizer, step, rank, size)
+        same_everywhere(model)
+    assert moments == [2]
+    assert switch.initial is not None
+    for name, values in start.items():
+        assert switch.initial[name] == pytest.approx(values)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (switch.history, switch.initial))
+    assert all(x == everyone[0] for x in everyone)
+
+
+def diverged_weights_are_the_same_error_everywhere(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    with torch.no_grad():
+        ddp.module[6].weight[0, 0] = torch.inf
+    for when in (pf.RanksSettle(), pf.AtEpoch(0)):
+        with pytest.raises(ValueError, match="6: the weight contains inf or NaN"):
+            pf.Switch(when=when).step(ddp, momentum(ddp), epoch=0, total=10)
+
+
+def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
+    model = build()
+    ddp, optimizer = DDP(model), adamw(model)
+    ema, around = AveragedModel(model), AveragedModel(ddp)
+    x, y = batch(99, rank, size)
+    switch = pf.Switch(
+        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=pf.Rewarm(2), max_jump=0.5,
+        evaluate=lambda m: nn.functional.cross_entropy(m(x), y),
+    )  # fmt: skip
+    for step in range(6):
+        assert switch.step(ddp, optimizer, step=step, also=[ema, around]) == (step in (2, 4))
+        assert switch.low_rank == (step in (2, 3))
+        update(ddp, optimizer, step, rank, size)
+        for average in (ema, around):
+            average.update_parameters(model if average is ema else ddp)
+            same_everywhere(average)
+        same_everywhere(model)
+    assert switch.report is not None
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (switch.report.loss, switch.report.plan.hash))
+    assert all(x == everyone[0] for x in everyone)  # rank 0's, though every rank has another batch
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in build().named_parameters()]
+
+
+def restored_in_place(rank: int, size: int) -> None:
+    """A fresh DDP gets the structure of the saved run, before its tensors are loaded."""
+    model = build()
+    ddp, optimizer = DDP(model), adamw(model)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    for step in range(3):
+        switch.step(ddp, optimizer, step=step)
+        update(ddp, optimizer, step, rank, size)
+    saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict(), switch.state_dict()))
+    other = build()
+    fresh, again = DDP(other), adamw(other)
+    resumed = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    resumed.restore_(fresh, again, saved[2])
+    fresh.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for wrapper, opt, s in ((ddp, optimizer, switch), (fresh, again, resumed)):
+        assert not s.step(wrapper, opt, step=3)
+        update(wrapper, opt, 3, rank, size)
+    for p, q in zip(ddp.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(
+            p, q
+        )  # 4 ranks: buckets differ after a restart, and with them the last bit
+    same_everywhere(fresh)
+
+
+def the_slowest_measurement_counts(rank: int, size: int) -> None:
+    """Layers of a measured plan stay when any rank found them slower, and ranks may differ in that."""
+    model = build()
+    made = pf.plan(model, 0.25)
+    times = {"3": (2.0, 1.0), "6": (2.0, 3.0 if rank == size - 1 else 1.0)}
+    made = made.replace(e.timed(times[e.name]) if e.name in times else e for e in made)
+    ddp = DDP(model)
+    switch = pf.Switch(made, when=pf.AtEpoch(0))
+    switch.step(ddp, momentum(ddp), epoch=0)
+    assert switch.report is not None
+    assert list(switch.report.plan.ranks) == ["3"]
+    assert switch.report.plan["6"].ms == (2.0, 3.0)
+
+
+def accumulation_and_mixed_precision(rank: int, size: int) -> None:
+    for make in (momentum, adamw):
+        model = build()
+        ddp, optimizer = DDP(model), make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
+        for step in range(4):
+            switch.step(ddp, optimizer, step=step)
+            for part in range(2):
+                with contextlib.nullcontext() if part else ddp.no_sync():
+                    x, y = batch(2 * step + part, rank, size)
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = nn.functional.cross_entropy(ddp(x).float(), y)
+                    scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            same_everywhere(model)
+        assert switch.report is not None
+
+
 def worker(rank: int, size: int, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -206,6 +322,12 @@ def worker(rank: int, size: int, store: str) -> None:
         disagreement_is_the_same_error_everywhere(rank, size)
         trouble_on_one_rank_stops_all(rank, size)
         rank_zero_decides(rank, size)
+        automatic(rank, size)
+        diverged_weights_are_the_same_error_everywhere(rank, size)
+        averages_losses_rates_and_the_way_back(rank, size)
+        restored_in_place(rank, size)
+        the_slowest_measurement_counts(rank, size)
+        accumulation_and_mixed_precision(rank, size)
         if size == 2:
             compiled_both_ways(rank, size)
         dist.barrier()

@@ -5,9 +5,11 @@ from .cost import Totals
 from .factorize import factorize_, merge_, plan_of, reshape_
 from .files import load, save
 from .layers import register
+from .lr import Rewarm
 from .plan import Entry, Plan
 from .planning import plan, resolve, spectra
 from .rank import Budget, Energy, Fixed, Ratio, Rule, StableRank
+from .report import Report
 from .state import factorize_state_dict, merge_state_dict
 from .switch import Switch
 from .when import AtEpoch, AtFraction, AtStep, Position, RanksSettle
@@ -26,6 +28,8 @@ __all__ = [
     "Position",
     "RanksSettle",
     "Ratio",
+    "Report",
+    "Rewarm",
     "Rule",
     "StableRank",
     "Switch",

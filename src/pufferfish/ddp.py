@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from .layers.base import CALL_HOOKS
 
@@ -17,9 +18,14 @@ _KEPT = (
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper: the model itself, or inside `torch.compile`."""
-    while "_orig_mod" in model._modules:
-        model = model.get_submodule("_orig_mod")
+    """The DDP wrapper: the model itself, or inside `torch.compile` or an AveragedModel."""
+    while True:
+        if "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, AveragedModel):
+            model = model.module
+        else:
+            break
     return model if isinstance(model, DistributedDataParallel) else None
 
 

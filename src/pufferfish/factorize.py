@@ -64,6 +64,12 @@ def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
     return *e.matrix.fold(U, V), error
 
 
+def by_nan(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors to be loaded later: NaN until then."""
+    down, up = empty_factors(e, weight)
+    return down.fill_(float("nan")), up.fill_(float("nan")), e.error
+
+
 def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
     """Give a freshly built dense model the low-rank structure, without any SVD, in place.
 
@@ -79,11 +85,6 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     >>> fresh.load_state_dict(trained.state_dict())
     <All keys matched successfully>
     """
-
-    def by_nan(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        down, up = empty_factors(e, weight)
-        return down.fill_(float("nan")), up.fill_(float("nan")), e.error
-
     refuse_wrapped(model, "reshape_")
     if not plan.resolved:
         waiting = next(e.name for e in plan.entries if e.rule is not None)
@@ -107,6 +108,11 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     )
     """
     refuse_wrapped(model, "merge_")
+    multiply_out(model, optimizer)
+
+
+def multiply_out(model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
+    """`merge_` for a model that may be compiled; what wraps it is the caller's affair."""
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -118,7 +124,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
             paths.append(path)
     optimizers = as_list(optimizer)
     check(optimizers)
-    carrier = Carrier(optimizers, model)
+    carrier = Carrier(optimizers, model, carry)
     for path in paths:  # no reference to a replaced layer outlives its turn
         low_rank = model.get_submodule(path)
         assert isinstance(low_rank, LowRank)
@@ -132,7 +138,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
             dense.flatten_parameters()
         carrier.to_dense(change)
         _replace(model, path, low_rank, dense)
-    carrier.finish(stacklevel=3)
+    carrier.finish()
 
 
 def plan_of(model: nn.Module) -> Plan:

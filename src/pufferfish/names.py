@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 # Segments that wrappers put into names and nobody else uses: torch.compile, activation checkpointing, FSDP1.
 _MARKERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -20,13 +21,13 @@ def own_name(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and `torch.compile`.
+    """The model inside DDP, DataParallel, an AveragedModel and `torch.compile`.
 
     >>> unwrap(nn.DataParallel(nn.Linear(2, 3)))
     Linear(in_features=2, out_features=3, bias=True)
     """
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model.get_submodule("_orig_mod")

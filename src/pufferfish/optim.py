@@ -42,9 +42,17 @@ Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
 
 
 def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
+    """The optimizers themselves, without what a trainer may have wrapped around them."""
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+    return [_unwrapped(o) for o in given]
+
+
+def _unwrapped(optimizer: optim.Optimizer) -> optim.Optimizer:
+    while isinstance(inner := getattr(optimizer, "optimizer", None), optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def check(optimizers: Iterable[optim.Optimizer]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .layers import Matrix
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -21,8 +24,8 @@ class Workers:
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
 
-    def agree(self, facts: str, decision: bool, about: str) -> bool:
-        """Rank 0's decision, after one collective that finds out whether all say the same `facts` `about` it.
+    def agree(self, facts: str, decision: int, about: str) -> int:
+        """Rank 0's decision (a byte), after one collective that finds out whether all say the same `facts`.
 
         The message has a fixed size and every rank gets every answer: a difference is the same error
         everywhere, never a hang.
@@ -34,7 +37,19 @@ class Workers:
         others = [r for r in range(self.size) if answers[r][:-1] != answers[0][:-1]]
         if others:
             raise RuntimeError(f"switch: ranks {others} differ from rank 0 in {about}")
-        return bool(answers[0][-1])
+        return answers[0][-1]
+
+    def together(self, check: Callable[[], T]) -> T:
+        """What `check` returns. What is wrong on one rank alone stops the others too: they would wait for it."""
+        problem: Exception | None = None
+        try:
+            result = check()
+        except (ValueError, TypeError) as error:
+            problem = error
+        self.agree(repr(problem), 0, f"what keeps them from switching; on rank {self.rank}: {problem}")
+        if problem is not None:
+            raise problem
+        return result
 
     def same(self, tensors: Iterable[Tensor]) -> None:
         """Check that all ranks hold the same bits."""
@@ -64,6 +79,13 @@ class Workers:
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=owner)
         return tensor
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over the ranks."""
+        if self.size > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values.cpu()
 
     def _gather(self, mine: Tensor) -> list[list[int]]:
         mine = mine.to(self.device)

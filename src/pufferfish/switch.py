@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .ddp import check_rewrap, find_ddp, rewrap_
-from .factorize import by_svd, convert, empty_factors
+from . import spread
+from .average import follow_
+from .ddp import check_rewrap
+from .factorize import by_nan, convert, multiply_out
 from .fit import fit
+from .job import Job, changing, slowest
+from .layers import LowRank
+from .lr import Rewarm, ScaledRate
 from .names import named_modules, unwrap
 from .optim import Optimizers, as_list, check
-from .plan import Entry, Plan
+from .plan import Plan
 from .planning import plan as make_plan
-from .planning import resolve, spectra
+from .planning import resolve, settle
 from .rank import RankLike, StableRank, as_rule, stable_rank
-from .ranks import Workers, balanced, svd_cost
-from .table import aligned
+from .report import Report
+from .trial import Evaluate, Preview, held_loss, preview, softened
+from .updates import UsedGradients, refuse_forgotten
 from .when import Position, RanksSettle, When
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the switch did."""
-
-    plan: Plan
-    position: Position
-
-    @property
-    def worst(self) -> list[Entry]:
-        """The five layers that lost most."""
-        changed = [e for e in self.plan if e.error is not None]
-        return sorted(changed, key=lambda e: -(e.error or 0.0))[:5]
-
-    def __str__(self) -> str:
-        b, a = self.plan.before, self.plan.after
-        where = ", ".join(
-            f"{k} {v}" for k, v in vars(self.position).items() if v is not None and k != "total"
-        )
-        head = f"Switched to low rank at {where}: {b.parameters:,} → {a.parameters:,} parameters"
-        rows = [["worst layers", "rank", "energy kept", "relative error"]]
-        rows += [
-            [e.name, str(e.rank), f"{1 - (e.error or 0) ** 2:.1%}", f"{e.error:.3f}"] for e in self.worst
-        ]
-        return f"{head}\n{aligned(rows, left=(0,))}"
 
 
 class Switch:
@@ -56,12 +35,17 @@ class Switch:
 
     Args:
         plan: what to change, from `pufferfish.plan`; rules in it are answered at the switch.
-        rank: instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks: their
-            spectra are taken at the first call of `step`, so call it before the first update.
+        rank: instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks: the
+            spectra at the start are taken at the first call of `step`, so call it before the first update.
         keep: with `rank`, layers that stay.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default) or any function
             of a `Position`.
+        back: the same for the way back: the factors are multiplied out for a full-rank finish.
         state: "project" carries the optimizer's moments to the factors, "reset" drops them.
+        lr: what the schedule's learning rate is multiplied with from the switch on, or a `Rewarm`.
+        evaluate: gives the loss of the (unwrapped) model on a held batch, called in evaluation mode on every
+            rank; rank 0's value counts. For the report and for `max_jump`.
+        max_jump: share by which that loss may rise; else ranks are raised and layers left dense.
         rewrap: arguments for DDP that cannot be read back from it.
 
     >>> import pufferfish as pf
@@ -81,26 +65,45 @@ class Switch:
         rank: RankLike | None = None,
         keep: Iterable[str] = (),
         when: When | RanksSettle | None = None,
+        back: When | None = None,
         state: Literal["project", "reset"] = "project",
+        lr: float | Rewarm = 1.0,
+        evaluate: Evaluate | None = None,
+        max_jump: float | None = None,
         rewrap: Mapping[str, Any] | None = None,
     ) -> None:
         if plan is not None and (rank is not None or keep):
             raise ValueError("Switch: a plan says which layers and ranks; give rank= and keep= to pf.plan")
         if state not in ("project", "reset"):
             raise ValueError(f'Switch: state={state!r} is neither "project" nor "reset"')
+        if not isinstance(lr, Rewarm) and not lr > 0:
+            raise ValueError(f"Switch: lr={lr!r} is neither a factor above 0 nor a Rewarm")
+        if max_jump is not None and (evaluate is None or not max_jump >= 0):
+            raise ValueError("Switch: max_jump is a share ≥ 0 of the loss that evaluate= gives; give both")
         self.plan = plan
         self.rule = None if rank is None else as_rule(rank)
         self.keep = tuple(keep)
         self.when = RanksSettle() if when is None else when
+        self.back = back
         self.state = state
+        self.lr = lr
+        self.evaluate = evaluate
+        self.max_jump = max_jump
         self.rewrap = dict(rewrap or {})
         self.report: Report | None = None
-        self.initial: dict[str, float] | None = None  # stable ranks at the start
-        self.history: list[dict[str, float]] = []  # and as observed since
+        self.merged: Position | None = None  # where `back` was
+        self.initial: dict[str, list[float]] | None = None  # spectra at the start
+        self.history: list[dict[str, float]] = []  # stable ranks as observed since
         self._last: Position | None = None
         self._observed: Position | None = None
-        self._used: dict[int, tuple[int, int]] = {}  # parameter → the gradient that its last update used
-        self._handles: list[Any] = []
+        self._gradients = UsedGradients()
+        self._updates: list[int] = []  # since the switch, as loaded
+        self._rates: list[ScaledRate] = []
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the model is low-rank now: after the switch and not yet back."""
+        return self.report is not None and self.merged is None
 
     def step(
         self,
@@ -110,62 +113,139 @@ class Switch:
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
+        also: Iterable[nn.Module] = (),
     ) -> bool:
         """Call at the start of every epoch (or step), on every rank. True when it switched just now.
 
-        `model` stays the same object, whether plain, DDP or compiled, and so does the optimizer.
+        `model` stays the same object, whether plain, DDP or compiled, and so does the optimizer. `also` are
+        averaged copies (EMA, SWA) that become low-rank in the same factors.
         """
         at = Position(epoch=epoch, step=step, total=total)
-        if self.report is not None or at == self._last:
+        optimizers, also = as_list(optimizer), list(also)
+        self._attach(optimizers)
+        if at == self._last or self._over:
             return False
-        self._watch(as_list(optimizer))
-        inner, ddp = unwrap(model), find_ddp(model)
-        workers = Workers(ddp.process_group if ddp else None, next(inner.parameters()).device)
-        due = self._due(inner, at)
+        job = Job(model)
+        if job.sharded:
+            raise ValueError("switch.step: FSDP2 shards cannot be changed in place; call switch.rebuild")
+        self._gradients.watch(optimizers)
+        if not self._due(job, at):
+            self._last = at
+            return False
+        if self.report is None:
+            chosen, before = self._prepared(job, optimizers, also)
+            fill = spread.factors(job.inner, chosen, job.workers)
+            done = convert(job.inner, chosen, optimizers, fill, self.state == "project")
+            for average in also:
+                follow_(average, job.inner, done)
+            job.rewrapped(self.rewrap)
+            self._switched(job, done, at, before, optimizers)
+        else:
+            self._merge(job, optimizers, also)
+            self.merged = at
+        self._last = at
+        return True
+
+    def rebuild(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        build: Callable[[], nn.Module],
+        shard: Callable[[nn.Module], nn.Module | None],
+        epoch: int | None = None,
+        step: int | None = None,
+        total: int | None = None,
+    ) -> tuple[nn.Module, Optimizers]:
+        """`step` for FSDP2, whose shards cannot be changed in place: a new model, filled layer by layer.
+
+        Args:
+            build: makes the dense model, as at the start. It is called on the meta device.
+            shard: applies `fully_shard` to it, as at the start.
+
+        Returns:
+            The model and the optimizer to go on with: the given ones when the moment has not come. The
+            optimizer is the same object in any case, so that schedulers stay attached.
+        """
+        at = Position(epoch=epoch, step=step, total=total)
+        optimizers = as_list(optimizer)
+        self._attach(optimizers)
+        if at == self._last or self.report is not None:
+            return model, optimizer
+        if self.back is not None or self.max_jump is not None:
+            raise ValueError("switch.rebuild: back= and max_jump= do not work on sharded models")
+        job = Job(model)
+        self._gradients.watch(optimizers)
+        from . import fsdp
+
+        if self._due(job, at):
+            chosen, before = self._prepared(job, optimizers, [])
+            model, done = fsdp.rebuild(
+                model, optimizers, chosen, build=build, shard=shard, carry=self.state == "project",
+                workers=job.workers,
+            )  # fmt: skip
+            self._switched(Job(model), done, at, before, optimizers)
+        self._last = at
+        return model, optimizer
+
+    def due(
+        self,
+        model: nn.Module,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        total: int | None = None,
+    ) -> bool:
+        """Whether `step` would switch (or merge) at this position; on every rank, like `step`."""
+        return not self._over and self._due(Job(model), Position(epoch=epoch, step=step, total=total))
+
+    def preview(
+        self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
+    ) -> Preview:
+        """What the loss on a held batch would become, at this switch's ranks or several others. Changes nothing.
+
+        >>> import pufferfish as pf
+        >>> model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+        >>> shown = pf.Switch(rank=0.25).preview(model, lambda m: m(x).square().mean(), ranks=[0.1, 0.4])
+        >>> [(asked, plan["0"].rank) for asked, plan, loss in shown.rows]
+        [('ratio 0.1', 16), ('ratio 0.4', 16)]
+        """
+        inner = unwrap(model)
+        if ranks is None:
+            made = [("this switch", self._chosen(inner))]
+        else:
+            made = [(str(as_rule(r)), make_plan(inner, r, keep=self.keep)) for r in ranks]
+        return preview(inner, evaluate, [(asked, resolve(p, inner)) for asked, p in made])
+
+    @property
+    def _over(self) -> bool:
+        return self.report is not None and (self.back is None or self.merged is not None)
+
+    def _due(self, job: Job, at: Position) -> bool:
+        """Rank 0 decides. What is compared comes first, so that all ranks look at spectra together or not at all."""
+        look, settles = False, False
+        if self.report is not None:
+            assert self.back is not None
+            now = bool(self.back(at))
+        elif isinstance(self.when, RanksSettle):
+            look, settles = self.when.due(at) and at != self._observed, True
+            now = bool(self.when.latest(at))
+        else:
+            look = self.plan is None and self.rule is None and self.initial is None
+            now = bool(self.when(at))
         about = (
             "position, settings, pufferfish version or model (names, types, shapes); all must call step alike"
         )
-        if not workers.agree(self._facts(inner, at), due, about):
-            self._last = at
-            return False
-        # What is wrong on one rank alone must stop the others too, or they would wait for it.
-        problem: Exception | None = None
-        try:
-            self._check(inner, ddp, optimizer)
-            chosen = self.plan or make_plan(inner, self.rule or StableRank(self.initial), keep=self.keep)
-            fit(inner, chosen, finite=True)
-        except (ValueError, TypeError) as error:
-            problem = error
-        workers.agree(
-            repr(problem), True, f"what keeps them from switching; on rank {workers.rank}: {problem}"
-        )
-        if problem is not None:
-            raise problem
-        while self._handles:
-            self._handles.pop().remove()
-        chosen = Plan.from_json(workers.tell(resolve(chosen, inner).to_json() if workers.rank == 0 else ""))
-        done = convert(
-            inner, chosen, optimizer, self._spread(inner, chosen, workers), self.state == "project"
-        )
-        if ddp is not None:
-            rewrap_(ddp, self.rewrap)
-        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
-            torch.compiler.reset()  # compiled code is for the dense layers and keeps them alive
-        gc.collect()  # the old reducer and compiled code lie in cycles: give their memory back now, not some day
-        workers.same(inner.parameters())
-        self.report, self._last = Report(done, at), at
-        return True
-
-    def _due(self, model: nn.Module, at: Position) -> bool:
-        if not isinstance(self.when, RanksSettle):
-            if self.plan is None and self.rule is None and self.initial is None:
-                self.initial = _stable_ranks(model)
-            return bool(self.when(at))
-        if self.when.due(at) and at != self._observed:
-            self.history.append(_stable_ranks(model))
-            self.initial = self.initial or self.history[0]
+        answer = job.workers.agree(self._facts(job.inner, at), look + 2 * now, about)
+        if answer & 1:
+            found = spread.spectra(job.inner, job.workers)
+            self.initial = self.initial or {name: s.tolist() for name, s in found.items()}
+            if settles:
+                self.history.append({name: stable_rank(s) for name, s in found.items()})
             self._observed = at
-        return self.when.settled(self.history) or self.when.latest(at)
+        return bool(answer & 2) or (
+            isinstance(self.when, RanksSettle) and settles and self.when.settled(self.history)
+        )
 
     def _facts(self, model: nn.Module, at: Position) -> str:
         """What must be equal on all ranks."""
@@ -173,82 +253,139 @@ class Switch:
 
         layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        settings = (self.plan.hash if self.plan else repr(self.rule), self.keep, repr(self.when), self.state)
+        # Ranks may have measured differently; the slowest decides.
+        plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
+        settings = (
+            plan, self.rule, self.keep, repr(self.when), repr(self.back), self.state, self.lr,
+            self.evaluate is None, self.max_jump, self.report is None,
+        )  # fmt: skip
         return repr((__version__, at, settings, layers, shapes))
 
-    def _check(self, model: nn.Module, ddp: Any, optimizer: Optimizers) -> None:
-        check(as_list(optimizer))
-        if ddp is not None:
-            check_rewrap(ddp, self.rewrap)
-        for name, p in model.named_parameters():
-            if p.grad is not None and self._used.get(id(p)) != _stamp(p.grad) and p.grad.any():
-                raise ValueError(
-                    f"{name}: a gradient is pending that no optimizer.step has used; switch between updates, or "
-                    "call optimizer.zero_grad() first"
-                )
+    def _chosen(self, model: nn.Module) -> Plan:
+        return self.plan or make_plan(model, self.rule or StableRank(_stable(self.initial)), keep=self.keep)
 
-    def _watch(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Note which gradients an update has used: loops that clear them late still hold them at the switch."""
+    def _prepared(
+        self, job: Job, optimizers: list[torch.optim.Optimizer], also: list[nn.Module]
+    ) -> tuple[Plan, float | None]:
+        """Everything that can fail, then the resolved plan and the loss before."""
 
-        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            self._used |= {id(p): _stamp(p.grad) for p in params if p.grad is not None}
+        def chosen_if_all_is_well() -> Plan:
+            check(optimizers)
+            self._gradients.refuse_pending(job.inner)
+            if job.ddp is not None:
+                check_rewrap(job.ddp, self.rewrap)
+            chosen = self._chosen(job.inner)
+            if not job.sharded:
+                fit(job.inner, chosen, finite=True)
+            for average in also:
+                fit(unwrap(average), chosen)
+            refuse_forgotten(changing(job.inner, chosen), optimizers)
+            return chosen
 
-        if not self._handles:
-            self._handles = [optimizer.register_step_post_hook(note) for optimizer in optimizers]
+        chosen = job.workers.together(chosen_if_all_is_well)
+        chosen = slowest(chosen, job.workers)
+        waiting = [e.name for e in chosen if e.rule is not None]
+        if waiting:
+            chosen = settle(chosen, spread.spectra(job.inner, job.workers, waiting))
+        chosen = Plan.from_json(job.workers.tell(chosen.to_json()))
+        if self.max_jump is not None:
+            chosen = softened(job.inner, chosen, lambda: self._loss(job) or 0.0, self.max_jump)
+        return chosen, self._loss(job)
 
-    def _spread(self, model: nn.Module, plan: Plan, workers: Workers) -> Any:
-        """Each SVD once for the whole job, shared out by cost, then sent to all."""
-        entries = [e for e in plan if e.rank is not None and e.matrix is not None]
-        owners = balanced([svd_cost(e.matrix) for e in entries if e.matrix], workers.size)
-        owner = {e.name: o for e, o in zip(entries, owners, strict=True)}
-        layers = {name: m for name, _, m in named_modules(model)}
-        mine = {
-            e.name: by_svd(e, layers[e.layer].get_parameter(e.matrix.weight))
-            for e in entries
-            if e.matrix is not None and owner[e.name] == workers.rank
-        }
-        del layers
+    def _loss(self, job: Job) -> float | None:
+        """Of rank 0, on every rank; all evaluate, in case that needs all."""
+        if self.evaluate is None:
+            return None
+        return float(job.workers.tell(repr(held_loss(job.inner, self.evaluate))))
 
-        def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-            if e.name in mine:
-                down, up, error = mine.pop(e.name)
-                down, up = (x.to(weight.dtype).contiguous() for x in (down, up))
-            else:
-                (down, up), error = empty_factors(e, weight), None
-            lost = torch.tensor([error or 0.0], dtype=torch.float64, device=weight.device)
-            for x in (down, up, lost):
-                workers.share(x, owner[e.name])
-            return down, up, float(lost)
+    def _switched(
+        self,
+        job: Job,
+        done: Plan,
+        at: Position,
+        before: float | None,
+        optimizers: list[torch.optim.Optimizer],
+    ) -> None:
+        job.workers.same(p.to_local() if isinstance(p, DTensor) else p for p in job.inner.parameters())
+        after = self._loss(job)
+        self.report = Report(done, at, None if before is None or after is None else (before, after))
+        self._gradients.forget()
+        self._attach(optimizers)
 
-        return fill
+    def _merge(self, job: Job, optimizers: list[torch.optim.Optimizer], also: list[nn.Module]) -> None:
+        def all_is_well() -> None:
+            check(optimizers)
+            self._gradients.refuse_pending(job.inner)
+            if job.ddp is not None:
+                check_rewrap(job.ddp, self.rewrap)
+
+        job.workers.together(all_is_well)
+        multiply_out(job.inner, optimizers, self.state == "project")
+        for average in also:
+            multiply_out(unwrap(average), None)
+            Job(average).rewrapped({})
+        job.rewrapped(self.rewrap)
+        job.workers.same(job.inner.parameters())
+        self._gradients.forget()
+
+    def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        if self.report is not None and self.lr != 1.0 and not self._rates:
+            done = self._updates or [0] * len(optimizers)
+            self._rates = [ScaledRate(o, self.lr, n) for o, n in zip(optimizers, done, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors-free: numbers and text, for any checkpoint, JSON included."""
         return {
             "plan": self.report.plan.to_json() if self.report else self.plan and self.plan.to_json(),
-            "switched": self.report is not None,
-            "at": vars(self.report.position) if self.report else None,
+            "switched": self.report and {"at": vars(self.report.position), "loss": self.report.loss},
+            "merged": self.merged and vars(self.merged),
             "initial": self.initial,
             "history": self.history,
+            "updates": [rate.done for rate in self._rates],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the saved one would. A model that had switched gets its structure by `reshape_` first:
 
-        `pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
+        `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
         saved = json.loads(json.dumps(state))  # plain data, nothing shared
-        self.initial, self.history = saved["initial"], saved["history"]
-        self._last = None
-        if saved["switched"]:
-            self.report = Report(Plan.from_json(saved["plan"]), Position(**saved["at"]))
+        self.initial, self.history, self._updates = saved["initial"], saved["history"], saved["updates"]
+        self.report, self.merged, self._last, self._rates = None, None, None, []
+        if done := saved["switched"]:
+            loss = tuple(done["loss"]) if done["loss"] else None
+            self.report = Report(Plan.from_json(saved["plan"]), Position(**done["at"]), loss)
+        if saved["merged"]:
+            self.merged = Position(**saved["merged"])
+
+    def restore_(self, model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
+        """`load_state_dict`, and the structure for `model` and `optimizer` in place, wrapped or not.
+
+        A dense model whose saved run had switched becomes low-rank; its factors hold NaN until they are
+        loaded. One that has the right structure already is left alone.
+        """
+        self.load_state_dict(state)
+        job, optimizers = Job(model), as_list(optimizer)
+        now = {name: m.ranks for name, _, m in named_modules(job.inner) if isinstance(m, LowRank)}
+        wanted = self.report.plan.ranks if self.report and self.low_rank else {}
+        if not now and wanted:
+            assert self.report is not None
+            if job.sharded:
+                raise ValueError(
+                    "the saved run had switched: build the model, pf.reshape_ it with the saved plan, then shard it"
+                )
+            fit(job.inner, self.report.plan)
+            convert(job.inner, self.report.plan, optimizers, by_nan)
+            job.rewrapped(self.rewrap)
+        elif now != wanted:
+            raise ValueError(
+                f"the model is low-rank in {len(now)} layers, the saved run in {len(wanted)} or with other "
+                "ranks; give the model as it is before the switch"
+            )
+        self._attach(optimizers)
 
 
-def _stamp(gradient: Tensor) -> tuple[int, int]:
-    """Changes whenever something is added to the gradient, or another takes its place."""
-    return gradient.data_ptr(), gradient._version
-
-
-def _stable_ranks(model: nn.Module) -> dict[str, float]:
-    return {name: stable_rank(s) for name, s in spectra(model).items()}
+def _stable(spectra: dict[str, list[float]] | None) -> dict[str, float] | None:
+    if spectra is None:
+        return None
+    return {name: stable_rank(torch.tensor(s, dtype=torch.float64)) for name, s in spectra.items()}

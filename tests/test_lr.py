@@ -1,0 +1,84 @@
+"""The learning rate after the switch, under schedules that compute from the last rate and from the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import pufferfish as pf
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "from the first rate": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "from the last rate": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "none": lambda o: None,
+}
+
+
+def rates(lr: float | pf.Rewarm, schedule: str, tensor: bool = False, stop: int | None = None) -> list[float]:
+    """The rate that each update really used: all gradients are 1, so it is the distance moved.
+
+    With `stop`, everything is saved there and loaded into fresh objects.
+    """
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, pf.Switch]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+        start = torch.tensor(1.0) if tensor else 1.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=start, foreach=False)
+        return model, optimizer, SCHEDULES[schedule](optimizer), pf.Switch(rank=8, when=pf.AtStep(2), lr=lr)
+
+    model, optimizer, scheduler, switch = build()
+    found = []
+    for step in range(8):
+        if step == stop:
+            state = optimizer.state_dict(), scheduler and scheduler.state_dict(), switch.state_dict()
+            model, optimizer, scheduler, switch = build()
+            switch.restore_(model, optimizer, state[2])
+            model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+            optimizer.load_state_dict(state[0])
+            if scheduler:
+                scheduler.load_state_dict(state[1])
+        switch.step(model, optimizer, step=step)
+        bias = model[1].get_parameter("bias").detach()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before = float(bias)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(before - float(bias))
+        if scheduler:
+            scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_kept_scaled_and_warmed_up_again(schedule: str, tensor: bool) -> None:
+    kept = rates(1.0, schedule, tensor)
+    decay = 1.0 if schedule == "none" else 0.9
+    assert kept == pytest.approx([decay**step for step in range(8)], rel=1e-4)
+    scaled = rates(0.5, schedule, tensor)
+    assert scaled == pytest.approx([*kept[:2], *(r / 2 for r in kept[2:])], rel=1e-4)
+    ramp = [1.0, 1.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    warmed = rates(pf.Rewarm(4), schedule, tensor)
+    assert warmed == pytest.approx([r * f for r, f in zip(kept, ramp, strict=True)], rel=1e-4)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_the_ramp_goes_on_after_a_resume(stop: int) -> None:
+    assert rates(pf.Rewarm(4), "from the first rate", stop=stop) == pytest.approx(
+        rates(pf.Rewarm(4), "from the first rate"), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
+def test_bad_factors(wrong: float) -> None:
+    with pytest.raises(ValueError, match="lr="):
+        pf.Switch(lr=wrong)
+    with pytest.raises(ValueError, match="whole number"):
+        pf.Rewarm(wrong)  # type: ignore[arg-type]

@@ -1,0 +1,56 @@
+"""Optimizers that nobody passed to the switch. Pending gradients are in test_switch.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import pufferfish as pf
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+
+def test_a_forgotten_optimizer_is_named_and_nothing_changes() -> None:
+    model = build()
+    body = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
+    head = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    switch = pf.Switch(rank=8, when=pf.AtEpoch(0))
+    with pytest.raises(ValueError, match=r"2\.weight: a AdamW holds this parameter and was not passed"):
+        switch.step(model, body, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+    assert switch.step(model, [body, head], epoch=0)
+    held = [p for o in (body, head) for g in o.param_groups for p in g["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+
+
+def test_optimizers_of_the_past_and_of_other_parameters_do_not_count() -> None:
+    model, other = build(), build()
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    old.itself = old  # type: ignore[attr-defined]  # only the collector finds out that nobody holds it
+    del old
+    elsewhere = torch.optim.SGD(other.parameters(), lr=0.1)
+    last = torch.optim.SGD(model[4].parameters(), lr=0.1)  # a layer that stays
+    optimizer = torch.optim.SGD(model[:4].parameters(), lr=0.1)
+    assert pf.Switch(rank=8, keep=["4"], when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
+    assert len(elsewhere.param_groups) == len(last.param_groups) == 1
+
+
+def test_an_optimizer_inside_another() -> None:
+    class Wrapped(torch.optim.Optimizer):
+        """As trainers wrap them: the groups are those of the one inside."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self):  # type: ignore[no-untyped-def, override]
+            return self.optimizer.param_groups
+
+    model = build()
+    inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, Wrapped(inside), epoch=0)
+    assert {id(p) for p in inside.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
