@@ -50,16 +50,27 @@ def refuse_forgotten(replaced: Mapping[int, str], given: list[Optimizer]) -> Non
 
     `replaced` names parameters by their id. Optimizers have no registry, so the collector is asked.
     """
-    gc.collect()  # those that nobody holds any more do not count
+    if not _forgotten(replaced, given):
+        return
+    gc.collect()  # one that nobody holds any more does not count
+    for name, kind in _forgotten(replaced, given):
+        raise ValueError(
+            f"{name}: a {kind} holds this parameter and was not passed to the switch; pass all of them as a list"
+        )
+
+
+def _forgotten(replaced: Mapping[int, str], given: list[Optimizer]) -> list[tuple[str, str]]:
+    """(parameter, type of optimizer) of every replaced parameter that another optimizer holds."""
     known = {id(optimizer.param_groups) for optimizer in given}
-    for found in gc.get_objects():
-        # Not isinstance: it asks objects for their class, and lazy ones would load what they stand for.
-        if not issubclass(type(found), Optimizer) or id(getattr(found, "param_groups", None)) in known:
-            continue
-        for group in getattr(found, "param_groups", ()):
-            for p in group["params"]:
-                if id(p) in replaced:
-                    raise ValueError(
-                        f"{replaced[id(p)]}: a {type(found).__name__} holds this parameter and was not passed "
-                        "to the switch; pass all of them as a list"
-                    )
+    kinds = _subclasses(Optimizer)
+    # By type, not by isinstance: that asks objects for their class, and lazy ones would load what they stand for.
+    others = [x for x in gc.get_objects() if type(x) in kinds]
+    groups = [(x, getattr(x, "param_groups", ())) for x in others]
+    held = [
+        (p, type(x).__name__) for x, own in groups if id(own) not in known for g in own for p in g["params"]
+    ]
+    return [(replaced[id(p)], kind) for p, kind in held if id(p) in replaced]
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_subclasses(x) for x in kind.__subclasses__()))

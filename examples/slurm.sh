@@ -1,0 +1,16 @@
+#!/bin/bash
+# Several machines under Slurm: sbatch --nodes 4 examples/slurm.sh examples/own_loop.py
+#SBATCH --job-name=pufferfish
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --signal=TERM@120
+# --signal: two minutes before the time limit every task gets SIGTERM; pf.Checkpoint then saves and the job ends cleanly.
+set -euo pipefail
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+srun torchrun \
+    --nnodes "$SLURM_NNODES" \
+    --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
+    --max-restarts 10 \
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29500}" \
+    "$@"

@@ -1,0 +1,26 @@
+"""1,797 handwritten digits of 8×8 pixels: small enough to come along, real enough to learn from.
+
+Alpaydin & Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998 (CC BY 4.0).
+"""
+
+from __future__ import annotations
+
+import gzip
+from importlib.resources import files
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def digits(test: bool = False) -> tuple[Tensor, Tensor]:
+    """Images (n, 1, 8, 8) from 0 to 1, and labels. Every fifth digit is for the test.
+
+    >>> [tuple(x.shape) for x in (*digits(), *digits(test=True))]
+    [(1438, 1, 8, 8), (1438,), (359, 1, 8, 8), (359,)]
+    """
+    text = gzip.decompress(files(__package__).joinpath("digits.csv.gz").read_bytes()).decode()
+    rows = torch.from_numpy(np.loadtxt(text.splitlines(), delimiter=",", dtype=np.int64))
+    held = torch.arange(len(rows)) % 5 == 4
+    rows = rows[held if test else ~held]
+    return rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64]

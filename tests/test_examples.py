@@ -1,0 +1,99 @@
+"""The examples as a user runs them: own processes, small settings, results that count."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def environment(**settings: object) -> dict[str, str]:
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": search} | {k: str(v) for k, v in settings.items()}
+
+
+def run(*command: object, cwd: Path, **settings: object) -> str:
+    done = subprocess.run(
+        [str(x) for x in command],
+        env=environment(**settings),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"([\d.]+)% of the test digits right", output)]
+
+
+@pytest.mark.parametrize("name", ["own_loop", "ema_and_clipping", "two_optimizers"])
+def test_digits_are_learned_through_the_switch(name: str, tmp_path: Path) -> None:
+    output = run(sys.executable, EXAMPLES / f"{name}.py", cwd=tmp_path)
+    assert "Switched to low rank" in output
+    found = accuracies(output)
+    assert found
+    assert min(found) >= 95, output
+
+
+@pytest.mark.timeout(300)
+def test_several_machines(tmp_path: Path) -> None:
+    """Two launchers that meet over TCP, as on two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [EXAMPLES / "multi_node.sh", "2", head, EXAMPLES / "own_loop.py"]
+    nodes = [
+        subprocess.Popen(
+            [str(x) for x in command], cwd=tmp_path, text=True, start_new_session=True,
+            env=environment(EPOCHS=5), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, 9)
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sum(text.count("Switched to low rank") for text in outputs) == 1  # rank 0 tells
+    found = [x for text in outputs for x in accuracies(text)]
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
+def test_own_checkpoints_before_and_after_the_switch(tmp_path: Path) -> None:
+    script = EXAMPLES / "own_checkpoint.py"
+    straight = run(sys.executable, script, cwd=tmp_path, EPOCHS=6, FILE="straight.pt")
+    for stop in (2, 4, 6):
+        stopped = run(sys.executable, script, cwd=tmp_path, EPOCHS=stop, FILE="stopped.pt")
+    assert stopped == straight
+
+
+def test_fine_tuning(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")
+    output = run(sys.executable, EXAMPLES / "finetune.py", "pretrained", "tuned", cwd=tmp_path, STEPS=20)
+    assert "as it is" in output
+    assert "Switched to low rank at step 2" in output
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    names = transformers.GPT2LMHeadModel(config).state_dict().keys()
+    assert again.state_dict().keys() == names
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda p: p.name)
+def test_shell_scripts_are_well_formed(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK)
