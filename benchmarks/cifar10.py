@@ -1,78 +1,108 @@
-"""Accuracy on real CIFAR-10: ResNet-18 dense, low-rank from the start, and through the switch.
+"""Accuracy on real CIFAR-10: ResNet-18 dense, low-rank from the start, and through the switch in several ways.
 
-    python benchmarks/cifar10.py --data FOLDER [--seeds 3] [--epochs 30]
+    python benchmarks/cifar10.py --data FOLDER [--seeds 0 1 2] [--epochs 30] [--arms dense 'warm-up*'] [--out FILE]
+    python benchmarks/cifar10.py --table FILE...
 
 FOLDER holds the official binary batches (data_batch_1.bin … test_batch.bin). One recipe for all: bf16 autocast,
 channels-last, batch 512, Nesterov SGD, LR 0 → 0.4 over the first fifth and linearly to 0, weight decay 5e-4 not on 1-D
 tensors, label smoothing 0.1, random crops and flips on the device. Test accuracy after the last epoch, nothing selected on
-it. Differences to the dense run of the same seed (same initialisation, same batches), with 95 % intervals.
+it. Differences are paired by seed (same initialisation, same batches), with 95 % intervals that are not corrected for
+the number of comparisons. The arms branch off the dense run of their seed (`paired.py` says how). Seeds may run side by
+side in several processes on one GPU, each with its own --out.
+
+Arms: `from scratch` is low-rank everywhere but in the first convolution and the classifier, `hybrid` keeps what the paper
+keeps; both from the first step. `warm-up` is the hybrid after a third of the epochs, `stable ranks` the automatic ranks at
+the same time, `automatic` is `pf.Switch()` as it is.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-import platform
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import paired
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from paired import Arm, Claim
+from torch import Tensor
 
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES
-from pufferfish.table import aligned
+from pufferfish.lr import Rewarm
 
-BATCH = 512
-KEEP = REFERENCES["resnet18"].keep
-# Two-sided 97.5 % quantiles of Student's t by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
+RESNET = REFERENCES["resnet18"]
+Data = tuple[Tensor, Tensor, Tensor, Tensor]
+
+BENCHMARK = paired.Benchmark(
+    name="cifar10",
+    measure="accuracy, %",
+    digits=2,
+    higher=True,
+    claims=(
+        Claim("the paper: hybrid over from scratch", "hybrid", "from scratch"),
+        Claim("the paper: warm-up over hybrid", "warm-up", "hybrid"),
+        Claim("moments carried over moments reset", "warm-up", "warm-up, reset"),
+        Claim("LR kept over LR halved", "warm-up", "warm-up, LR × 0.5"),
+        Claim("LR kept over LR re-warmed", "warm-up", "warm-up, LR re-warmed"),
+        Claim("Frobenius decay 5e-4 over none, ratio 0.25", "warm-up, Frobenius 5e-4", "warm-up"),
+        Claim("Frobenius decay 1e-4 over none, stable ranks", "stable ranks, Frobenius 1e-4", "stable ranks"),
+        Claim("Frobenius decay 5e-4 over none, stable ranks", "stable ranks, Frobenius 5e-4", "stable ranks"),
+        Claim("stable ranks over ratio 0.25", "stable ranks", "warm-up"),
+        Claim("settled ranks over a stated moment", "automatic", "stable ranks"),
+    ),
+)
 
 
-def variants(epochs: int) -> dict[str, Callable[[], pf.Switch | None]]:
-    third = epochs // 3
+def arms(epochs: int, steps: int) -> dict[str, Arm]:
+    third = pf.AtEpoch(epochs // 3)
+
+    def hybrid(**settings: object) -> pf.Switch:
+        return pf.Switch(rank=0.25, keep=RESNET.keep, **({"when": third} | settings))
+
     return {
-        "dense": lambda: None,
-        "hybrid from the start, ratio 0.25": lambda: pf.Switch(rank=0.25, keep=KEEP, when=pf.AtEpoch(0)),
-        f"warm-up {third}, ratio 0.25": lambda: pf.Switch(rank=0.25, keep=KEEP, when=pf.AtEpoch(third)),
-        f"warm-up {third}, stable ranks": lambda: pf.Switch(when=pf.AtEpoch(third)),
+        "from scratch": Arm(switch=lambda: pf.Switch(rank=0.25, keep=["conv1", "fc"], when=pf.AtEpoch(0))),
+        "hybrid": Arm(switch=lambda: hybrid(when=pf.AtEpoch(0))),
+        "warm-up": Arm(switch=hybrid),
+        "warm-up, reset": Arm(switch=lambda: hybrid(state="reset")),
+        "warm-up, LR × 0.5": Arm(switch=lambda: hybrid(lr=0.5)),
+        "warm-up, LR re-warmed": Arm(switch=lambda: hybrid(lr=Rewarm(steps))),
+        "warm-up, Frobenius 5e-4": Arm(switch=hybrid, decay=5e-4),
+        "stable ranks": Arm(switch=lambda: pf.Switch(when=third)),
+        "stable ranks, Frobenius 1e-4": Arm(switch=lambda: pf.Switch(when=third), decay=1e-4),
+        "stable ranks, Frobenius 5e-4": Arm(switch=lambda: pf.Switch(when=third), decay=5e-4),
+        "automatic": Arm(switch=pf.Switch),
     }
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--data", type=Path, required=True)
-    ask.add_argument("--seeds", type=int, default=3)
+    ask = paired.options(__doc__)
     ask.add_argument("--epochs", type=int, default=30)
-    arguments = ask.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(
-        f"{name}, Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}"
+    ask.add_argument("--batch", type=int, default=512)
+    ask.add_argument(
+        "--limit", type=int, help="use only so many images of each batch file, to try the script"
     )
-    print(f"ResNet-18, {arguments.epochs} epochs, {arguments.seeds} seeds\n", flush=True)
-    data = load(arguments.data, device)
-    found: dict[str, list[float]] = {}
-    sizes: dict[str, int] = {}
-    for seed in range(arguments.seeds):
-        for variant, make in variants(arguments.epochs).items():
-            start = time.perf_counter()
-            accuracy, sizes[variant] = train(data, make(), seed, arguments.epochs, device)
-            found.setdefault(variant, []).append(accuracy)
-            print(
-                f"seed {seed}  {variant:34} {accuracy:.2f} %  {time.perf_counter() - start:.0f} s", flush=True
-            )
-    print()
-    print(table(found, sizes))
+    given = ask.parse_args()
+    if not given.table and given.data is None:
+        ask.error("--data is needed")
+    loaded: list[Data] = []
+
+    def start(seed: int, device: torch.device) -> Training:
+        if not loaded:
+            loaded.append(load(given.data, device, given.limit))
+        return Training(loaded[0], seed, given.batch, device)
+
+    steps = 5 * min(given.limit or 10_000, 10_000) // given.batch
+    paired.main(
+        BENCHMARK, given, start, arms(given.epochs, steps), given.epochs,
+        epochs=given.epochs, batch=given.batch, limit=given.limit,
+    )  # fmt: skip
 
 
-def load(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def load(folder: Path, device: torch.device, limit: int | None) -> Data:
     def read(names: list[str]) -> tuple[Tensor, Tensor]:
-        raw = np.concatenate([np.fromfile(folder / f"{n}.bin", np.uint8).reshape(-1, 3073) for n in names])
+        raw = np.concatenate(
+            [np.fromfile(folder / f"{n}.bin", np.uint8).reshape(-1, 3073)[:limit] for n in names]
+        )
         images = torch.from_numpy(raw[:, 1:].reshape(-1, 3, 32, 32)).to(device).float()
         mean, std = (
             torch.tensor(x, device=device).view(3, 1, 1) for x in ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7))
@@ -83,43 +113,50 @@ def load(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Te
     return *read([f"data_batch_{i}" for i in range(1, 6)]), *read(["test_batch"])
 
 
-def train(
-    data: tuple[Tensor, Tensor, Tensor, Tensor],
-    switch: pf.Switch | None,
-    seed: int,
-    epochs: int,
-    device: torch.device,
-) -> tuple[float, int]:
-    """One run; returns the test accuracy in per cent and the number of parameters at the end."""
-    images, labels, test_images, test_labels = data
-    torch.manual_seed(seed)
-    model = REFERENCES["resnet18"].build().to(device, memory_format=torch.channels_last)
-    flat = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": flat, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    steps = len(images) // BATCH
-    total, rise = epochs * steps, epochs * steps // 5
-    generator = torch.Generator(device).manual_seed(seed)
-    for epoch in range(epochs):
-        if switch is not None:
-            switch.step(model, optimizer, epoch=epoch, total=epochs)
-        model.train()
-        shuffled = torch.randperm(len(images), generator=generator, device=device)
-        seen = augmented(images, generator)
+class Training(paired.Run):
+    """One run; a turn is an epoch."""
+
+    def __init__(self, data: Data, seed: int, batch: int, device: torch.device) -> None:
+        self.images, self.labels, self.test_images, self.test_labels = data
+        self.batch = batch
+        self.device = device
+        torch.manual_seed(seed)
+        self.model = RESNET.build().to(device, memory_format=torch.channels_last)
+        groups = [
+            {"params": [p for p in self.model.parameters() if p.dim() > 1]},
+            {"params": [p for p in self.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def advance(self, turn: int, turns: int) -> None:
+        steps = len(self.images) // self.batch
+        total, rise = turns * steps, max(turns * steps // 5, 1)
+        self.model.train()
+        shuffled = torch.randperm(len(self.images), generator=self.generator, device=self.device)
+        seen = augmented(self.images, self.generator)
         for i in range(steps):
-            now = epoch * steps + i
-            for group in optimizer.param_groups:
+            now = turn * steps + i
+            for group in self.optimizer.param_groups:
                 group["lr"] = 0.4 * min(now / rise, (total - now) / (total - rise))
-            some = shuffled[i * BATCH : (i + 1) * BATCH]
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = F.cross_entropy(model(seen[some]), labels[some], label_smoothing=0.1)
-            optimizer.zero_grad()
+            some = shuffled[i * self.batch : (i + 1) * self.batch]
+            with self._precision():
+                loss = F.cross_entropy(self.model(seen[some]), self.labels[some], label_smoothing=0.1)
+            self.optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-    return evaluate(model, test_images, test_labels), sum(p.numel() for p in model.parameters())
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def score(self) -> float:
+        self.model.eval()
+        right = 0
+        for x, y in zip(self.test_images.split(2000), self.test_labels.split(2000), strict=True):
+            with self._precision():
+                right += int((self.model(x).argmax(1) == y).sum())
+        return 100 * right / len(self.test_labels)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -134,32 +171,6 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     rows = torch.arange(n, device=device)
     shifted = padded.permute(0, 2, 3, 1)[rows[:, None, None], y[:, :, None], x[:, None, :]]
     return shifted.permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    model.eval()
-    right = 0
-    for x, y in zip(images.split(2000), labels.split(2000), strict=True):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            right += int((model(x).argmax(1) == y).sum())
-    return 100 * right / len(labels)
-
-
-def table(found: dict[str, list[float]], sizes: dict[str, int]) -> str:
-    rows = [["", "parameters", "accuracy", "difference to dense"]]
-    dense = found["dense"]
-    for variant, accuracies in found.items():
-        mean = f"{statistics.mean(accuracies):.2f} %"
-        gaps = [a - b for a, b in zip(accuracies, dense, strict=True)]
-        difference = ""
-        if variant != "dense":
-            difference = f"{statistics.mean(gaps):+.2f}"
-            if len(gaps) > 1:
-                half = STUDENT[min(len(gaps) - 1, 5)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-                difference += f" ± {half:.2f}"
-        rows.append([variant, f"{sizes[variant]:,}", mean, difference])
-    return aligned(rows, left=(0,))
 
 
 if __name__ == "__main__":

@@ -73,4 +73,5 @@ def _forgotten(replaced: Mapping[int, str], given: list[Optimizer]) -> list[tupl
 
 
 def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_subclasses(x) for x in kind.__subclasses__()))
+    children: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_subclasses, children))
