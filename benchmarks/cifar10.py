@@ -28,7 +28,6 @@ from torch import Tensor
 
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES
-from pufferfish.lr import Rewarm
 
 RESNET = REFERENCES["resnet18"]
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -65,7 +64,7 @@ def arms(epochs: int, steps: int) -> dict[str, Arm]:
         "warm-up": Arm(switch=hybrid),
         "warm-up, reset": Arm(switch=lambda: hybrid(state="reset")),
         "warm-up, LR × 0.5": Arm(switch=lambda: hybrid(lr=0.5)),
-        "warm-up, LR re-warmed": Arm(switch=lambda: hybrid(lr=Rewarm(steps))),
+        "warm-up, LR re-warmed": Arm(switch=lambda: hybrid(lr=pf.Rewarm(steps))),
         "warm-up, Frobenius 5e-4": Arm(switch=hybrid, decay=5e-4),
         "stable ranks": Arm(switch=lambda: pf.Switch(when=third)),
         "stable ranks, Frobenius 1e-4": Arm(switch=lambda: pf.Switch(when=third), decay=1e-4),
@@ -82,8 +81,6 @@ def main() -> None:
         "--limit", type=int, help="use only so many images of each batch file, to try the script"
     )
     given = ask.parse_args()
-    if not given.table and given.data is None:
-        ask.error("--data is needed")
     loaded: list[Data] = []
 
     def start(seed: int, device: torch.device) -> Training:

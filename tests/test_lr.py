@@ -38,7 +38,8 @@ def rates(lr: float | pf.Rewarm, schedule: str, tensor: bool = False, stop: int 
         if step == stop:
             state = optimizer.state_dict(), scheduler and scheduler.state_dict(), switch.state_dict()
             model, optimizer, scheduler, switch = build()
-            switch.restore_(model, optimizer, state[2])
+            for _ in range(2):  # twice scales once
+                switch.restore_(model, optimizer, state[2])
             model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
             optimizer.load_state_dict(state[0])
             if scheduler:

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: From the ground up. A room may import itself and what stands before it.
 ROOMS = [
     "names", "layers", "svd", "rank", "budget", "profile", "timing", "cost", "plan", "table", "candidates",
-    "planning", "fit", "change", "optim", "factorize", "when",
-    "lr", "updates", "ranks", "ddp", "average", "spread", "trial", "report", "fsdp", "job", "switch", "state", "files",
-    "convert", "lab", "cli",
+    "planning", "fit", "change", "optim", "decay", "factorize", "when", "lr", "updates", "ranks", "ddp", "exact",
+    "average", "spread", "trial", "report", "fsdp", "job", "finite", "switch", "state", "files", "convert", "checkpoint",
+    "integrations", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

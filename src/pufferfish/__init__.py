@@ -1,9 +1,13 @@
 """Pufferfish: train networks that are already small, on many machines over ordinary networks."""
 
 from . import layers
+from .checkpoint import Checkpoint, Resumed, skip_batches
 from .cost import Totals
+from .decay import FrobeniusDecay
+from .exact import exact_
 from .factorize import factorize_, merge_, plan_of, reshape_
 from .files import load, save
+from .finite import FiniteGuard
 from .layers import register
 from .lr import Rewarm
 from .plan import Entry, Plan
@@ -21,19 +25,24 @@ __all__ = [
     "AtFraction",
     "AtStep",
     "Budget",
+    "Checkpoint",
     "Energy",
     "Entry",
+    "FiniteGuard",
     "Fixed",
+    "FrobeniusDecay",
     "Plan",
     "Position",
     "RanksSettle",
     "Ratio",
     "Report",
+    "Resumed",
     "Rewarm",
     "Rule",
     "StableRank",
     "Switch",
     "Totals",
+    "exact_",
     "factorize_",
     "factorize_state_dict",
     "layers",
@@ -46,5 +55,6 @@ __all__ = [
     "reshape_",
     "resolve",
     "save",
+    "skip_batches",
     "spectra",
 ]

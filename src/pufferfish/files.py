@@ -108,7 +108,7 @@ def write_manifest(folder: Path, plan: Plan) -> None:
     weights = folder / WEIGHTS
     data = {
         "pufferfish": _VERSION,
-        "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": _sha256(weights)},
+        "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": sha256(weights)},
         "plan": json.loads(plan.to_json()),
     }
     (folder / MANIFEST).write_text(json.dumps(data, indent=1) + "\n")
@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Plan:
         raise ValueError(
             f"{weights}: {weights.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete"
         )
-    if _sha256(weights) != digest:
+    if sha256(weights) != digest:
         raise ValueError(f"{weights}: damaged, its SHA-256 is not the one in {MANIFEST}")
     try:
         return Plan.from_json(json.dumps(data.get("plan")))
@@ -166,12 +166,15 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """On disk, not only in memory."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """A file's bytes, or the names in a folder, on disk and not only in memory."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

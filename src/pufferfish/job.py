@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import fsdp, spread
 from .ddp import find_ddp, rewrap_
+from .fsdp import outline, parameters
 from .names import named_modules, unwrap
 from .plan import Plan
 from .ranks import Workers
@@ -19,13 +23,26 @@ from .ranks import Workers
 class Job:
     """A model as it runs: what is inside, what is around it and who else runs it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, build: Callable[[], nn.Module] | None = None) -> None:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
-        first = next(self.inner.parameters())
+        self.build = build
+        first = next(iter(parameters(model).values()))
         self.sharded = isinstance(first, DTensor)
         group = self.ddp.process_group if self.ddp else dist.group.WORLD if self.sharded else None
-        self.workers = Workers(group, first.device)
+        # Offloaded shards lie elsewhere than their job talks.
+        device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
+        self.workers = Workers(group, device)
+
+    @cached_property
+    def dense(self) -> nn.Module:
+        """The dense model that plans are made of: without values where it is sharded."""
+        return self.inner if self.build is None else outline(self.model, self.build)
+
+    def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        if self.build is None:
+            return spread.spectra(self.inner, self.workers, names)
+        return fsdp.spectra(self.model, self.dense, self.workers, names)
 
     def rewrapped(self, rewrap: dict[str, Any]) -> None:
         """After its layers were replaced: a new reducer, nothing compiled, and their memory given back."""

@@ -43,10 +43,15 @@ class ScaledRate:
         self.done = done  # updates since the switch
         self._own: list[Any] = []
         # The rate is scaled before any other hook sees it.
-        handle = optimizer.register_step_pre_hook(self._scale)
+        before = optimizer.register_step_pre_hook(self._scale)
         hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
-        hooks.move_to_end(handle.id, last=False)
-        optimizer.register_step_post_hook(self._restore)
+        hooks.move_to_end(before.id, last=False)
+        self._handles = [before, optimizer.register_step_post_hook(self._restore)]
+
+    def remove(self) -> None:
+        """From now on the schedule's rate as it is."""
+        for handle in self._handles:
+            handle.remove()
 
     def _scale(self, optimizer: Optimizer, *_: Any) -> None:
         factor = self.lr.factor(self.done) if isinstance(self.lr, Rewarm) else self.lr

@@ -96,7 +96,7 @@ class Carrier:
             for source, targets in change.parts.items():
                 old = change.dense[source]
                 news = [change.low_rank[t] for t in targets]
-                if not any(new is old for new in news) and _swap(optimizer, [old], news):
+                if not any(new is old for new in news) and swap(optimizer, [old], news):
                     state = optimizer.state.pop(old, {})
                     if self.carry and state and self._can(optimizer, state):
                         for target, carried in factor_state(change, source, state).items():
@@ -110,7 +110,7 @@ class Carrier:
             for target, names in change.parts.items():
                 new = change.dense[target]
                 olds = [change.low_rank[name] for name in names]
-                if any(old is new for old in olds) or not _swap(optimizer, olds, [new]):
+                if any(old is new for old in olds) or not swap(optimizer, olds, [new]):
                     continue
                 states = {name: optimizer.state.pop(old, {}) for name, old in zip(names, olds, strict=True)}
                 if (
@@ -152,17 +152,17 @@ class Carrier:
 
 def factor_state(change: Change, source: str, state: State) -> dict[str, State]:
     """The state of one dense parameter, by the low-rank parameters that it becomes."""
-    kinds = _kinds(state)
-    state = _with_variance(state)
+    kinds = kinds_of(state)
+    state = with_variance(state)
     made: dict[str, State] = {}
     for x in change.matrices:
         factorized = x.name in change.ranks
         if factorized and x.weight == source:
             down, up = change.low_rank[x.down], change.low_rank[x.up]
-            U, V = (_wide(f.detach()) for f in x.unfold(down, up))
+            U, V = (wide(f.detach()) for f in x.unfold(down, up))
             for key, value in state.items():
                 if key in kinds and value is not None:
-                    pair = x.fold(*project(kinds[key], _wide(x.unroll(value)), U, V))
+                    pair = x.fold(*project(kinds[key], wide(x.unroll(value)), U, V))
                 else:
                     pair = value, value
                 made.setdefault(x.down, {})[key] = _like(down, pair[0], value, key in kinds)
@@ -175,15 +175,15 @@ def factor_state(change: Change, source: str, state: State) -> dict[str, State]:
                     else _like(change.low_rank[target], value, value, False)
                     for key, value in state.items()
                 }
-    return {name: _with_square(carried) for name, carried in made.items()}
+    return {name: with_square(carried) for name, carried in made.items()}
 
 
 def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
     """The state of one dense parameter from those of the low-rank parameters it is made of."""
     state: State = {}
-    states = {name: _with_variance(part) for name, part in states.items()}
+    states = {name: with_variance(part) for name, part in states.items()}
     first = next(iter(states.values()))
-    kinds = _kinds(first)
+    kinds = kinds_of(first)
     new = change.dense[target]
     for key, value in first.items():
         if key not in kinds or value is None:
@@ -194,28 +194,28 @@ def dense_state(change: Change, target: str, states: dict[str, State]) -> State:
         def lifted(x: Matrix, key: str = key) -> Tensor:
             factors = x.unfold(change.low_rank[x.down].detach(), change.low_rank[x.up].detach())
             kept = x.unfold(states[x.down][key], states[x.up][key])
-            return lift(kinds[key], *map(_wide, kept), *map(_wide, factors))
+            return lift(kinds[key], *map(wide, kept), *map(wide, factors))
 
         def moved(part: str, key: str = key) -> Tensor:
             value: Tensor = states[part][key]
             return value
 
         state[key] = change.assemble(target, whole, lifted, moved)
-    return _with_square(state)
+    return with_square(state)
 
 
 # Centered RMSprop divides by √(mean square − squared mean). Carried apart, the two could cross; so it is the
 # variance that is carried as squares are, and a hair more, or rounding could make it negative.
 
 
-def _with_variance(state: State) -> State:
+def with_variance(state: State) -> State:
     mean = state.get("grad_avg")
     if mean is None:
         return state
     return state | {"square_avg": (state["square_avg"] - mean.square()).clamp_min(0)}
 
 
-def _with_square(state: State) -> State:
+def with_square(state: State) -> State:
     mean = state.get("grad_avg")
     if mean is None:
         return state
@@ -223,7 +223,7 @@ def _with_square(state: State) -> State:
     return state | {"square_avg": state["square_avg"] + (1 + hair) * mean.square()}
 
 
-def _kinds(state: State) -> dict[str, str]:
+def kinds_of(state: State) -> dict[str, str]:
     """RMSprop, which has no `acc_delta`, keeps the momentum of gradients already divided by their size."""
     if "square_avg" in state and "acc_delta" not in state:
         return _KINDS | {"momentum_buffer": "normalised"}
@@ -274,7 +274,7 @@ def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
     return mU @ V.square() + U.square() @ mV  # ΔW = ΔU V + U ΔV
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -283,7 +283,7 @@ def _sizes(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
 
-def _swap(optimizer: optim.Optimizer, olds: list[Tensor], news: list[Tensor]) -> bool:
+def swap(optimizer: optim.Optimizer, olds: list[Tensor], news: list[Tensor]) -> bool:
     """Put `news` where the first of `olds` stood, drop the others. False if none of them is here."""
     gone = {id(p) for p in olds}
     done = False

@@ -44,7 +44,7 @@ class Workers:
         problem: Exception | None = None
         try:
             result = check()
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             problem = error
         self.agree(repr(problem), 0, f"what keeps them from switching; on rank {self.rank}: {problem}")
         if problem is not None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import svd
 from .candidates import candidates
@@ -17,7 +16,7 @@ from .ranks import Workers, balanced, svd_cost
 
 
 def spectra(model: nn.Module, workers: Workers, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """`planning.spectra` on many ranks; sharded weights are gathered one at a time."""
+    """`planning.spectra` on many ranks."""
     entries, live = candidates(model, None)
     wanted = None if names is None else set(names)
     entries = [
@@ -27,8 +26,6 @@ def spectra(model: nn.Module, workers: Workers, names: Iterable[str] | None = No
     for e, owner in owners(entries, workers.size):
         assert e.matrix is not None
         weight = live[e.layer].get_parameter(e.matrix.weight).detach()
-        if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
         values = torch.full((e.matrix.full_rank,), torch.nan, dtype=torch.float64)
         if owner == workers.rank and torch.isfinite(weight).all():
             values = svd.spectrum(e.matrix.unroll(weight))

@@ -72,6 +72,7 @@ def _by_gram(wide: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.linalg.eigh(vectors, out=(squares, vectors))
     values = squares.clamp_min(0).sqrt().flip(0)
     left = vectors[:, -r:].flip(1)
+    del vectors  # twice the weight where it is square
     # What lies below fp64's resolution of the Gram matrix is zero, not noise divided by zero.
     root = _root(values, r, torch.finfo(torch.float64).eps ** 0.5)
     scale = torch.where(root > 0, 1 / root, root)[:, None]
@@ -101,6 +102,7 @@ def _gram(wide: Tensor) -> Tensor:
     for columns in wide.split(_width(wide), 1):
         wider = columns.double()
         gram.addmm_(wider, wider.mT)
+        del wider  # before the next one is made
     return gram
 
 

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from . import spread
+from . import fsdp, spread
 from .average import follow_
 from .ddp import check_rewrap
 from .factorize import by_nan, convert, multiply_out
@@ -125,9 +124,7 @@ class Switch:
         self._attach(optimizers)
         if at == self._last or self._over:
             return False
-        job = Job(model)
-        if job.sharded:
-            raise ValueError("switch.step: FSDP2 shards cannot be changed in place; call switch.rebuild")
+        job = _in_place(model)
         self._gradients.watch(optimizers)
         if not self._due(job, at):
             self._last = at
@@ -174,10 +171,8 @@ class Switch:
             return model, optimizer
         if self.back is not None or self.max_jump is not None:
             raise ValueError("switch.rebuild: back= and max_jump= do not work on sharded models")
-        job = Job(model)
+        job = Job(model, build)
         self._gradients.watch(optimizers)
-        from . import fsdp
-
         if self._due(job, at):
             chosen, before = self._prepared(job, optimizers, [])
             model, done = fsdp.rebuild(
@@ -197,7 +192,7 @@ class Switch:
         total: int | None = None,
     ) -> bool:
         """Whether `step` would switch (or merge) at this position; on every rank, like `step`."""
-        return not self._over and self._due(Job(model), Position(epoch=epoch, step=step, total=total))
+        return not self._over and self._due(_in_place(model), Position(epoch=epoch, step=step, total=total))
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -238,7 +233,7 @@ class Switch:
         )
         answer = job.workers.agree(self._facts(job.inner, at), look + 2 * now, about)
         if answer & 1:
-            found = spread.spectra(job.inner, job.workers)
+            found = job.spectra()
             self.initial = self.initial or {name: s.tolist() for name, s in found.items()}
             if settles:
                 self.history.append({name: stable_rank(s) for name, s in found.items()})
@@ -274,9 +269,8 @@ class Switch:
             self._gradients.refuse_pending(job.inner)
             if job.ddp is not None:
                 check_rewrap(job.ddp, self.rewrap)
-            chosen = self._chosen(job.inner)
-            if not job.sharded:
-                fit(job.inner, chosen, finite=True)
+            chosen = self._chosen(job.dense)
+            fit(job.dense, chosen, finite=not job.sharded)
             for average in also:
                 fit(unwrap(average), chosen)
             refuse_forgotten(changing(job.inner, chosen), optimizers)
@@ -286,7 +280,7 @@ class Switch:
         chosen = slowest(chosen, job.workers)
         waiting = [e.name for e in chosen if e.rule is not None]
         if waiting:
-            chosen = settle(chosen, spread.spectra(job.inner, job.workers, waiting))
+            chosen = settle(chosen, job.spectra(waiting))
         chosen = Plan.from_json(job.workers.tell(chosen.to_json()))
         if self.max_jump is not None:
             chosen = softened(job.inner, chosen, lambda: self._loss(job) or 0.0, self.max_jump)
@@ -306,7 +300,8 @@ class Switch:
         before: float | None,
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
-        job.workers.same(p.to_local() if isinstance(p, DTensor) else p for p in job.inner.parameters())
+        if not job.sharded:  # a rank's shards are its own
+            job.workers.same(job.inner.parameters())
         after = self._loss(job)
         self.report = Report(done, at, None if before is None or after is None else (before, after))
         self._gradients.forget()
@@ -329,7 +324,7 @@ class Switch:
         self._gradients.forget()
 
     def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        if self.report is not None and self.lr != 1.0 and not self._rates:
+        if optimizers and self.report is not None and self.lr != 1.0 and not self._rates:
             done = self._updates or [0] * len(optimizers)
             self._rates = [ScaledRate(o, self.lr, n) for o, n in zip(optimizers, done, strict=True)]
 
@@ -351,7 +346,9 @@ class Switch:
         """
         saved = json.loads(json.dumps(state))  # plain data, nothing shared
         self.initial, self.history, self._updates = saved["initial"], saved["history"], saved["updates"]
-        self.report, self.merged, self._last, self._rates = None, None, None, []
+        self.report, self.merged, self._last = None, None, None
+        while self._rates:
+            self._rates.pop().remove()
         if done := saved["switched"]:
             loss = tuple(done["loss"]) if done["loss"] else None
             self.report = Report(Plan.from_json(saved["plan"]), Position(**done["at"]), loss)
@@ -383,6 +380,14 @@ class Switch:
                 "ranks; give the model as it is before the switch"
             )
         self._attach(optimizers)
+        self._gradients.watch(optimizers)
+
+
+def _in_place(model: nn.Module) -> Job:
+    job = Job(model)
+    if job.sharded:
+        raise ValueError("switch: FSDP2 shards cannot be changed in place; call switch.rebuild")
+    return job
 
 
 def _stable(spectra: dict[str, list[float]] | None) -> dict[str, float] | None:

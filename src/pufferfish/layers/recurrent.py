@@ -150,8 +150,11 @@ class LowRankRNNBase(LowRank):
 
     def _input_bias(self, suffix: str) -> Tensor | None:
         """What can be added outside the time loop."""
-        bias = self._bias("ih", suffix)
-        return None if bias is None else bias + cast(Tensor, self._bias("hh", suffix))
+        if not self.bias:
+            return None
+        # Added before the view: views of one sum would leave both biases with the same memory as their gradient.
+        both: Tensor = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}")
+        return both.view(self.gates, 1, -1)
 
     def _direction(
         self, data: Tensor, sizes: list[int], state: tuple[Tensor, ...], suffix: str

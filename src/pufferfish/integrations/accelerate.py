@@ -1,0 +1,92 @@
+"""Accelerate: the switch in `save_state` and `load_state`, and a communication hook given to `prepare`.
+
+`switch.step(model, optimizer, …)` itself takes what `accelerator.prepare` returned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..optim import Optimizers
+from ..switch import Switch
+
+_FILE = "switch.json"
+
+
+def checkpoint_with(
+    accelerator: Accelerator, switch: Switch, model: nn.Module, optimizer: Optimizers
+) -> None:
+    """Make `accelerator.save_state` keep the switch, and `load_state` give the model its structure first.
+
+    Call it once, with what `accelerator.prepare` returned. A checkpoint from after the switch then loads into
+    the dense model that the script builds.
+
+    >>> import pufferfish as pf, tempfile, torch
+    >>> def build():
+    ...     accelerator = Accelerator(cpu=True)
+    ...     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    ...     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ...     switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0))
+    ...     checkpoint_with(accelerator, switch, model, optimizer)
+    ...     return accelerator, switch, model, optimizer
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     accelerator, switch, model, optimizer = build()
+    ...     _ = switch.step(model, optimizer, epoch=0), accelerator.save_state(folder)
+    ...     accelerator, switch, model, optimizer = build()
+    ...     accelerator.load_state(folder)
+    >>> model[0].ranks
+    {'': 16}
+    """
+
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        everywhere = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_local_main_process if everywhere else accelerator.is_main_process:
+            Path(folder, _FILE).write_text(json.dumps(switch.state_dict()))
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        file = Path(folder, _FILE)
+        # A checkpoint without our file comes from an ordinary dense run.
+        state = json.loads(file.read_text()) if file.is_file() else Switch().state_dict()
+        switch.restore_(model, optimizer, state)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+@dataclass
+class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """Arguments for DDP, and `register`, which is called with the wrapper as soon as `prepare` has made it.
+
+    >>> import pufferfish as pf
+    >>> kwargs = HookKwargs(register=print, bucket_cap_mb=50)
+    >>> accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    >>> kwargs.to_kwargs()
+    {'bucket_cap_mb': 50}
+    """
+
+    register: Callable[[DistributedDataParallel], Any] | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Accelerate looks handlers up by their exact class and would not know this one."""
+        return DistributedDataParallelKwargs
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What DDP itself is given; without copying what `register` may hold on to."""
+        ours = {"register", "comm_hook", "comm_wrapper", "comm_state_option", *ignore_keys}
+        return {name: value for name, value in vars(self).items() if name not in ours}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        if self.register is None:
+            DistributedDataParallelKwargs.register_comm_hook(self, model)
+        else:
+            self.register(model)

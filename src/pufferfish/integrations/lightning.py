@@ -1,0 +1,113 @@
+"""Lightning: a callback that switches between two updates, for one device and DDP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ..ddp import find_ddp
+from ..factorize import merge_
+from ..switch import Switch
+from ..when import AtFraction, AtStep
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+
+class SwitchCallback(Callback):  # type: ignore[misc]
+    """Gives every `trainer.fit` the switch: `Trainer(callbacks=[SwitchCallback(switch)])`.
+
+    Checkpoints from before and from after the switch can be resumed, and the latter also evaluated, with
+    the module built dense as always. Strategies that start their workers from a running process (`ddp_spawn`,
+    `ddp_fork`, `ddp_notebook`) bring the multiplied-out weights back to it.
+
+    Args:
+        by: whether `switch.when` is asked at every epoch or every update. By default updates for `AtStep`
+            and `AtFraction`, epochs for all others.
+        register: registers a communication hook, given the DDP wrapper; `pufferfish.exact_` for one. Lightning's
+            own `ddp_comm_hook` works on CUDA only.
+
+    >>> import pufferfish as pf
+    >>> switch = pf.Switch(rank=0.25, when=pf.AtFraction(0.1))
+    >>> trainer = Trainer(callbacks=[SwitchCallback(switch)], accelerator="cpu", logger=False)
+    >>> trainer.callbacks[0].by
+    'step'
+    """
+
+    def __init__(
+        self,
+        switch: Switch,
+        *,
+        by: Literal["epoch", "step"] | None = None,
+        register: Callable[[DistributedDataParallel], Any] | None = None,
+    ) -> None:
+        self.switch = switch
+        self.by = by or ("step" if isinstance(switch.when, AtStep | AtFraction) else "epoch")
+        self.register = register
+        self._saved: dict[str, Any] | None = None
+        self._epoch: int | None = None  # the last one asked about
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.strategy.restore_checkpoint_after_setup:
+            raise ValueError(
+                f"SwitchCallback: the switch changes plain and DDP models; a {type(trainer.strategy).__name__} "
+                "shards them"
+            )
+
+        # Callbacks are told of a checkpoint after the weights are loaded; only the module hears of it before.
+        def with_structure(checkpoint: dict[str, Any]) -> None:
+            type(pl_module).on_load_checkpoint(pl_module, checkpoint)
+            saved = checkpoint.get("callbacks", {}).get(self.state_key)
+            # The structure only: there are no optimizers yet. Without our state it is an ordinary dense run's.
+            Switch().restore_(pl_module, None, saved["switch"] if saved else Switch().state_dict())
+
+        pl_module.on_load_checkpoint = with_structure
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        vars(pl_module).pop("on_load_checkpoint", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"switch": self.switch.state_dict(), "epoch": self._epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved, self._epoch = state_dict["switch"], state_dict["epoch"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ddp = find_ddp(trainer.strategy.model)
+        if self.register is not None and ddp is not None:
+            self.register(ddp)
+        if self._saved is not None:
+            self.switch.restore_(trainer.strategy.model, trainer.optimizers, self._saved)
+            self._saved = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Not on_train_epoch_start: after some checkpoints Lightning leaves it out, though the epoch is new.
+        epoch: int | None = None
+        if self.by == "step":
+            total = trainer.estimated_stepping_batches
+        elif trainer.current_epoch == self._epoch:
+            return
+        else:
+            epoch = self._epoch = trainer.current_epoch
+            total = trainer.max_epochs if trainer.max_epochs > 0 else math.inf
+        if pl_module.automatic_optimization:
+            if batch_idx % trainer.accumulate_grad_batches:
+                return
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()  # as Lightning is about to do; what they hold is used up
+        self.switch.step(
+            trainer.strategy.model, trainer.optimizers, epoch=epoch, step=trainer.global_step,
+            total=int(total) if math.isfinite(total) else None,
+        )  # fmt: skip
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The process that started the workers has the dense module, takes what fits and says nothing.
+        if getattr(trainer.strategy, "_start_method", "popen") != "popen" and self.switch.low_rank:
+            merge_(pl_module)

@@ -1,0 +1,404 @@
+"""Checkpoints of several workers, in real processes on gloo: DDP, FSDP2, other world sizes, trouble on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from pufferfish.checkpoint import Checkpoint
+
+SWITCH, TOTAL = 3, 6
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 33), nn.Linear(33, 3)
+    )
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x, y = torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor there is, whole, and what the generator would draw."""
+    found = {f"model {name}": whole(x).clone() for name, x in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        for key, x in optimizer.state.get(p, {}).items():
+            if isinstance(x, Tensor):
+                found[f"optimizer {name} {key}"] = whole(x).clone()
+    return found | {"drawn": torch.rand(4)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor], but: tuple[str, ...] = ()) -> None:
+    assert set(a) == set(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]) or name in but, name
+
+
+def raises_everywhere(kind: type[Exception], text: str, work: Callable[[], Any]) -> None:
+    """All ranks raise, and say the same."""
+    with pytest.raises(kind, match=text) as caught:
+        work()
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, str(caught.value))
+    assert said == [said[0]] * len(said)
+
+
+# DDP
+
+
+class Run:
+    def __init__(self, make: Callable[..., Any], folder: Path, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed + dist.get_rank())  # DDP sends rank 0's weights; dropout differs by rank
+        self.model = DDP(build(), **options)
+        self.optimizer = make(self.model)
+        self.switch = pf.Switch(rank=0.25, when=pf.AtStep(SWITCH))
+        self.checkpoint = Checkpoint(folder, self.model, self.optimizer, switch=self.switch)
+
+    def go(self, start: int, stop: int) -> Run:
+        for step in range(start, stop):
+            self.switch.step(self.model, self.optimizer, step=step)
+            update(self.model, self.optimizer, step)
+        return self
+
+    def bits(self) -> dict[str, Tensor]:
+        return bits(self.model.module, self.optimizer)
+
+
+def resuming_is_not_stopping(folder: Path, make: Callable[..., Any], **options: Any) -> None:
+    straight = Run(make, folder, 0, **options).go(0, TOTAL).bits()
+    assert any(".down." in name for name in straight)
+    for stop in (2, SWITCH, SWITCH + 1):
+        Run(make, folder, 0, **options).go(0, stop).checkpoint.save(step=stop)
+        run = Run(make, folder, 50, **options)
+        at = run.checkpoint.resume()
+        assert at is not None
+        assert (at.position, at.reset) == ({"step": stop}, [])
+        same(run.go(stop, TOTAL).bits(), straight)
+
+
+class Data:
+    """Each rank's own."""
+
+    def __init__(self) -> None:
+        self.value: Any = dist.get_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def trouble_on_one_rank_is_everyones(folder: Path) -> None:
+    rank = dist.get_rank()
+    data, model = Data(), DDP(build())
+    checkpoint = Checkpoint(folder, model, adamw(model), data=data)
+    checkpoint.save(step=1)
+    data.value = {1} if rank else 0
+    raises_everywhere(
+        TypeError, "rank 1: rank-00001: parts/data/value is a set", lambda: checkpoint.save(step=2)
+    )
+    data.value = 7
+    raises_everywhere(ValueError, r"ranks \[1\] state another position", lambda: checkpoint.save(step=rank))
+    assert [path.name for path in folder.iterdir()] == ["000001-step-1"]
+    assert checkpoint.resume() is not None
+    assert data.value == rank
+    newest = checkpoint.save(step=2)
+    dist.barrier()
+    if rank == 1:
+        (newest / "rank-00001.json").unlink()
+    dist.barrier()
+    raises_everywhere(ValueError, r"rank 0: .*rank-00001.json: damaged", checkpoint.resume)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        at = checkpoint.resume(damaged="previous")
+    assert at is not None
+    assert at.position == {"step": 1}
+    # What does not fit on one rank only is not loaded on any.
+    other = DDP(build())
+    if rank == 1:
+        other.module.append(nn.Linear(3, 3))
+    before = other.module[0].weight.detach().clone()
+    raises_everywhere(
+        ValueError,
+        r"rank 1: .*it lacks 6.weight",
+        lambda: Checkpoint(folder, other, adamw(other)).resume("previous"),
+    )
+    assert torch.equal(before, other.module[0].weight)
+
+
+def sigterm_on_one_rank_stops_all_at_the_same_step(folder: Path) -> None:
+    model = DDP(build())
+    optimizer = momentum(model)
+    with Checkpoint(folder, model, optimizer, every=4) as checkpoint:
+        for step in range(9):
+            update(model, optimizer, step)
+            if step == 5 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpoint.step(step=step + 1):
+                break
+        assert step == 6  # asked behind step 5, heard behind the next
+    assert sorted(path.name for path in folder.iterdir()) == ["000001-step-4", "000002-step-7"]
+
+
+def buffers_of_every_rank_come_back(folder: Path) -> None:
+    model = DDP(build(), broadcast_buffers=False)
+    optimizer = momentum(model)
+    update(model, optimizer, 0)
+    mean = model.module[1].running_mean
+    saved = mean.clone()
+    others = [torch.empty_like(mean) for _ in range(2)]
+    dist.all_gather(others, mean)
+    assert not torch.equal(*others)
+    checkpoint = Checkpoint(folder, model, optimizer)
+    checkpoint.save()
+    mean.zero_()
+    checkpoint.resume()
+    assert torch.equal(mean, saved)
+
+
+def a_folder_that_one_rank_does_not_see(folder: Path) -> None:
+    """Rank 1 gets a file system of its own over the folder. It keeps it: call this last."""
+    model = DDP(build())
+    checkpoint = Checkpoint(folder, model)
+    checkpoint.save(step=1)
+    mounted = torch.ones(1)
+    if dist.get_rank() == 1:
+        private = ["mount", "--make-rprivate", "/"]
+        cover = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
+        mounted[0] = ctypes.CDLL(None).unshare(0x00020000) == 0 and not any(
+            subprocess.run(command, capture_output=True).returncode for command in (private, cover)
+        )
+    dist.all_reduce(mounted, dist.ReduceOp.MIN)
+    if mounted.item():
+        raises_everywhere(
+            OSError, "rank 1: .*is not seen here; all ranks must share it", lambda: checkpoint.save(step=2)
+        )
+        raises_everywhere(ValueError, "rank 1: .*there is no manifest", checkpoint.resume)
+
+
+# FSDP2
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Module:
+    for i in (0, 4):
+        fully_shard(model[i], **options)
+    return fully_shard(model, **options)
+
+
+def plain_norms(model: nn.Sequential) -> nn.Sequential:
+    model[1] = nn.LayerNorm(32)  # batch statistics of a shard are a rank's own
+    return model
+
+
+def shards_resume_exactly(folder: Path, **options: Any) -> None:
+    """Dense and low-rank; with the shards of another rank's reach mixed up if they were read wrongly."""
+    for low_rank in (False, True):
+
+        def start(seed: int, low_rank: bool = low_rank) -> tuple[nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(seed)
+            model = plain_norms(build())
+            if low_rank:
+                plan = Checkpoint.plan_in(folder / "low rank") or pf.plan(model, 0.25)
+                if seed:
+                    pf.reshape_(model, plan)
+                    for p in model.parameters():
+                        nn.init.normal_(p)
+                else:
+                    pf.factorize_(model, plan)
+            model = sharded(model, **options)
+            torch.manual_seed(seed + dist.get_rank())
+            return model, adamw(model)
+
+        where = folder / ("low rank" if low_rank else "dense")
+        model, optimizer = start(0)
+        if low_rank:
+            switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
+            switch.report = pf.Report(
+                pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)), pf.Position(step=0), None
+            )
+        else:
+            switch = pf.Switch(rank=0.25, when=pf.AtStep(99))
+        for step in range(5):
+            if step == 3:
+                Checkpoint(where, model, optimizer, switch=switch).save(step=3)
+            update(model, optimizer, step)
+        straight = bits(model, optimizer)
+        Checkpoint(folder / "no switch", model, optimizer).save()
+        if low_rank:
+            with pytest.raises(ValueError, match="saved without switch= does not tell its plan"):
+                Checkpoint.plan_in(folder / "no switch")
+        else:
+            assert Checkpoint.plan_in(folder / "no switch") is None
+        model, optimizer = start(50)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(99))
+        at = Checkpoint(where, model, optimizer, switch=switch).resume()
+        assert at is not None
+        assert at.reset == []
+        for step in range(3, 5):
+            update(model, optimizer, step)
+        same(bits(model, optimizer), straight)
+
+
+def reference(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    found = bits(model, optimizer)
+    if dist.get_rank() == 0:
+        save_file({name: x.contiguous() for name, x in found.items()}, folder / "reference.safetensors")
+    dist.barrier()
+
+
+def save_for_other_worlds(folder: Path) -> None:
+    """What the next world sizes read: the same numbers, in shards, in shards with replicas, and whole."""
+    size = dist.get_world_size()
+    meshes: dict[str, Any] = {"shards": init_device_mesh("cpu", (size,))}
+    if size % 2 == 0:
+        meshes["replicas"] = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards"))
+    for name, mesh in meshes.items():
+        torch.manual_seed(0)
+        model = sharded(plain_norms(build()), mesh=mesh)
+        optimizer = adamw(model)
+        update(model, optimizer, 0)
+        place = folder / f"{name} of {size}"
+        written = Checkpoint(place, model, optimizer).save(step=1)
+        reference(place, model, optimizer)
+        writers = [
+            f"rank-{r:05d}"
+            for r in range(size)
+            if load_file(written / f"rank-{r:05d}.safetensors").keys() > {"model:0.weight"}
+        ]
+        assert len(writers) == (2 if name == "replicas" else size), writers
+    torch.manual_seed(0)
+    plain = DDP(plain_norms(build()))
+    optimizer = adamw(plain)
+    update(plain, optimizer, 0)
+    Checkpoint(folder / f"whole of {size}", plain, optimizer, data=Data()).save(step=1)
+    reference(folder / f"whole of {size}", plain.module, optimizer)
+
+
+def read_from_other_worlds(folder: Path) -> None:
+    """Every layout that was saved, into every layout there is now."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    meshes: list[Any] = [None, init_device_mesh("cpu", (size,))]
+    if size % 2 == 0:
+        meshes.append(init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards")))
+    for place in sorted(folder.iterdir()):
+        saved_by = int(place.name[-1])
+        for mesh in meshes:
+            torch.manual_seed(1)
+            model = plain_norms(build())
+            model = DDP(model) if mesh is None else sharded(model, mesh=mesh)
+            optimizer, data = adamw(model), Data() if "whole" in place.name else None
+            if saved_by == size:
+                continue
+            about = pytest.warns(UserWarning, match="starts anew") if rank == 0 else contextlib.nullcontext()
+            with about:
+                at = Checkpoint(place, model, optimizer, data=data).resume()
+            assert at is not None
+            gone = ["data", "random numbers"] if data else ["random numbers"]
+            assert at.reset == [f"{x} (saved by {saved_by} ranks, now {size})" for x in gone]
+            inner = model.module if isinstance(model, DDP) else model
+            found = bits(inner, optimizer)
+            same(found, load_file(place / "reference.safetensors"), but=("drawn",))
+            drawn = [torch.empty(4) for _ in range(size)]
+            dist.all_gather(drawn, found["drawn"])
+            assert len({tuple(x.tolist()) for x in drawn}) == size  # each rank its own, and the same again:
+            Checkpoint(place, model, optimizer).resume()
+            assert torch.equal(torch.rand(4), drawn[rank])
+            update(model, optimizer, 1)
+            assert all(p.isfinite().all() for p in (whole(p) for p in inner.parameters()))
+
+
+def other_placements_are_refused(folder: Path) -> None:
+    data, model = Data(), nn.Linear(4, 4)
+    data.value = distribute_tensor(
+        torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
+    )
+    checkpoint = Checkpoint(folder, model, data=data)
+    raises_everywhere(
+        TypeError, "rank-00000: parts/data/value is a DTensor; .*x.to_local", lambda: checkpoint.save()
+    )
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0), Shard(1)]))
+    raises_everywhere(
+        ValueError,
+        "model:weight: placed as .*; one Shard, and Replicate",
+        lambda: Checkpoint(folder, model).save(),
+    )
+
+
+def worker(rank: int, size: int, store: str, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    early = Checkpoint(folder / "early", build())
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        with pytest.raises(RuntimeError, match="made before init_process_group"):
+            early.save()
+        early.close()
+        if size != 4:
+            read_from_other_worlds(folder / "worlds")
+        if size != 3:
+            save_for_other_worlds(folder / "worlds")
+        if size == 4:
+            shards_resume_exactly(
+                folder / "hsdp", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+            )
+            other_placements_are_refused(folder / "other")
+        if size == 2:
+            resuming_is_not_stopping(folder / "momentum", momentum)
+            resuming_is_not_stopping(folder / "adamw", adamw, find_unused_parameters=True)
+            shards_resume_exactly(folder / "fsdp")
+            trouble_on_one_rank_is_everyones(folder / "trouble")
+            sigterm_on_one_rank_stops_all_at_the_same_step(folder / "sigterm")
+            buffers_of_every_rank_come_back(folder / "buffers")
+            a_folder_that_one_rank_does_not_see(folder / "unseen")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)  # the hang guard
+def test_in_real_processes(tmp_path: Path) -> None:
+    for size in (4, 2, 3):  # each reads what those before it saved
+        mp.spawn(worker, (size, str(tmp_path / "store"), tmp_path), nprocs=size, join=True)

@@ -1,0 +1,245 @@
+"""The real Lightning Trainer against a plain loop, resumed on both sides of the switch, alone and on two processes."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+import pufferfish as pf
+from pufferfish.exact import exact_
+from pufferfish.integrations.lightning import SwitchCallback
+from pufferfish.lr import Rewarm
+
+SAMPLES, BATCH, EPOCHS = 32, 8, 3
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.layers(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def samples() -> list[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(64, generator=generator), i % 4) for i in range(SAMPLES)]
+
+
+def loader(batch: int = BATCH) -> Any:
+    return DataLoader(samples(), batch)
+
+
+def make(switch: pf.Switch, folder: Path, *callbacks: Callback, **options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+    }  # fmt: skip
+    register = options.pop("register", None)
+    return pl.Trainer(
+        **settings | options,
+        default_root_dir=folder,
+        callbacks=[SwitchCallback(switch, register=register), *callbacks],
+    )
+
+
+def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
+    model, data, steps = layers(), samples(), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for epoch in range(EPOCHS):
+        if isinstance(switch.when, pf.AtEpoch):
+            switch.step(model, optimizer, epoch=epoch)
+        for i in range(0, SAMPLES, BATCH):
+            if isinstance(switch.when, pf.AtStep):
+                switch.step(model, optimizer, step=steps)
+            x, y = zip(*data[i : i + BATCH], strict=True)
+            loss = nn.functional.cross_entropy(model(torch.stack(x)), torch.tensor(y))
+            (loss / accumulate).backward()
+            if (i // BATCH + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        schedule.step()
+    return model
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    for (name, p), (twin, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert name == twin
+        assert torch.equal(p, q), name
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
+
+
+@pytest.mark.parametrize(
+    ("when", "accumulate"),
+    [(pf.AtEpoch(1), 1), (pf.AtEpoch(1), 2), (pf.AtStep(2), 2), (pf.AtStep(0), 1), (pf.AtStep(99), 1)],
+    ids=str,
+)
+def test_equals_a_plain_loop(when: Any, accumulate: int, tmp_path: Path) -> None:
+    switch, other = pf.Switch(rank=0.25, when=when), pf.Switch(rank=0.25, when=when)
+    net = Net()
+    make(switch, tmp_path, accumulate_grad_batches=accumulate).fit(net, loader())
+    same(net.layers, by_hand(other, accumulate))
+    assert (switch.report is None) == (other.report is None) == (when == pf.AtStep(99))
+    assert "on_load_checkpoint" not in vars(net)
+
+
+def test_the_other_package_and_mixed_precision(tmp_path: Path) -> None:
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers()
+
+        training_step, configure_optimizers = Net.training_step, Net.configure_optimizers
+
+    net, switch = Other(), pf.Switch(rank=0.25, when=pf.AtFraction(0.5))
+    pytorch_lightning.Trainer(
+        max_epochs=2, accelerator="cpu", precision="bf16-mixed", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[SwitchCallback(switch)],
+    ).fit(net, loader())  # fmt: skip
+    assert switch.report is not None
+    assert (switch.report.position.step, switch.report.position.total) == (4, 8)
+    assert net.layers[0].up.weight.dtype == torch.float32
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "when",
+    [pf.AtStep(6), pf.AtEpoch(1), pf.AtFraction(0.5), pf.RanksSettle(latest=pf.AtEpoch(2))],
+    ids=lambda when: type(when).__name__,
+)
+def test_resumes_from_both_sides(when: Any, tmp_path: Path) -> None:
+    def run(folder: str, **resume: Any) -> tuple[Net, pf.Switch]:
+        net, switch = Net(), pf.Switch(rank=0.25, when=when, lr=Rewarm(5))
+        saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        make(switch, tmp_path, saves).fit(net, loader(), **resume)
+        return net, switch
+
+    net, switch = run("whole")
+    assert switch.report is not None
+    for step in (2, 4, 8, 10):
+        resumed, again = run(str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", weights_only=True)
+        if step % 4 == 0:
+            same(net, resumed)
+            assert again.state_dict() == switch.state_dict()
+        # Inside an epoch Lightning starts an ordinary loader anew: other data, but the same course.
+        assert again.report is not None
+        assert again.report.position == switch.report.position
+        assert len(again.history) == len(switch.history)
+        assert again.state_dict()["updates"] == switch.state_dict()["updates"]
+
+
+def test_evaluates_a_low_rank_checkpoint_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    def switch() -> pf.Switch:
+        return pf.Switch(rank=0.25, when=pf.AtEpoch(1))
+
+    net, saves = Net(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = make(switch(), tmp_path, saves)
+    trainer.fit(net, loader())
+    (before,) = trainer.validate(net, loader(), verbose=False)
+    (after,) = make(switch(), tmp_path).validate(Net(), loader(), tmp_path / "epoch=2.ckpt", verbose=False)
+    assert before == after
+    with pytest.raises(ValueError, match="model is low-rank in 2 layers"):
+        make(switch(), tmp_path).fit(net, loader(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    with pytest.raises(ValueError, match="a Shards shards them"):
+        make(switch(), tmp_path, strategy=Shards("cpu")).fit(Net(), loader())
+
+
+class Shards(SingleDeviceStrategy):
+    """Says what FSDP says, which needs a GPU."""
+
+    restore_checkpoint_after_setup = True
+
+
+class Share(Sampler[int]):
+    """Every second sample, so that a step of two processes is one of the plain loop."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), SAMPLES, 2))
+
+    def __len__(self) -> int:
+        return SAMPLES // 2
+
+
+class OnEveryRank(Callback):
+    """Checks in the workers; a failure there fails `fit`."""
+
+    def __init__(self, hooked: list[Any]) -> None:
+        self.hooked = hooked
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert dist.get_world_size() == 2
+        assert isinstance(pl_module.layers[0], pf.layers.LowRank)
+        assert self.hooked == [trainer.strategy.model]
+        for name, p in pl_module.named_parameters():
+            theirs = p.detach().clone()
+            dist.broadcast(theirs, 0)
+            assert torch.equal(theirs, p), name
+
+
+@pytest.mark.timeout(240)  # the hang guard
+def test_two_processes(tmp_path: Path) -> None:
+    """Forked ones: the checks run in the workers, and this process gets the multiplied-out weights."""
+    hooked: list[Any] = []
+
+    def register(ddp: Any) -> None:
+        hooked.append(ddp)
+        exact_(ddp)
+
+    def run(folder: str, **resume: Any) -> Net:
+        net, switch = Net(), pf.Switch(rank=0.25, when=pf.AtEpoch(1))
+        saves = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
+        strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
+        make(
+            switch, tmp_path, saves, OnEveryRank(hooked), devices=2, strategy=strategy, register=register,
+            use_distributed_sampler=False,
+        ).fit(net, DataLoader(samples(), BATCH // 2, sampler=Share()), **resume)  # fmt: skip
+        return net
+
+    whole = run("whole")
+    for epoch in (0, 1):
+        same(whole, run(str(epoch), ckpt_path=tmp_path / "whole" / f"epoch={epoch}.ckpt"))
+    alone = by_hand(pf.Switch(rank=0.25, when=pf.AtEpoch(1)))
+    x = torch.stack([s[0] for s in samples()])
+    torch.testing.assert_close(whole.layers(x), alone(x), rtol=1e-3, atol=1e-3)
+
+
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    main(str(tmp_path / "run"), epochs=3)
+    main(str(tmp_path / "run"), epochs=4)  # goes on from the end of the first, which is low-rank
+    assert capsys.readouterr().out.count("Switched to low rank at epoch 2") == 2
+    assert len(EXAMPLE.read_text().splitlines()) < 40

@@ -1,0 +1,252 @@
+"""The real Trainer against a plain loop, resumed on both sides of the switch, alone and on two processes."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+
+import pufferfish as pf
+from pufferfish.exact import exact_
+from pufferfish.integrations.transformers import train
+from pufferfish.lr import Rewarm
+
+SAMPLES, BATCH, EPOCHS = 32, 8, 3  # four updates an epoch
+STEPS = EPOCHS * SAMPLES // BATCH
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(64, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+        )
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def samples() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(64, generator=generator), "labels": i % 4} for i in range(SAMPLES)]
+
+
+def make(model: nn.Module, folder: Path, data: list[dict[str, Any]] | None = None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH, "num_train_epochs": EPOCHS, "learning_rate": 1e-2, "weight_decay": 0.1,
+        "optim": "adamw_torch", "max_grad_norm": 0.5, "save_strategy": "no", "logging_strategy": "no",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
+    args = TrainingArguments(str(folder), **settings | options)
+    return Trainer(model, args, train_dataset=data or samples(), eval_dataset=data or samples())
+
+
+def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
+    """What the Trainer does, as a loop: AdamW without decay on biases, a linear schedule, clipping."""
+    model, data = Net(), samples()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if not n.endswith("bias")], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if n.endswith("bias")], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    total = STEPS // accumulate
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+    steps = 0
+    for epoch in range(EPOCHS):
+        if isinstance(switch.when, pf.AtEpoch):
+            switch.step(model, optimizer, epoch=epoch)
+        for first in range(0, SAMPLES, BATCH * accumulate):
+            if isinstance(switch.when, pf.AtStep):
+                switch.step(model, optimizer, step=steps)
+            for i in range(first, first + BATCH * accumulate, BATCH):
+                batch = data[i : i + BATCH]
+                out = model(torch.stack([s["x"] for s in batch]), torch.tensor([s["labels"] for s in batch]))
+                (out["loss"] / accumulate).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            steps += 1
+    return model
+
+
+def same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
+    assert pairs
+    for (name, p), (twin, q) in pairs:
+        assert name == twin
+        torch.testing.assert_close(p, q, **tolerance or {"rtol": 0, "atol": 0}, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("when", "accumulate"),
+    [(pf.AtEpoch(1), 1), (pf.AtEpoch(1), 2), (pf.AtStep(2), 2), (pf.AtStep(0), 1), (pf.AtStep(99), 1)],
+    ids=str,
+)
+def test_equals_a_plain_loop(when: Any, accumulate: int, tmp_path: Path) -> None:
+    trainer = make(
+        Net(), tmp_path, train_sampling_strategy="sequential", gradient_accumulation_steps=accumulate
+    )
+    switch, other = pf.Switch(rank=0.25, when=when), pf.Switch(rank=0.25, when=when)
+    result = train(trainer, switch)
+    assert isinstance(result, TrainOutput)
+    assert result.global_step == STEPS // accumulate
+    same(trainer.model, by_hand(other, accumulate))
+    assert (switch.report is None) == (other.report is None) == (when == pf.AtStep(99))
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "when",
+    [pf.AtStep(6), pf.AtEpoch(1), pf.AtFraction(0.5), pf.RanksSettle(latest=pf.AtEpoch(2))],
+    ids=lambda when: type(when).__name__,
+)
+def test_resumes_from_both_sides(when: Any, tmp_path: Path) -> None:
+    def run(folder: str, **resume: Any) -> tuple[Trainer, pf.Switch]:
+        switch = pf.Switch(rank=0.25, when=when, lr=Rewarm(5))
+        trainer = make(
+            Net(dropout=0.5), tmp_path / folder, save_strategy="steps", save_steps=2, logging_strategy="steps",
+            logging_steps=1,
+        )  # fmt: skip
+        train(trainer, switch, **resume)
+        return trainer, switch
+
+    trainer, switch = run("whole")
+    assert switch.report is not None
+    rates = {entry["step"]: entry.get("learning_rate") for entry in trainer.state.log_history}
+    for step in (2, 4, 6, 10):  # dense, at the end of an epoch, at or after the switch, low-rank
+        resumed, again = run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        same(trainer.model, resumed.model)
+        assert again.state_dict() == switch.state_dict()
+        assert {e["step"]: e.get("learning_rate") for e in resumed.state.log_history} == rates
+    last, _ = run("whole", resume_from_checkpoint=True)  # nothing is left to do, and nothing is changed
+    same(trainer.model, last.model)
+
+
+def test_a_pretrained_model_in_mixed_precision_keeps_its_best(tmp_path: Path) -> None:
+    """Tied weights, Conv1D, the autocast forward; and the best one is chosen among those that can be loaded."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(
+            GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=1)
+        )  # fmt: skip
+
+    tokens = [{"input_ids": (t := torch.arange(8 + i, 16 + i) % 32), "labels": t} for i in range(SAMPLES)]
+    options = {
+        "bf16": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    trainer = make(build(), tmp_path, tokens, **options)
+    train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(5)))
+    losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
+    best = max((step for step in losses if step > 5), key=losses.__getitem__)
+    assert losses[best] < max(losses.values())  # of all, the worst of the warm-up would be "best"
+    assert trainer.state.best_global_step == best
+    assert type(trainer.model.transformer.h[0].mlp.c_fc) is not type(build().transformer.h[0].mlp.c_fc)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], abs=1e-6)
+
+    resumed = make(build(), tmp_path / "again", tokens, **options)
+    train(resumed, pf.Switch(rank=0.25, when=pf.AtStep(5)), str(tmp_path / "checkpoint-10"))
+    assert resumed.state.global_step == STEPS
+    pf.merge_(trainer.model)
+    trainer.save_model(str(tmp_path / "dense"))
+    dense = GPT2LMHeadModel.from_pretrained(tmp_path / "dense")
+    ids = tokens[0]["input_ids"][None]
+    torch.testing.assert_close(dense(ids).logits, trainer.model.eval()(ids).logits, rtol=0.05, atol=0.05)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    def switch() -> pf.Switch:
+        return pf.Switch(rank=0.25, when=pf.AtStep(6))
+
+    trainer = make(Net(), tmp_path, save_strategy="steps", save_steps=4)
+    train(trainer, switch())
+    with pytest.raises(ValueError, match="model is low-rank in 2 layers"):
+        train(trainer, switch(), str(tmp_path / "checkpoint-4"))
+    fresh = make(Net(), tmp_path)
+    fresh.model_init = Net
+    with pytest.raises(ValueError, match="checkpoint-8: it was saved after the switch, and model_init"):
+        train(fresh, switch(), str(tmp_path / "checkpoint-8"))
+    with pytest.raises(ValueError, match=r"it has no trainer_state\.json"):
+        train(fresh, switch(), str(tmp_path / "nowhere"))
+    same(fresh.model, Net())
+    ordinary = make(Net(), tmp_path / "ordinary", save_strategy="steps", save_steps=4)
+    ordinary.train()
+    goes_on = make(Net(), tmp_path / "more", save_strategy="steps", save_steps=4)
+    late = switch()
+    train(goes_on, late, str(tmp_path / "ordinary" / "checkpoint-4"))
+    assert late.report is not None
+    assert late.report.position.step == 6
+    assert len(goes_on.callback_handler.callbacks) == len(ordinary.callback_handler.callbacks)
+
+
+def worker(rank: int, size: int, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        hooked: list[Any] = []
+
+        def register(ddp: Any) -> None:
+            hooked.append(ddp)
+            exact_(ddp)
+
+        def run(name: str, **resume: Any) -> Trainer:
+            trainer = make(
+                Net(), Path(folder, name), train_sampling_strategy="sequential", save_strategy="steps", save_steps=2,
+                per_device_train_batch_size=BATCH // size,
+            )  # fmt: skip
+            assert trainer.args.world_size == size
+            train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(5)), register=register, **resume)
+            assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+            assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
+            for p in trainer.model.parameters():
+                theirs = p.detach().clone()
+                dist.broadcast(theirs, 0)
+                assert torch.equal(theirs, p)
+            return trainer
+
+        whole = run("whole")
+        for step in (4, 8):
+            dist.barrier()
+            resumed = run(str(step), resume_from_checkpoint=str(Path(folder, "whole", f"checkpoint-{step}")))
+            same(whole.model, resumed.model)
+        assert len(hooked) == 3
+        # Signs of factors depend on the rank that computed the SVD: compare what they compute.
+        x = torch.stack([s["x"] for s in samples()])
+        alone = by_hand(pf.Switch(rank=0.25, when=pf.AtStep(5)))
+        torch.testing.assert_close(whole.model.layers(x), alone.layers(x), rtol=1e-3, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)  # the hang guard
+def test_two_processes(tmp_path: Path, free_port: int) -> None:
+    mp.spawn(worker, (2, str(tmp_path), free_port), nprocs=2, join=True)
+
+
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    main(str(tmp_path / "run"), steps=4)
+    main(str(tmp_path / "run"), steps=8)  # goes on from the end of the first, which is low-rank
+    assert capsys.readouterr().out.count("Switched to low rank at step 1") == 2
+    assert (tmp_path / "run" / "dense" / "model.safetensors").is_file()
+    assert len(EXAMPLE.read_text().splitlines()) < 40

@@ -1,0 +1,473 @@
+"""The switch under FSDP2, in real processes on gloo: one process group a world size, all cases inside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pufferfish as pf
+from pufferfish import fsdp
+from pufferfish.fsdp.outline import local, outline, parameters, whole
+from pufferfish.ranks import Workers
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp2.py"
+
+
+def image_net() -> nn.Module:
+    """With sizes that two and four workers cannot share evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 33, 3, padding=1), nn.BatchNorm2d(33), nn.ReLU(), nn.Conv2d(33, 48, 3, stride=2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(48 * 9, 65), nn.ReLU(), nn.Linear(65, 5),
+    )  # fmt: skip
+
+
+class Text(nn.Module):
+    """Attention with its packed projections; tied, frozen and computed tensors; a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 64)
+        self.layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.layer.linear1.bias.requires_grad_(False)
+        self.register_buffer("places", torch.linspace(0, 1, 64), persistent=False)
+        self.scale = torch.tensor(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(x) + self.places * self.scale).mean(1))
+
+
+def sharder(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], None]:
+    """Blocks first: here the layers that a plan may change, so that they are `FSDPLinear` and the like."""
+
+    def shard(model: nn.Module) -> None:
+        for child in model.children():
+            block = isinstance(child, nn.Conv2d | nn.Linear | nn.TransformerEncoderLayer | pf.layers.LowRank)
+            if block and child is not getattr(model, "head", None):  # tied: in one group with the embedding
+                fully_shard(child, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+
+    return shard
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # A bias of attention's keys has no gradient but rounding, which a smaller eps would blow up.
+    return torch.optim.AdamW(model.named_parameters(), lr=1e-3, eps=1e-4)
+
+
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.5)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=1e-3)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, text: bool = False) -> float:
+    g = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randint(11, (3, 7), generator=g) if text else torch.randn(3, 3, 8, 8, generator=g)
+    device = next(model.parameters()).device
+    y = torch.randint(5, (3,), generator=g)
+    loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Everything an optimizer keeps, whole, in the order of its groups."""
+    return [
+        {k: whole(v).clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+def same_as(model: nn.Module, plain: nn.Module, tolerance: float = 0.0) -> None:
+    mine, theirs = parameters(model), parameters(plain)
+    assert list(mine) == list(theirs)
+    for name, p in mine.items():
+        assert p.requires_grad == theirs[name].requires_grad, name
+        torch.testing.assert_close(whole(p), theirs[name].detach(), rtol=tolerance, atol=tolerance)
+
+
+def goes_on_as_under_ddp(
+    build: Callable[[], nn.Module],
+    make: Make,
+    mesh: DeviceMesh,
+    shard: Callable[[nn.Module], None] | None = None,
+    **options: Any,
+) -> None:
+    """Warm-up, switch and low-rank training, beside the same with DDP."""
+    shard = shard or sharder(mesh)
+    text = build is Text
+    model, plain = (build().to(mesh.device_type) for _ in range(2))
+    shard(model)
+    optimizer, other = make(model), make(plain)
+    ddp = DDP(plain, broadcast_buffers=False)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, other)]
+    options = {"rank": 0.25, "when": pf.AtStep(2)} | options
+    switch, beside = pf.Switch(**options), pf.Switch(**options)
+    for step in range(5):
+        before = model
+        if step == 2:  # sums over more than two workers depend on their order: go on from the same numbers
+            same_as(model, plain, 1e-5)
+            with torch.no_grad():
+                for p, q in zip(parameters(model).values(), plain.parameters(), strict=True):
+                    q.copy_(whole(p))
+            other.load_state_dict(
+                {
+                    "state": dict(enumerate(states(optimizer))),
+                    "param_groups": other.state_dict()["param_groups"],
+                }
+            )
+        model, same = switch.rebuild(model, optimizer, build=build, shard=shard, step=step)
+        assert same is optimizer
+        assert (model is not before) == (step == 2) == beside.step(ddp, other, step=step)
+        if step == 2:
+            same_as(model, plain)  # to the bit
+            for mine, theirs in zip(states(optimizer), states(other), strict=True):
+                assert mine.keys() == theirs.keys()
+                for key, value in mine.items():
+                    torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=0)
+            assert switch.report is not None
+            assert beside.report is not None
+            assert [e.error for e in switch.report.plan] == [e.error for e in beside.report.plan]
+            for mine, theirs in zip(optimizer.param_groups, other.param_groups, strict=True):
+                assert {k: v for k, v in mine.items() if k != "params"} == {
+                    k: v for k, v in theirs.items() if k != "params"
+                }
+            assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+        losses = [update(m, o, step, text) for m, o in ((model, optimizer), (ddp, other))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        for schedule in schedules:
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    same_as(model, plain, 1e-5)
+    for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def switched(mesh: DeviceMesh, build: Callable[[], nn.Module], warm_up: int = 1) -> tuple[Any, ...]:
+    """A model before its switch, and how to rebuild it: without the decisions around it."""
+    model = build()
+    sharder(mesh)(model)
+    optimizer = adamw(model)
+    for step in range(warm_up):
+        update(model, optimizer, step, build is Text)
+    plan = pf.plan(build(), 0.25)
+
+    def rebuild(**other: Any) -> tuple[nn.Module, pf.Plan]:
+        given = {"build": build, "shard": sharder(mesh), "plan": plan, "optimizer": optimizer, "carry": True}
+        given["workers"] = Workers(dist.group.WORLD, torch.device("cpu"))
+        return fsdp.rebuild(model, **(given | other))
+
+    return model, optimizer, rebuild
+
+
+def what_stays_is_moved(mesh: DeviceMesh) -> None:
+    """Same parameters with their state, ties, flags, modes and buffers; and nothing is left behind."""
+    model, optimizer, rebuild = switched(mesh, Text)
+    model.layer.eval()
+    embedding, state, places = model.embed.weight, optimizer.state[model.embed.weight], model.places
+    gone = [local(p) for p in (model.layer.linear1.weight, model.layer.self_attn.in_proj_bias)]
+    old_scale = model.scale
+    with torch.no_grad():
+        model(torch.zeros(1, 7, dtype=torch.long))  # leaves the root's parameters whole
+    new, done = rebuild()
+    assert new.embed.weight is new.head.weight is embedding
+    assert optimizer.state[embedding] is state
+    assert new.places is places
+    assert new.scale is old_scale
+    assert not new.layer.linear1.up.bias.requires_grad
+    assert (new.training, new.layer.training) == (True, False)
+    assert isinstance(new.layer.self_attn, pf.layers.LowRankMultiheadAttention)
+    assert done["layer.linear1"].error > 0
+    assert [x.untyped_storage().nbytes() for x in gone] == [0, 0]
+    assert list(model.parameters()) == list(model.buffers()) == []
+    with pytest.raises(RuntimeError, match=r"go on with the one that switch\.rebuild returned"):
+        model(torch.zeros(1, 7, dtype=torch.long))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in new.parameters()}
+    assert {id(p) for p in optimizer.state} <= held
+    update(new, optimizer, 1, text=True)
+
+
+def gradients_that_no_update_has_used_are_refused(mesh: DeviceMesh) -> None:
+    model, optimizer, _ = switched(mesh, image_net)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)[0] is model
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    with pytest.raises(ValueError, match=r"0\.weight: a gradient is pending"):
+        switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)
+    optimizer.step()
+    assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)[0] is not model
+
+
+def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
+    """What `shard` does besides: activation checkpointing, compiling."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        model[6] = checkpoint_wrapper(model[6])
+        sharder(mesh)(model)
+        return torch.compile(model, backend="aot_eager")
+
+    model = shard(image_net())
+    optimizer, switch = adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(1))
+    for step in range(3):
+        model, _ = switch.rebuild(model, optimizer, build=image_net, shard=shard, step=step)
+        update(model, optimizer, step)
+    assert switch.report is not None
+    assert switch.report.plan.ranks.keys() == {"3", "6"}
+    assert "6.up.weight" in optimizer.param_groups[0]["param_names"]
+
+
+def spectra_are_those_of_the_whole_weights(mesh: DeviceMesh) -> None:
+    for build in (image_net, Text):
+        model, _, _ = switched(mesh, build, warm_up=0)
+        workers = Workers(dist.group.WORLD, torch.device("cpu"))
+        found, expected = fsdp.spectra(model, outline(model, build), workers), pf.spectra(build())
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            assert torch.equal(values, expected[name]), name
+
+
+def half(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().half()
+
+
+def smaller() -> nn.Module:
+    model = image_net()
+    model[6] = nn.Linear(48 * 9, 64)
+    return model
+
+
+def errors_leave_the_model_as_it_was(mesh: DeviceMesh) -> None:
+    model, optimizer, rebuild = switched(mesh, image_net)
+    before = {name: whole(p).clone() for name, p in parameters(model).items()}
+    text, kept = outline(Text(), Text), copy.deepcopy(optimizer.state_dict()["param_groups"])
+
+    def sideways(m: nn.Module) -> None:
+        fully_shard(m, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.shape == (65, 16) else None)
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+    def narrow(m: nn.Module) -> None:
+        fully_shard(m, mesh=mesh, ignored_params={m[8].weight})
+
+    def bigger(m: nn.Module) -> None:
+        m.extra = nn.Linear(2, 2, device="meta")
+        sharder(mesh)(m)
+
+    for given, message in (
+        ({"build": smaller}, r"build\(\) gives 6\.weight as torch\.float32 64×432, in the .* 65×432"),
+        ({"build": lambda: half(image_net)}, r"build\(\) gives 0\.weight as torch\.float16"),
+        ({"build": Text}, r"build\(\) gives another model: parameter 0\.bias is not in it"),
+        ({"build": lambda: model}, r"build\(\) gave 0\.weight on cpu; it must make a new model"),
+        ({"build": lambda: image_net().to("cpu")}, r"build\(\) cannot run on the meta device"),
+        ({"build": lambda: "model"}, r"build\(\) gave a str, not a model"),
+        ({"shard": lambda m: "model"}, r"shard\(\) gave a str"),
+        ({"shard": lambda m: None}, "rebuild is for models that fully_shard has sharded"),
+        ({"shard": narrow}, r"8\.weight: shard\(\) makes it not sharded"),
+        ({"shard": bigger}, r"shard\(\) added the parameter extra\.bias"),
+        ({"plan": pf.plan(text, 0.25)}, "the plan has this layer, the model does not"),
+        ({"plan": pf.plan(image_net(), pf.Energy(0.9))}, "the plan still holds a rule"),
+        ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS cannot follow"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            rebuild(**given)
+    weight = local(model[6].weight)
+    if mesh.get_rank() == mesh.size() - 1:
+        weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"6\.weight: the weight contains inf or NaN; nothing was changed"):
+        rebuild()
+    if mesh.get_rank() == mesh.size() - 1:
+        weight.copy_(before["6.weight"].chunk(mesh.size())[-1])
+    with pytest.raises(RuntimeError, match="differ from rank 0 in what keeps them from switching"):
+        rebuild(build=smaller if mesh.get_rank() else image_net)
+    for name, p in parameters(model).items():
+        assert torch.equal(whole(p), before[name]), name
+    assert optimizer.state_dict()["param_groups"] == kept
+    new, _ = rebuild(shard=sideways)  # and now it works; a factor may be sharded otherwise
+    if 16 % mesh.size() == 0:
+        assert new[6].up.weight.placements == (Shard(1),)
+    update(new, optimizer, 1)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that tensors have held at once: every storage that an operation gave or that was there.
+
+    Not counted is what an operation takes and gives back while it runs: LAPACK's workspace.
+    """
+
+    def __init__(self, there: list[Tensor]) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.add(there)
+        self.start = self.peak = self.now()
+
+    def add(self, values: Any) -> None:
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and not x.is_meta:
+                self.storages.add(local(x).untyped_storage())
+
+    def now(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add(result)
+        for _ in range(200):  # gloo's thread lets go of a message a moment after it has arrived
+            if self.now() <= self.peak:
+                return result
+            os.sched_yield()
+        self.peak = self.now()
+        return result
+
+
+def memory(mesh: DeviceMesh, m: int, n: int) -> float:
+    """How many whole layers a rebuild holds at most beyond the shards that were there."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(n, m, bias=False) for _ in range(2 * mesh.size())))
+
+    def shard(model: nn.Module) -> None:
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    model = build()
+    shard(model)
+    optimizer = adamw(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    plan = pf.plan(build(), 0.25)
+    there = [*model.parameters(), *(x for s in optimizer.state.values() for x in s.values())]
+    live = Live(there)
+    del there, p
+    with live:
+        fsdp.rebuild(
+            model, optimizer, plan, build=build, shard=shard, carry=True,
+            workers=Workers(dist.group.WORLD, torch.device("cpu")),
+        )  # fmt: skip
+    assert live.now() < 0.7 * live.start  # low-rank shards, and none of the dense ones
+    return (live.peak - live.start) / (4 * m * n)
+
+
+def memory_is_bounded(mesh: DeviceMesh) -> None:
+    """Shards and two whole layers. Of square ones the SVD wants more: its fp64 matrices count as two each."""
+    assert memory(mesh, 512, 2048) <= 2.2
+    assert memory(mesh, 1024, 1024) <= 4.6
+
+
+def worker(rank: int, size: int, store: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        goes_on_as_under_ddp(image_net, momentum, mesh)
+        goes_on_as_under_ddp(Text, adamw, mesh)
+        goes_on_as_under_ddp(Text, momentum, mesh, state="reset")
+        what_stays_is_moved(mesh)
+        gradients_that_no_update_has_used_are_refused(mesh)
+        spectra_are_those_of_the_whole_weights(mesh)
+        errors_leave_the_model_as_it_was(mesh)
+        if size == 2:
+            goes_on_as_under_ddp(image_net, adamw, mesh, state="reset")
+            goes_on_as_under_ddp(image_net, rmsprop, mesh, rank=None)  # the automatic ranks
+            goes_on_as_under_ddp(image_net, adagrad, mesh, state="reset")
+            wrappers_are_looked_through(mesh)
+            memory_is_bounded(mesh)
+        else:
+            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+            goes_on_as_under_ddp(image_net, adamw, both)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_real_processes(size: int, tmp_path: Path) -> None:
+    mp.spawn(worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+
+
+def cuda_worker(rank: int, size: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    mesh = init_device_mesh("cuda", (size,))
+    goes_on_as_under_ddp(Text, momentum, mesh)
+    model = Text().cuda()
+    shard = sharder(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shard(model)
+    optimizer, switch = adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(1))
+    for step in range(3):
+        model, _ = switch.rebuild(model, optimizer, build=Text, shard=shard, step=step)
+        assert torch.tensor(update(model, optimizer, step, text=True)).isfinite()
+    offloaded = Text().cuda()
+    sharder(mesh, offload_policy=CPUOffloadPolicy())(offloaded)
+    with pytest.raises(ValueError, match=r"embed\.weight: it is offloaded to the cpu"):
+        fsdp.rebuild(
+            offloaded, None, pf.plan(Text(), 0.25), build=Text, shard=shard, carry=True,
+            workers=Workers(dist.group.WORLD, torch.device("cuda", rank)),
+        )  # fmt: skip
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+def test_on_gpus(tmp_path: Path) -> None:
+    size = torch.cuda.device_count()
+    mp.spawn(cuda_worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+
+
+@pytest.mark.timeout(120)
+def test_the_example_runs() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLE]
+    source = Path(pf.__file__).parents[1]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [
+        float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines() if "loss " in line
+    ]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+    assert "Switched to low rank at epoch 2" in done.stdout
