@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.decay import FrobeniusDecay
 from pufferfish.layers import LowRank
 
@@ -387,34 +384,23 @@ def test_what_is_refused() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def sharded_and_replicated(rank: int, size: int, store: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    try:
-        for name in ("SGD nesterov", "AdamW"):
-            for wrap in (DDP, fully_shard):
-                model, alone = low_rank(), low_rank()
-                wrapped = wrap(model)
-                optimizer = EVERY[name](wrapped.parameters(), weight_decay=OWN)
-                FrobeniusDecay(wrapped, optimizer, LAMBDA)
-                other = two_groups(alone, EVERY[name])
-                for step in range(3):  # every worker has the same batch, so the mean gradient is that of one
-                    our_step(wrapped, optimizer, step)
-                    reference_step(alone, other, step, name in DECOUPLED)
-                for (label, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                    assert isinstance(p, DTensor) == (wrap is fully_shard)
-                    whole = p.full_tensor() if isinstance(p, DTensor) else p
-                    torch.testing.assert_close(
-                        whole, q, rtol=1e-9, atol=1e-9, msg=lambda m, n=label: f"{n}: {m}"
-                    )
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def sharded_and_replicated(rank: int, size: int) -> None:
+    for name in ("SGD nesterov", "AdamW"):
+        for wrap in (DDP, fully_shard):
+            model, alone = low_rank(), low_rank()
+            wrapped = wrap(model)
+            optimizer = EVERY[name](wrapped.parameters(), weight_decay=OWN)
+            FrobeniusDecay(wrapped, optimizer, LAMBDA)
+            other = two_groups(alone, EVERY[name])
+            for step in range(3):  # every worker has the same batch, so the mean gradient is that of one
+                our_step(wrapped, optimizer, step)
+                reference_step(alone, other, step, name in DECOUPLED)
+            for (label, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert isinstance(p, DTensor) == (wrap is fully_shard)
+                whole = p.full_tensor() if isinstance(p, DTensor) else p
+                torch.testing.assert_close(whole, q, rtol=1e-9, atol=1e-9, msg=lambda m, n=label: f"{n}: {m}")
 
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    mp.spawn(sharded_and_replicated, (2, str(tmp_path / "store")), nprocs=2, join=True)
+    in_processes(sharded_and_replicated, 2, tmp_path)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish import exact
 from pufferfish.exact import exact_
 
@@ -226,70 +224,55 @@ def refusals() -> None:
         exact_(DDP(build(), skip_all_reduce_unused_params=True, find_unused_parameters=True))
 
 
-def worker(rank: int, size: int, store: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+def cases(rank: int, size: int) -> None:
     exact._PIECE = 20_000  # so that there are several messages
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    try:
-        averages(rank, size)
-        averages(rank, size, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
-        averages(rank, size, unused=True, find_unused_parameters=True)
-        averages(rank, size, half=True)
-        buckets_do_not_matter(rank, size)
-        assert restarts(True, rank)
-        assert restarts(False, rank) == (size == 2)
-        stays_exact_through_the_switch(rank)
-        if size == 2:
-            compiled(rank)
-            uneven_inputs(rank)
-            a_broken_backward_leaves_nothing_behind(rank)
-            nothing_is_kept(rank)
-            refusals()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    averages(rank, size)
+    averages(rank, size, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+    averages(rank, size, unused=True, find_unused_parameters=True)
+    averages(rank, size, half=True)
+    buckets_do_not_matter(rank, size)
+    assert restarts(True, rank)
+    assert restarts(False, rank) == (size == 2)
+    stays_exact_through_the_switch(rank)
+    if size == 2:
+        compiled(rank)
+        uneven_inputs(rank)
+        a_broken_backward_leaves_nothing_behind(rank)
+        nothing_is_kept(rank)
+        refusals()
 
 
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    mp.spawn(worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+    in_processes(cases, size, tmp_path)
 
 
-def cuda_worker(rank: int, backend: str, size: int, store: str) -> None:
+def cuda_cases(rank: int, size: int) -> None:
     """Up to two workers have the bits of plain DDP, whatever streams copies and sums run on."""
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
     torch.backends.cudnn.deterministic = True
-    try:
-        ends = []
-        for is_exact in (False, True):
-            torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).cuda()
-            ddp = wrapped(model, is_exact, bucket_cap_mb=5, gradient_as_bucket_view=True)
-            optimizer = momentum(model)
-            for step in range(6):
-                torch.manual_seed(100 * step + rank)
-                with torch.autocast("cuda", torch.bfloat16):
-                    ddp(torch.randn(512, 1024, device="cuda")).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert same_everywhere(weights(model))
-            ends.append(weights(model))
-        assert torch.equal(*ends)
-    finally:
-        dist.destroy_process_group()
+    ends = []
+    for is_exact in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).cuda()
+        ddp = wrapped(model, is_exact, bucket_cap_mb=5, gradient_as_bucket_view=True)
+        optimizer = momentum(model)
+        for step in range(6):
+            torch.manual_seed(100 * step + rank)
+            with torch.autocast("cuda", torch.bfloat16):
+                ddp(torch.randn(512, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_everywhere(weights(model))
+        ends.append(weights(model))
+    assert torch.equal(*ends)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2)])
 def test_on_cuda(backend: str, size: int, tmp_path: Path) -> None:
-    mp.spawn(cuda_worker, (backend, size, str(tmp_path / "store")), nprocs=size, join=True)
+    in_processes(cuda_cases, size, tmp_path, backend=backend)
 
 
 def test_messages_follow_the_parameters_and_not_their_number() -> None:

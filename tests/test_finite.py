@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.finite import FiniteGuard
 
 
@@ -179,60 +176,51 @@ def test_settings_are_checked() -> None:
         FiniteGuard(build(), limit=0)
 
 
-def worker(rank: int, size: int, store: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+def cases(rank: int, size: int) -> None:
+    bad = math.nan if rank == 1 else 0.0
+    ddp = DDP(build())
+    guard = FiniteGuard(ddp, on_bad="skip")
+    # The loss is bad on one rank, through it nobody's gradients: adding NaN does not change them.
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert guard(backward(ddp))
+        assert not guard(backward(ddp, bad))
+        assert guard(backward(ddp))
+    assert [str(w.message) for w in told] == (
+        [] if rank else ["FiniteGuard, call 2: the loss is not finite on rank 1; update skipped"]
     )
-    try:
-        bad = math.nan if rank == 1 else 0.0
-        ddp = DDP(build())
-        guard = FiniteGuard(ddp, on_bad="skip")
-        # The loss is bad on one rank, through it nobody's gradients: adding NaN does not change them.
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            assert guard(backward(ddp))
-            assert not guard(backward(ddp, bad))
-            assert guard(backward(ddp))
-        assert [str(w.message) for w in told] == (
-            [] if rank else ["FiniteGuard, call 2: the loss is not finite on rank 1; update skipped"]
-        )
-        # A bad input spoils the average, and so everybody's gradients.
-        ddp.zero_grad()
-        x = torch.full((2, 64), bad)
-        loss = ddp(x).sum()
-        loss.backward()
-        with pytest.raises(FloatingPointError) as raised:
-            FiniteGuard(ddp)(loss)
-        assert str(raised.value).startswith(
-            "FiniteGuard, call 1: the loss is not finite on rank 1, the gradient of 0.weight, 2.weight "
-            "is not finite on rank 0, 1;"
-        )
-        # Before the average, as under no_sync, a gradient is one rank's own; still all hear of it.
-        ddp.zero_grad()
-        with ddp.no_sync():
-            backward(ddp)
-        if rank == 0:
-            ddp.module[2].bias.grad[1] = math.inf
-        with pytest.raises(FloatingPointError, match=r"of 2\.bias is not finite on rank 0;"):
-            FiniteGuard(ddp)()
-        sharded = build()
-        fully_shard(sharded, mesh=init_device_mesh("cpu", (size,)))
-        loss = backward(sharded)
-        guard = FiniteGuard(sharded)
-        assert guard(loss)
-        if rank == 1:
-            sharded[2].weight.grad.to_local()[0] = math.nan
-        with pytest.raises(
-            FloatingPointError, match=r"call 2: the gradient of 2\.weight is not finite on rank 1"
-        ):
-            guard(loss)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    # A bad input spoils the average, and so everybody's gradients.
+    ddp.zero_grad()
+    x = torch.full((2, 64), bad)
+    loss = ddp(x).sum()
+    loss.backward()
+    with pytest.raises(FloatingPointError) as raised:
+        FiniteGuard(ddp)(loss)
+    assert str(raised.value).startswith(
+        "FiniteGuard, call 1: the loss is not finite on rank 1, the gradient of 0.weight, 2.weight "
+        "is not finite on rank 0, 1;"
+    )
+    # Before the average, as under no_sync, a gradient is one rank's own; still all hear of it.
+    ddp.zero_grad()
+    with ddp.no_sync():
+        backward(ddp)
+    if rank == 0:
+        ddp.module[2].bias.grad[1] = math.inf
+    with pytest.raises(FloatingPointError, match=r"of 2\.bias is not finite on rank 0;"):
+        FiniteGuard(ddp)()
+    sharded = build()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (size,)))
+    loss = backward(sharded)
+    guard = FiniteGuard(sharded)
+    assert guard(loss)
+    if rank == 1:
+        sharded[2].weight.grad.to_local()[0] = math.nan
+    with pytest.raises(
+        FloatingPointError, match=r"call 2: the gradient of 2\.weight is not finite on rank 1"
+    ):
+        guard(loss)
 
 
 @pytest.mark.timeout(120)  # the hang guard
 def test_all_ranks_answer_alike(tmp_path: Path) -> None:
-    mp.spawn(worker, (2, str(tmp_path / "store")), nprocs=2, join=True)
+    in_processes(cases, 2, tmp_path)

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish import fsdp
 from pufferfish.fsdp.outline import local, outline, parameters, whole
 from pufferfish.ranks import Workers
@@ -388,50 +387,38 @@ def memory(mesh: DeviceMesh, m: int, n: int) -> float:
 
 def memory_is_bounded(mesh: DeviceMesh) -> None:
     """Shards and two whole layers. Of square ones the SVD wants more: its fp64 matrices count as two each."""
-    assert memory(mesh, 512, 2048) <= 2.2
-    assert memory(mesh, 1024, 1024) <= 4.6
+    assert memory(mesh, 512, 2048) <= 2.01
+    assert memory(mesh, 1024, 1024) <= 3.6
 
 
-def worker(rank: int, size: int, store: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    try:
-        mesh = init_device_mesh("cpu", (size,))
-        goes_on_as_under_ddp(image_net, momentum, mesh)
-        goes_on_as_under_ddp(Text, adamw, mesh)
-        goes_on_as_under_ddp(Text, momentum, mesh, state="reset")
-        what_stays_is_moved(mesh)
-        gradients_that_no_update_has_used_are_refused(mesh)
-        spectra_are_those_of_the_whole_weights(mesh)
-        errors_leave_the_model_as_it_was(mesh)
-        if size == 2:
-            goes_on_as_under_ddp(image_net, adamw, mesh, state="reset")
-            goes_on_as_under_ddp(image_net, rmsprop, mesh, rank=None)  # the automatic ranks
-            goes_on_as_under_ddp(image_net, adagrad, mesh, state="reset")
-            wrappers_are_looked_through(mesh)
-            memory_is_bounded(mesh)
-        else:
-            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-            goes_on_as_under_ddp(image_net, adamw, both)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def cases(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    goes_on_as_under_ddp(image_net, momentum, mesh)
+    goes_on_as_under_ddp(Text, adamw, mesh)
+    goes_on_as_under_ddp(Text, momentum, mesh, state="reset")
+    what_stays_is_moved(mesh)
+    gradients_that_no_update_has_used_are_refused(mesh)
+    spectra_are_those_of_the_whole_weights(mesh)
+    errors_leave_the_model_as_it_was(mesh)
+    if size == 2:
+        goes_on_as_under_ddp(image_net, adamw, mesh, state="reset")
+        goes_on_as_under_ddp(image_net, rmsprop, mesh, rank=None)  # the automatic ranks
+        goes_on_as_under_ddp(image_net, adagrad, mesh, state="reset")
+        wrappers_are_looked_through(mesh)
+        memory_is_bounded(mesh)
+    else:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+        goes_on_as_under_ddp(image_net, adamw, both)
 
 
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    mp.spawn(worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+    in_processes(cases, size, tmp_path)
 
 
-def cuda_worker(rank: int, size: int, store: str) -> None:
+def cuda_cases(rank: int, size: int) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
     mesh = init_device_mesh("cuda", (size,))
     goes_on_as_under_ddp(Text, momentum, mesh)
     model = Text().cuda()
@@ -448,14 +435,13 @@ def cuda_worker(rank: int, size: int, store: str) -> None:
             offloaded, None, pf.plan(Text(), 0.25), build=Text, shard=shard, carry=True,
             workers=Workers(dist.group.WORLD, torch.device("cuda", rank)),
         )  # fmt: skip
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(240)
 def test_on_gpus(tmp_path: Path) -> None:
     size = torch.cuda.device_count()
-    mp.spawn(cuda_worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+    in_processes(cuda_cases, size, tmp_path, backend="nccl")
 
 
 @pytest.mark.timeout(120)

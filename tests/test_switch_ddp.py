@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.ranks import balanced, svd_cost
 
 SAMPLES = 8  # of every step, shared out among the workers
@@ -307,38 +305,29 @@ def accumulation_and_mixed_precision(rank: int, size: int) -> None:
         assert switch.report is not None
 
 
-def worker(rank: int, size: int, store: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    try:
-        trains(momentum, rank, size)
-        trains(adamw, rank, size, find_unused_parameters=True)
-        trains(momentum, rank, size, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
-        options_are_kept(rank, size)
-        dense_weights_are_freed(rank, size)
-        disagreement_is_the_same_error_everywhere(rank, size)
-        trouble_on_one_rank_stops_all(rank, size)
-        rank_zero_decides(rank, size)
-        automatic(rank, size)
-        diverged_weights_are_the_same_error_everywhere(rank, size)
-        averages_losses_rates_and_the_way_back(rank, size)
-        restored_in_place(rank, size)
-        the_slowest_measurement_counts(rank, size)
-        accumulation_and_mixed_precision(rank, size)
-        if size == 2:
-            compiled_both_ways(rank, size)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def cases(rank: int, size: int) -> None:
+    trains(momentum, rank, size)
+    trains(adamw, rank, size, find_unused_parameters=True)
+    trains(momentum, rank, size, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+    options_are_kept(rank, size)
+    dense_weights_are_freed(rank, size)
+    disagreement_is_the_same_error_everywhere(rank, size)
+    trouble_on_one_rank_stops_all(rank, size)
+    rank_zero_decides(rank, size)
+    automatic(rank, size)
+    diverged_weights_are_the_same_error_everywhere(rank, size)
+    averages_losses_rates_and_the_way_back(rank, size)
+    restored_in_place(rank, size)
+    the_slowest_measurement_counts(rank, size)
+    accumulation_and_mixed_precision(rank, size)
+    if size == 2:
+        compiled_both_ways(rank, size)
 
 
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    mp.spawn(worker, (size, str(tmp_path / "store")), nprocs=size, join=True)
+    in_processes(cases, size, tmp_path)
 
 
 @pytest.mark.parametrize("workers", [4, 16])

@@ -50,9 +50,11 @@ def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
 
 
 def _unwrapped(optimizer: optim.Optimizer) -> optim.Optimizer:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), optim.Optimizer):
-        optimizer = inner
-    return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    both = isinstance(optimizer, optim.Optimizer) and isinstance(
+        inner, optim.Optimizer
+    )  # a scheduler has one too
+    return _unwrapped(inner) if both else optimizer
 
 
 def check(optimizers: Iterable[optim.Optimizer]) -> None:

@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish import folders
-from pufferfish.checkpoint import Checkpoint
+from pufferfish.checkpoint import Checkpoint, folders
 from pufferfish.checkpoint.control import Sigterm
 
 SWITCH, TOTAL = 4, 7
@@ -721,3 +720,15 @@ def test_only_the_main_thread_listens() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     made[0].close()
     assert not made[0].seen
+
+
+def test_made_too_early(tmp_path: Path) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            with pytest.raises(RuntimeError, match="made before init_process_group"):
+                checkpoint.save()
+        finally:
+            torch.distributed.destroy_process_group()

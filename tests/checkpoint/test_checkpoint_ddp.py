@@ -9,14 +9,12 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.checkpoint import Checkpoint
 
 SWITCH, TOTAL = 3, 6
@@ -365,40 +364,27 @@ def other_placements_are_refused(folder: Path) -> None:
     )
 
 
-def worker(rank: int, size: int, store: str, folder: Path) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    early = Checkpoint(folder / "early", build())
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    try:
-        with pytest.raises(RuntimeError, match="made before init_process_group"):
-            early.save()
-        early.close()
-        if size != 4:
-            read_from_other_worlds(folder / "worlds")
-        if size != 3:
-            save_for_other_worlds(folder / "worlds")
-        if size == 4:
-            shards_resume_exactly(
-                folder / "hsdp", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-            )
-            other_placements_are_refused(folder / "other")
-        if size == 2:
-            resuming_is_not_stopping(folder / "momentum", momentum)
-            resuming_is_not_stopping(folder / "adamw", adamw, find_unused_parameters=True)
-            shards_resume_exactly(folder / "fsdp")
-            trouble_on_one_rank_is_everyones(folder / "trouble")
-            sigterm_on_one_rank_stops_all_at_the_same_step(folder / "sigterm")
-            buffers_of_every_rank_come_back(folder / "buffers")
-            a_folder_that_one_rank_does_not_see(folder / "unseen")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def cases(rank: int, size: int, folder: Path) -> None:
+    if size != 4:
+        read_from_other_worlds(folder / "worlds")
+    if size != 3:
+        save_for_other_worlds(folder / "worlds")
+    if size == 4:
+        shards_resume_exactly(
+            folder / "hsdp", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+        )
+        other_placements_are_refused(folder / "other")
+    if size == 2:
+        resuming_is_not_stopping(folder / "momentum", momentum)
+        resuming_is_not_stopping(folder / "adamw", adamw, find_unused_parameters=True)
+        shards_resume_exactly(folder / "fsdp")
+        trouble_on_one_rank_is_everyones(folder / "trouble")
+        sigterm_on_one_rank_stops_all_at_the_same_step(folder / "sigterm")
+        buffers_of_every_rank_come_back(folder / "buffers")
+        a_folder_that_one_rank_does_not_see(folder / "unseen")
 
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_in_real_processes(tmp_path: Path) -> None:
     for size in (4, 2, 3):  # each reads what those before it saved
-        mp.spawn(worker, (size, str(tmp_path / "store"), tmp_path), nprocs=size, join=True)
+        in_processes(cases, size, tmp_path, tmp_path)

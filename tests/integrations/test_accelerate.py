@@ -6,14 +6,12 @@ import os
 import runpy
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -23,6 +21,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.exact import exact_
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
 from pufferfish.lr import Rewarm
@@ -152,46 +151,41 @@ def test_the_package_alone_imports_none_of_these_libraries() -> None:
     assert found.stdout.strip() == "set()"
 
 
-def worker(rank: int, size: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
+def cases(rank: int, size: int, folder: str, port: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    try:
-        hooked: list[Any] = []
+    hooked: list[Any] = []
 
-        def register(ddp: Any) -> None:
-            hooked.append(ddp)
-            exact_(ddp)
+    def register(ddp: Any) -> None:
+        hooked.append(ddp)
+        exact_(ddp)
 
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=register, bucket_cap_mb=1)])
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=register, bucket_cap_mb=1)])
+    run = prepared(accelerator, BATCH // size)
+    whole = trained(run, folder=Path(folder))
+    assert hooked == [whole]
+    assert whole.bucket_bytes_cap == 2**20
+    for p in whole.parameters():
+        theirs = p.detach().clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(theirs, p)
+    # Signs of factors depend on the rank that computed the SVD: compare what they compute.
+    x = torch.stack([s[0] for s in samples()])
+    torch.testing.assert_close(whole(x), by_hand(size=size)(x), rtol=1e-3, atol=1e-3)
+    for epoch in (0, 1):
+        accelerator.free_memory()  # it saves and loads what it has prepared
+        accelerator._save_model_state_pre_hook.clear()
+        accelerator._load_model_state_pre_hook.clear()
         run = prepared(accelerator, BATCH // size)
-        whole = trained(run, folder=Path(folder))
-        assert hooked == [whole]
-        assert whole.bucket_bytes_cap == 2**20
-        for p in whole.parameters():
-            theirs = p.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, p)
-        # Signs of factors depend on the rank that computed the SVD: compare what they compute.
-        x = torch.stack([s[0] for s in samples()])
-        torch.testing.assert_close(whole(x), by_hand(size=size)(x), rtol=1e-3, atol=1e-3)
-        for epoch in (0, 1):
-            accelerator.free_memory()  # it saves and loads what it has prepared
-            accelerator._save_model_state_pre_hook.clear()
-            accelerator._load_model_state_pre_hook.clear()
-            run = prepared(accelerator, BATCH // size)
-            accelerator.load_state(str(Path(folder, str(epoch))))
-            same(whole, trained(run, range(epoch + 1, EPOCHS)))
-    finally:
-        dist.destroy_process_group()
+        accelerator.load_state(str(Path(folder, str(epoch))))
+        same(whole, trained(run, range(epoch + 1, EPOCHS)))
 
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_two_processes(tmp_path: Path, free_port: int) -> None:
-    mp.spawn(worker, (2, str(tmp_path), free_port), nprocs=2, join=True)
+    in_processes(cases, 2, tmp_path, str(tmp_path), free_port)
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

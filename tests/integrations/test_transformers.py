@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import runpy
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.exact import exact_
 from pufferfish.integrations.transformers import train
 from pufferfish.lr import Rewarm
@@ -195,52 +194,47 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert len(goes_on.callback_handler.callbacks) == len(ordinary.callback_handler.callbacks)
 
 
-def worker(rank: int, size: int, folder: str, port: int) -> None:
-    torch.set_num_threads(1)
+def cases(rank: int, size: int, folder: str, port: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    try:
-        hooked: list[Any] = []
+    hooked: list[Any] = []
 
-        def register(ddp: Any) -> None:
-            hooked.append(ddp)
-            exact_(ddp)
+    def register(ddp: Any) -> None:
+        hooked.append(ddp)
+        exact_(ddp)
 
-        def run(name: str, **resume: Any) -> Trainer:
-            trainer = make(
-                Net(), Path(folder, name), train_sampling_strategy="sequential", save_strategy="steps", save_steps=2,
-                per_device_train_batch_size=BATCH // size,
-            )  # fmt: skip
-            assert trainer.args.world_size == size
-            train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(5)), register=register, **resume)
-            assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
-            assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
-            for p in trainer.model.parameters():
-                theirs = p.detach().clone()
-                dist.broadcast(theirs, 0)
-                assert torch.equal(theirs, p)
-            return trainer
+    def run(name: str, **resume: Any) -> Trainer:
+        trainer = make(
+            Net(), Path(folder, name), train_sampling_strategy="sequential", save_strategy="steps", save_steps=2,
+            per_device_train_batch_size=BATCH // size,
+        )  # fmt: skip
+        assert trainer.args.world_size == size
+        train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(5)), register=register, **resume)
+        assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+        assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
+        for p in trainer.model.parameters():
+            theirs = p.detach().clone()
+            dist.broadcast(theirs, 0)
+            assert torch.equal(theirs, p)
+        return trainer
 
-        whole = run("whole")
-        for step in (4, 8):
-            dist.barrier()
-            resumed = run(str(step), resume_from_checkpoint=str(Path(folder, "whole", f"checkpoint-{step}")))
-            same(whole.model, resumed.model)
-        assert len(hooked) == 3
-        # Signs of factors depend on the rank that computed the SVD: compare what they compute.
-        x = torch.stack([s["x"] for s in samples()])
-        alone = by_hand(pf.Switch(rank=0.25, when=pf.AtStep(5)))
-        torch.testing.assert_close(whole.model.layers(x), alone.layers(x), rtol=1e-3, atol=1e-3)
-    finally:
-        dist.destroy_process_group()
+    whole = run("whole")
+    for step in (4, 8):
+        dist.barrier()
+        resumed = run(str(step), resume_from_checkpoint=str(Path(folder, "whole", f"checkpoint-{step}")))
+        same(whole.model, resumed.model)
+    assert len(hooked) == 3
+    # Signs of factors depend on the rank that computed the SVD: compare what they compute.
+    x = torch.stack([s["x"] for s in samples()])
+    alone = by_hand(pf.Switch(rank=0.25, when=pf.AtStep(5)))
+    torch.testing.assert_close(whole.model.layers(x), alone.layers(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_two_processes(tmp_path: Path, free_port: int) -> None:
-    mp.spawn(worker, (2, str(tmp_path), free_port), nprocs=2, join=True)
+    in_processes(cases, 2, tmp_path, str(tmp_path), free_port)
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
