@@ -58,6 +58,12 @@ def timed(model: str, size: int) -> float:
 def worker(rank: int, size: int, name: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    Path(folder, f"seconds-{rank}").write_text(str(switched(name)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def switched(name: str) -> float:
     torch.manual_seed(0)
     model = DistributedDataParallel(REFERENCES[name].build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -65,8 +71,7 @@ def worker(rank: int, size: int, name: str, folder: str) -> None:
     dist.barrier()
     start = time.perf_counter()
     switch.step(model, optimizer, epoch=0)
-    Path(folder, f"seconds-{rank}").write_text(str(time.perf_counter() - start))
-    dist.destroy_process_group()
+    return time.perf_counter() - start
 
 
 def shares() -> str:

@@ -28,9 +28,6 @@ def shard(model: nn.Module) -> None:
 
 
 def main() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
     torch.manual_seed(0)
     model = build().to(DEVICE)
     shard(model)
@@ -52,8 +49,12 @@ def main() -> None:
             print(f"epoch {epoch}: loss {loss:.3f}, {count:,} parameters")
     if dist.get_rank() == 0:
         print(switch.report)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     main()
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()

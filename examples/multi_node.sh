@@ -10,6 +10,8 @@ fi
 nodes=$1 head=$2
 shift 2
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+# After a restart a worker must not read a dead one's address out of the launcher's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # gloo guesses the interface from the host name, often wrongly: export GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME on GPUs).
 exec torchrun \
     --nnodes "$nodes" \

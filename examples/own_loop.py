@@ -19,7 +19,6 @@ EPOCHS, WARM_UP = int(os.environ.get("EPOCHS", 12)), 3
 
 
 def main() -> None:
-    dist.init_process_group("gloo") if "RANK" in os.environ else None
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -48,4 +47,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:  # under torchrun
+        dist.init_process_group("gloo")
     main()
+    if dist.is_initialized():
+        dist.barrier()  # nobody leaves while another still talks
+        dist.destroy_process_group()

@@ -8,6 +8,8 @@
 set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+# After a restart a worker must not read a dead one's address out of the launcher's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
