@@ -48,6 +48,7 @@ BENCHMARK = paired.Benchmark(
         Claim("Frobenius decay 5e-4 over none, stable ranks", "stable ranks, Frobenius 5e-4", "stable ranks"),
         Claim("stable ranks over ratio 0.25", "stable ranks", "warm-up"),
         Claim("settled ranks over a stated moment", "automatic", "stable ranks"),
+        Claim("Frobenius decay 5e-4 over none, automatic", "automatic, Frobenius 5e-4", "automatic"),
     ),
 )
 
@@ -70,6 +71,7 @@ def arms(epochs: int, steps: int) -> dict[str, Arm]:
         "stable ranks, Frobenius 1e-4": Arm(switch=lambda: pf.Switch(when=third), decay=1e-4),
         "stable ranks, Frobenius 5e-4": Arm(switch=lambda: pf.Switch(when=third), decay=5e-4),
         "automatic": Arm(switch=pf.Switch),
+        "automatic, Frobenius 5e-4": Arm(switch=pf.Switch, decay=5e-4),
     }
 
 
