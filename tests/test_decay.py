@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -386,7 +387,8 @@ def test_what_is_refused() -> None:
 
 def sharded_and_replicated(rank: int, size: int) -> None:
     for name in ("SGD nesterov", "AdamW"):
-        for wrap in (DDP, fully_shard):
+        mesh = init_device_mesh("cpu", (size,))  # also where there is a GPU
+        for wrap in (DDP, lambda m: fully_shard(m, mesh=mesh)):
             model, alone = low_rank(), low_rank()
             wrapped = wrap(model)
             optimizer = EVERY[name](wrapped.parameters(), weight_decay=OWN)
@@ -396,7 +398,7 @@ def sharded_and_replicated(rank: int, size: int) -> None:
                 our_step(wrapped, optimizer, step)
                 reference_step(alone, other, step, name in DECOUPLED)
             for (label, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                assert isinstance(p, DTensor) == (wrap is fully_shard)
+                assert isinstance(p, DTensor) == (wrap is not DDP)
                 whole = p.full_tensor() if isinstance(p, DTensor) else p
                 torch.testing.assert_close(whole, q, rtol=1e-9, atol=1e-9, msg=lambda m, n=label: f"{n}: {m}")
 

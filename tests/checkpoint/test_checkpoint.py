@@ -230,7 +230,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     for wrap in (lambda m: m, lambda m: torch.compile(m, backend="eager"), nn.DataParallel):
         other = build()
         Checkpoint(tmp_path, wrap(other)).resume()
-        equal(dict(other.state_dict()), dict(model.state_dict()))
+        equal(dict(other.cpu().state_dict()), dict(model.state_dict()))  # DataParallel moves it where it can
 
 
 def test_averaged_models_come_along(tmp_path: Path) -> None:
@@ -564,6 +564,7 @@ def killed_at(event: int, work: Callable[[], Any]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 @pytest.mark.filterwarnings("ignore:This process")  # fork with threads, from Python 3.12 on
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)

@@ -219,6 +219,7 @@ def a_folder_that_one_rank_does_not_see(folder: Path) -> None:
 
 
 def sharded(model: nn.Sequential, **options: Any) -> nn.Module:
+    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))  # also where there is a GPU
     for i in (0, 4):
         fully_shard(model[i], **options)
     return fully_shard(model, **options)
