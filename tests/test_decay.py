@@ -386,8 +386,8 @@ def test_what_is_refused() -> None:
 
 
 def sharded_and_replicated(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))  # also where there is a GPU
     for name in ("SGD nesterov", "AdamW"):
-        mesh = init_device_mesh("cpu", (size,))  # also where there is a GPU
         for wrap in (DDP, lambda m: fully_shard(m, mesh=mesh)):
             model, alone = low_rank(), low_rank()
             wrapped = wrap(model)
