@@ -34,6 +34,9 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
         "epochs": 3,
         "warm_up": 1,
         "x": x,
+        "y": torch.arange(8) % 4,
+        "held_loss": lambda m: nn.functional.cross_entropy(m(x), torch.arange(8) % 4),
+        "steps": 100,
     }
     (diff,) = blocks("diff")
     added = [line for line in diff.splitlines() if line.startswith("+")]
@@ -45,7 +48,13 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
     assert user["switch"].report.plan["2"].rank == 16
     assert all(type(layer) in (nn.Linear, nn.ReLU) for layer in model)
     for snippet in blocks("python"):
+        model = user["model"] = build_model()
+        optimizer = user["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        user["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         exec(snippet, user)
+        if "checkpoint" in user:
+            user.pop("checkpoint").close()
+            assert len(list((tmp_path / "runs" / "a").iterdir())) == 1
     assert (tmp_path / "small" / "model.safetensors").is_file()
     torch.testing.assert_close(user["own"](x), user["fresh"](x))
 

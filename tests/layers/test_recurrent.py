@@ -161,3 +161,14 @@ def test_the_fused_kernel_gives_what_the_loop_gives(dense, rank, sizes):
 def initial_states_like(dense, batch):
     torch.manual_seed(1)
     return initial_states(dense, [batch])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_every_gradient_has_its_own_memory(kind: type[nn.RNNBase]) -> None:
+    """Scalers and clipping change gradients in place, each once."""
+    model = nn.ModuleList([kind(32, 32)])
+    pf.factorize_(model, pf.plan(model, rank=4))
+    model[0](torch.randn(3, 2, 32))[0].sum().backward()
+    places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    assert len(places) == len(list(model.parameters()))
+    assert len(set(places)) == len(places)
