@@ -1,5 +1,5 @@
 #!/bin/bash
-# Several machines under Slurm: sbatch --nodes 4 examples/slurm.sh examples/own_loop.py
+# Several machines under Slurm: sbatch --nodes 4 examples/slurm.sh examples/resumable.py
 #SBATCH --job-name=pufferfish
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -65,12 +66,37 @@ def test_several_machines(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             if node.poll() is None:
-                os.killpg(node.pid, 9)
+                os.killpg(node.pid, signal.SIGKILL)
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sum(text.count("Switched to low rank") for text in outputs) == 1  # rank 0 tells
     found = [x for text in outputs for x in accuracies(text)]
     assert len(found) == 2
     assert found[0] == found[1]
+
+
+def test_a_loop_that_survives(tmp_path: Path) -> None:
+    """Stopped by SIGTERM to one worker and started again it ends where the undisturbed run ends."""
+    command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "resumable.py"]
+    straight = run(*command, "straight", cwd=tmp_path, EPOCHS=4)
+    stopped = subprocess.Popen(
+        [str(x) for x in (*command, "stopped")], cwd=tmp_path, text=True, start_new_session=True,
+        env=environment(EPOCHS=4), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        while not list(tmp_path.glob("stopped/*-step-*")):  # until it has come somewhere
+            assert stopped.poll() is None, stopped.communicate()[0]
+        workers = subprocess.run(
+            ["pgrep", "-P", str(stopped.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        os.kill(int(workers[-1]), signal.SIGTERM)
+        output = stopped.communicate(timeout=120)[0]
+    finally:
+        if stopped.poll() is None:
+            os.killpg(stopped.pid, signal.SIGKILL)
+    assert stopped.returncode == 0, output
+    assert "loss" not in output
+    assert run(*command, "stopped", cwd=tmp_path, EPOCHS=4) == straight
+    assert "loss" in straight
 
 
 def test_own_checkpoints_before_and_after_the_switch(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield fresh
         for file in fresh.iterdir():
+            file.chmod(0o644)  # safetensors lets nobody else read
             sync(file)
         fresh.chmod(0o755)
         if path.exists():

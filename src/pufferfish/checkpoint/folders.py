@@ -42,7 +42,7 @@ def newest(folder: Path, damaged: str) -> tuple[str, str] | None:
             return str(path), check(path)["sha256"]
         except ValueError as error:
             if damaged == "raise":
-                raise ValueError(f'{error}; resume(damaged="previous") goes on from the one before') from None
+                raise ValueError(f'{error}; damaged="previous" goes on from the one before') from None
             warnings.warn(f"{error}; going on from the one before", stacklevel=2)
     if paths:
         raise ValueError(f"{folder}: none of its {len(paths)} checkpoints is whole")
@@ -62,6 +62,7 @@ def begin(folder: Path) -> Path:
 
 def record(file: Path) -> dict[str, Any]:
     """By what to know `file` again, once it is on disk."""
+    file.chmod(0o644)  # safetensors lets nobody else read
     sync(file)
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
