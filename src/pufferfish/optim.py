@@ -50,11 +50,10 @@ def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
 
 
 def _unwrapped(optimizer: optim.Optimizer) -> optim.Optimizer:
+    if not isinstance(optimizer, optim.Optimizer):
+        return optimizer  # to be refused: a scheduler has an optimizer too
     inner = getattr(optimizer, "optimizer", None)
-    both = isinstance(optimizer, optim.Optimizer) and isinstance(
-        inner, optim.Optimizer
-    )  # a scheduler has one too
-    return _unwrapped(inner) if both else optimizer
+    return _unwrapped(inner) if isinstance(inner, optim.Optimizer) else optimizer
 
 
 def check(optimizers: Iterable[optim.Optimizer]) -> None:
