@@ -152,7 +152,7 @@ def test_fsdp2_on_nccl_equals_the_switch_in_place(kind: str) -> None:
         switches[0].step(plain, optimizers[0], step=step)
         sharded, optimizers[1] = switches[1].rebuild(
             sharded, optimizers[1], build=on_any_device, shard=shard, step=step
-        )  # type: ignore[assignment]
+        )
         sharded.eval()
         for model, optimizer in ((plain, optimizers[0]), (sharded, optimizers[1])):
             update(model, optimizer, step)

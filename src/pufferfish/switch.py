@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from .report import Report
 from .trial import Evaluate, Preview, held_loss, preview, softened
 from .updates import UsedGradients, refuse_forgotten
 from .when import Position, RanksSettle, When
+
+Given = TypeVar("Given", bound=Optimizers)
 
 
 class Switch:
@@ -146,14 +148,14 @@ class Switch:
     def rebuild(
         self,
         model: nn.Module,
-        optimizer: Optimizers,
+        optimizer: Given,
         *,
         build: Callable[[], nn.Module],
         shard: Callable[[nn.Module], nn.Module | None],
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
-    ) -> tuple[nn.Module, Optimizers]:
+    ) -> tuple[nn.Module, Given]:
         """`step` for FSDP2, whose shards cannot be changed in place: a new model, filled layer by layer.
 
         Args:
@@ -231,7 +233,8 @@ class Switch:
         about = (
             "position, settings, pufferfish version or model (names, types, shapes); all must call step alike"
         )
-        answer = job.workers.agree(self._facts(job.inner, at), look + 2 * now, about)
+        facts = self._facts(job.inner, at) if job.workers.size > 1 else ""
+        answer = job.workers.agree(facts, look + 2 * now, about)
         if answer & 1:
             found = job.spectra()
             self.initial = self.initial or {name: s.tolist() for name, s in found.items()}
