@@ -77,10 +77,10 @@ def test_several_machines(tmp_path: Path) -> None:
 def test_a_loop_that_survives(tmp_path: Path) -> None:
     """Stopped by SIGTERM to one worker and started again it ends where the undisturbed run ends."""
     command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "resumable.py"]
-    straight = run(*command, "straight", cwd=tmp_path, EPOCHS=4)
+    straight = run(*command, "straight", cwd=tmp_path)
     stopped = subprocess.Popen(
         [str(x) for x in (*command, "stopped")], cwd=tmp_path, text=True, start_new_session=True,
-        env=environment(EPOCHS=4), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         while not list(tmp_path.glob("stopped/*-step-*")):  # until it has come somewhere
@@ -95,7 +95,7 @@ def test_a_loop_that_survives(tmp_path: Path) -> None:
             os.killpg(stopped.pid, signal.SIGKILL)
     assert stopped.returncode == 0, output
     assert "loss" not in output
-    assert run(*command, "stopped", cwd=tmp_path, EPOCHS=4) == straight
+    assert run(*command, "stopped", cwd=tmp_path) == straight
     assert "loss" in straight
 
 
