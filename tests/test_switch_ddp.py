@@ -172,7 +172,7 @@ def trouble_on_one_rank_stops_all(rank: int, size: int) -> None:
     optimizer = momentum(ddp)
     if rank == size - 1:
         ddp.module[8].weight.grad = torch.ones_like(ddp.module[8].weight)
-    with pytest.raises(RuntimeError, match="what keeps them from switching"):
+    with pytest.raises(RuntimeError, match="what keeps them from going on"):
         pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
     assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
 

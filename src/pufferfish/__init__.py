@@ -1,7 +1,31 @@
 """Pufferfish: train networks that are already small, on many machines over ordinary networks."""
 
-from . import layers
+from . import layers, testing
 from .checkpoint import Checkpoint, Resumed, skip_batches
+from .compress import (
+    DGC,
+    QSGD,
+    Accordion,
+    Aggregator,
+    AlternatingPowerSGD,
+    Atomo,
+    BFloat16,
+    BlockFP8,
+    BlockInt8,
+    BlockRandomK,
+    EFSignSGD,
+    Float16,
+    NoCompression,
+    OneBitSGD,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    TernGrad,
+    Threshold,
+    TopK,
+    compress,
+)
 from .cost import Totals
 from .decay import FrobeniusDecay
 from .exact import exact_
@@ -21,27 +45,49 @@ from .when import AtEpoch, AtFraction, AtStep, Position, RanksSettle
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
+    "QSGD",
+    "Accordion",
+    "Aggregator",
+    "AlternatingPowerSGD",
     "AtEpoch",
     "AtFraction",
     "AtStep",
+    "Atomo",
+    "BFloat16",
+    "BlockFP8",
+    "BlockInt8",
+    "BlockRandomK",
     "Budget",
     "Checkpoint",
+    "EFSignSGD",
     "Energy",
     "Entry",
     "FiniteGuard",
     "Fixed",
+    "Float16",
     "FrobeniusDecay",
+    "NoCompression",
+    "OneBitSGD",
     "Plan",
     "Position",
+    "PowerSGD",
+    "RandomK",
     "RanksSettle",
     "Ratio",
     "Report",
     "Resumed",
     "Rewarm",
     "Rule",
+    "SignSGD",
+    "Signum",
     "StableRank",
     "Switch",
+    "TernGrad",
+    "Threshold",
+    "TopK",
     "Totals",
+    "compress",
     "exact_",
     "factorize_",
     "factorize_state_dict",
@@ -57,4 +103,5 @@ __all__ = [
     "save",
     "skip_batches",
     "spectra",
+    "testing",
 ]

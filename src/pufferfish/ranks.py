@@ -18,8 +18,9 @@ T = TypeVar("T")
 class Workers:
     """The processes of one group, or this process alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, who: str = "switch") -> None:
         self.group = group
+        self.who = who  # asks them, in errors
         self.device = device  # where the group's collectives want their tensors
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
@@ -36,7 +37,7 @@ class Workers:
         answers = self._gather(mine)
         others = [r for r in range(self.size) if answers[r][:-1] != answers[0][:-1]]
         if others:
-            raise RuntimeError(f"switch: ranks {others} differ from rank 0 in {about}")
+            raise RuntimeError(f"{self.who}: ranks {others} differ from rank 0 in {about}")
         return answers[0][-1]
 
     def together(self, check: Callable[[], T]) -> T:
@@ -46,7 +47,7 @@ class Workers:
             result = check()
         except Exception as error:
             problem = error
-        self.agree(repr(problem), 0, f"what keeps them from switching; on rank {self.rank}: {problem}")
+        self.agree(repr(problem), 0, f"what keeps them from going on; on rank {self.rank}: {problem}")
         if problem is not None:
             raise problem
         return result

@@ -1,0 +1,119 @@
+"""`Meter`: what was handed to collectives, what that makes on the wire, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+#: Bytes a rank sends for b bytes handed to a collective of p ranks, by the ring algorithms.
+_WIRE = {
+    "all_reduce": lambda b, p: 2 * b * (p - 1) / p,
+    "all_gather": lambda b, p: b * (p - 1),
+    "all_to_all": lambda b, p: b * (p - 1) / p,
+}
+
+
+class Meter:
+    """Counts for one worker. Times on a GPU are events on its stream, read when asked for and not before.
+
+    "encode" is all the work up to a step's last exchange, "decode" the work after it. An exchange on a GPU is
+    timed on the device, also where the host waits for it.
+
+    >>> meter = Meter()
+    >>> meter.count("all_gather", 100, 4)
+    >>> meter.messages, meter.handed["all_gather"], meter.wire_bytes
+    (1, 100, 300.0)
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.steps = 0
+        self.messages = 0
+        self.gradient_bytes = 0  # what would be handed over uncompressed
+        self.handed = dict.fromkeys(_WIRE, 0)
+        self.wire_bytes = 0.0
+        self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0}
+        self._marks: list[float | torch.cuda.Event] = []
+        self._waiting: list[list[float | torch.cuda.Event]] = []  # marks of finished steps, not yet read
+
+    def count(self, kind: str, nbytes: int, size: int) -> None:
+        """A collective of `size` ranks is handed so many bytes by each."""
+        self.messages += 1
+        self.handed[kind] += nbytes
+        self.wire_bytes += _WIRE[kind](nbytes, size)
+
+    @contextmanager
+    def step(self, device: torch.device, gradient_bytes: int) -> Iterator[None]:
+        """Around one step; one that breaks off is not timed."""
+        self._marks = [self._now(device)]
+        self._device = device
+        yield
+        self._marks.append(self._now(device))
+        self.steps += 1
+        self.gradient_bytes += gradient_bytes
+        self._waiting.append(self._marks)
+        if len(self._waiting) > 100 and _over(self._waiting[0][-1]):
+            self._read(self._waiting.pop(0))
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around one collective."""
+        self._marks.append(self._now(self._device))
+        yield
+        self._marks.append(self._now(self._device))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of encode, exchange and decode, in all. Waits for the device."""
+        while self._waiting:
+            self._read(self._waiting.pop(0))
+        return dict(self._seconds)
+
+    def as_dict(self) -> dict[str, float]:
+        """All of it, flat, for any logger.
+
+        >>> Meter().as_dict()["wire_bytes"]
+        0.0
+        """
+        return {
+            "steps": self.steps,
+            "messages": self.messages,
+            "gradient_bytes": self.gradient_bytes,
+            **{f"{kind}_bytes": nbytes for kind, nbytes in self.handed.items()},
+            "wire_bytes": self.wire_bytes,
+            **{f"{what}_seconds": seconds for what, seconds in self.seconds.items()},
+        }
+
+    def _now(self, device: torch.device) -> float | torch.cuda.Event:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _read(self, marks: list[float | torch.cuda.Event]) -> None:
+        """Start, then the begin and end of every exchange, then the end of all."""
+        laps = [_between(a, b) for a, b in pairwise(marks)]
+        self._seconds["exchange"] += sum(laps[1::2])
+        self._seconds["encode"] += sum(laps[:-1:2])
+        self._seconds["decode"] += laps[-1]
+
+
+def _over(mark: float | torch.cuda.Event) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
+    if isinstance(a, float):
+        assert isinstance(b, float)
+        return b - a
+    assert not isinstance(b, float)
+    b.synchronize()
+    return float(a.elapsed_time(b)) / 1000

@@ -1,0 +1,113 @@
+"""`Store`: what a worker keeps from step to step: its memory, and what methods want to find again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+
+#: The key of the memory; the others are the methods' own.
+MEMORY = "memory"
+#: Parameter name → key → tensor.
+Named = dict[str, dict[str, Tensor]]
+
+
+class Store:
+    """In the methods' batches while training, by parameter name in files."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Batch, dict[str, Tensor]] = {}
+        self._loaded: Named = {}
+        self._methods: Mapping[str, str] = {}  # whose state was loaded: parameter name → method
+
+    def arrange(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """Bring what is kept into these batches. What parameters that are gone have left is dropped.
+
+        A memory goes with its parameter to any method, other state only to the same method.
+        """
+        if self._loaded or list(self.kept) != list(batches):
+            named, methods = self.named(), self.methods()
+            self.kept = {batch: _collected(batch, named, methods, device) for batch in batches}
+            self._loaded = {}
+
+    def commit(self, batch: Batch, new: Mapping[str, Tensor], ok: Tensor, used: Tensor) -> None:
+        """Keep a step's state: nothing of a step that is not `ok`, and of parameters in use only.
+
+        Without asking the device, save when there is something for the first time.
+        """
+        kept = self.kept[batch]
+        if MEMORY in kept and MEMORY not in new:  # left by another method, and sent with this step
+            kept[MEMORY] = batch.where(ok & used, torch.zeros_like(kept[MEMORY]), kept[MEMORY])
+            if not bool(kept[MEMORY].any()):
+                del kept[MEMORY]
+        for key, value in new.items():
+            old = kept.get(key)
+            if old is not None and old.shape == value.shape:
+                kept[key] = value if value is old else batch.where(ok & used, value, old)
+            elif key == MEMORY:
+                kept[key] = batch.where(ok & used, value, torch.zeros_like(value))
+            elif bool(ok):
+                kept[key] = value
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply what is in the gradients' units, by parameter name."""
+        for batch, kept in self.kept.items():
+            mine = [factors.get(name, 1.0) for name in batch.names]
+            if all(f == 1 for f in mine):
+                continue
+            for key in kept.keys() & {MEMORY, *batch.method.in_units}:
+                if all(f == mine[0] for f in mine):
+                    kept[key] = kept[key] * mine[0]
+                else:
+                    pieces = [x * f for x, f in zip(batch.unstack(kept[key]), mine, strict=True)]
+                    scaled = batch.stack(pieces)
+                    assert scaled is not None
+                    kept[key] = scaled
+
+    def named(self) -> Named:
+        """All of it by parameter name."""
+        if self._loaded:
+            return self._loaded
+        found: Named = {}
+        for batch, kept in self.kept.items():
+            for key, tensor in kept.items():
+                for name, piece in zip(batch.names, batch.unstack(tensor), strict=True):
+                    found.setdefault(name, {})[key] = piece
+        return found
+
+    def methods(self) -> dict[str, str]:
+        """Whose state it is, by parameter name."""
+        if self._loaded:
+            return dict(self._methods)
+        return {name: repr(batch.method) for batch in self.kept for name in batch.names}
+
+    def load(self, named: Named, methods: Mapping[str, str]) -> None:
+        """Go on from this, once the batches are known."""
+        self.kept, self._loaded, self._methods = {}, named, methods
+
+
+def _collected(
+    batch: Batch, named: Named, methods: Mapping[str, str], device: torch.device
+) -> dict[str, Tensor]:
+    """What a batch finds of its own among everything kept."""
+    mine = []
+    for name, shape in zip(batch.names, batch.shapes, strict=True):
+        same = methods.get(name) == repr(batch.method)
+        state = {key: x.to(device) for key, x in named.get(name, {}).items() if same or key == MEMORY}
+        if MEMORY in state and state[MEMORY].shape != shape:
+            del state[MEMORY]
+        mine.append(state)
+    found = {}
+    for key in sorted({key for state in mine for key in state}):
+        if key in (MEMORY, *batch.method.in_units):  # nothing kept is nothing left over
+            x, like = next((s[key], shape) for s, shape in zip(mine, batch.shapes, strict=True) if key in s)
+            for state, shape in zip(mine, batch.shapes, strict=True):
+                state.setdefault(key, x.new_zeros(shape if x.shape == like else x.shape))
+        if all(key in state for state in mine):
+            stacked = batch.stack([state[key] for state in mine])
+            if stacked is not None:
+                found[key] = stacked
+    return found

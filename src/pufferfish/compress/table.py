@@ -1,0 +1,103 @@
+"""Which memory and scope go with which method: one table, and an error with the reason for what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .casts import NoCompression
+from .method import Method
+
+#: What a method's error is like → why it has no memory; "" where it has one unless it is switched off.
+KINDS = {
+    "contraction": "",
+    "exact": "it loses nothing",
+    "rounding": "what it loses is lost inside the sum, where no worker sees it",
+    "unbiased": "its errors average out by themselves; a memory would send them again and add their noise up",
+    "clipped": "what it cuts off is meant to be lost, and the rest averages out by itself",
+    "vote": "a vote says nothing about sizes, so there is no rest to keep",
+    "own": "it keeps one of its own",
+}
+
+#: One method, or name pattern → method.
+Methods = Method | Mapping[str, Method]
+
+
+def has_memory(method: Method, memory: bool | None) -> bool:
+    """Whether this method runs with a memory; None asks for what suits it.
+
+    >>> from pufferfish.compress import QSGD, TopK
+    >>> has_memory(TopK(), None), has_memory(TopK(), False), has_memory(QSGD(), None)
+    (True, False, False)
+    >>> has_memory(QSGD(), True)
+    Traceback (most recent call last):
+    ValueError: QSGD goes without a memory: its errors average out by themselves; ...
+    """
+    why_not = KINDS[method.kind]
+    if memory and why_not:
+        raise ValueError(f"{type(method).__name__} goes without a memory: {why_not}; leave memory=None")
+    return not why_not if memory is None else memory
+
+
+def by_pattern(methods: Methods) -> dict[str, Method]:
+    """Name pattern → method, for one method or several."""
+    return dict(methods) if isinstance(methods, Mapping) else {"*": methods}
+
+
+def check(methods: Methods, memory: bool | None, scope: str) -> None:
+    """Refuse combinations that make no sense, before anything runs."""
+    if scope not in ("layer", "global"):
+        raise ValueError(f'scope={scope!r} is neither "layer" nor "global"')
+    if isinstance(methods, Mapping) and not methods:
+        raise ValueError(
+            "a mapping of methods needs at least one pattern; NoCompression() leaves all as it is"
+        )
+    for pattern, method in by_pattern(methods).items():
+        name: Any = getattr(method, "__name__", type(method).__name__)
+        if not isinstance(method, Method) or not dataclasses.is_dataclass(method):
+            hint = f"; write {name}()" if isinstance(method, type) else ""
+            raise TypeError(f"{name}, for {pattern!r}, is not a compression method{hint}")
+        if method.kind not in KINDS:
+            raise ValueError(f"{name}: kind {method.kind!r} is not one of {', '.join(KINDS)}")
+        has_memory(method, memory)
+        if scope == "global" and not method.sparse:
+            raise ValueError(
+                f'{name} treats every tensor on its own; scope="global" is for methods that choose elements'
+            )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """A pattern names a parameter or a module that it is in.
+
+    >>> [matches("block.fc.weight", pattern) for pattern in ("block.fc.weight", "*.fc", "block", "fc")]
+    [True, True, True, False]
+    """
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def choose(methods: Methods, names: Iterable[str]) -> dict[str, Method]:
+    """The method for each parameter: that of the first pattern that matches, or none.
+
+    >>> from pufferfish.compress import PowerSGD, TopK
+    >>> chosen = choose({"embed": TopK(), "*": PowerSGD(2)}, ["embed.weight", "fc.weight"])
+    >>> chosen["fc.weight"]
+    PowerSGD(rank=2)
+    """
+    patterns = by_pattern(methods)
+    return {
+        name: next((m for pattern, m in patterns.items() if matches(name, pattern)), NoCompression())
+        for name in names
+    }
+
+
+def refuse_unmatched(methods: Methods, names: Iterable[str]) -> None:
+    """A pattern that means nothing here is a mistake."""
+    names = list(names)
+    for pattern in by_pattern(methods) if names and isinstance(methods, Mapping) else ():
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(
+                f"the pattern {pattern!r} matches no parameter; there are {', '.join(names[:5])} …"
+            )

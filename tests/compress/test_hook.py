@@ -1,0 +1,456 @@
+"""The DDP hook, in real processes on gloo: one process group a world size, all methods and cases inside it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from processes import in_processes
+from pufferfish.compress import (
+    DGC,
+    QSGD,
+    Accordion,
+    Aggregator,
+    AlternatingPowerSGD,
+    Atomo,
+    BFloat16,
+    BlockFP8,
+    BlockInt8,
+    BlockRandomK,
+    EFSignSGD,
+    Float16,
+    Hook,
+    NoCompression,
+    OneBitSGD,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Simulated,
+    TernGrad,
+    Threshold,
+    TopK,
+    compress,
+)
+from pufferfish.compress.testing import gradients
+from pufferfish.exact import exact_
+
+#: No sums on the way: real and simulated workers agree in every bit.
+BY_PIECES = (
+    "topk", "random, own", "sign", "qsgd", "block random, own", "threshold", "dgc", "signum", "ef-sign",
+    "terngrad", "int8", "fp8",
+)  # fmt: skip
+METHODS: dict[str, Any] = {
+    "none": NoCompression(),
+    "bf16": BFloat16(),
+    "fp16": Float16(),
+    "powersgd": PowerSGD(rank=2),
+    "topk": TopK(0.05),
+    "random": RandomK(0.05),
+    "random, own": RandomK(0.05, "own"),
+    "random, unbiased": RandomK(0.3, scale=True),
+    "sign": SignSGD(),
+    "qsgd": QSGD(levels=3, bucket=64),
+    "block random, own": BlockRandomK(0.05, "own"),
+    "threshold": Threshold(1e-3),
+    "dgc": DGC(0.9, warm_up=2),
+    "one bit": OneBitSGD(),
+    "signum": Signum(),
+    "ef-sign": EFSignSGD(),
+    "terngrad": TernGrad(),
+    "atomo": Atomo(1),
+    "int8": BlockInt8(64),
+    "fp8": BlockFP8(64),
+    "alternating": AlternatingPowerSGD(2),
+    "accordion": Accordion(PowerSGD(2), PowerSGD(1), every=2),
+    "several": {"middle": PowerSGD(rank=1), "first*": TopK(0.1), "*": BFloat16()},
+}
+
+
+class Net(nn.Module):
+    """Its layers run in another order than they are named; `maybe` only where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(24, 4)
+        self.middle = nn.Linear(32, 24)
+        self.maybe = nn.Linear(24, 24)
+        self.first = nn.Conv2d(3, 8, 3, stride=2)
+
+    def forward(self, x: Tensor, maybe: bool = False) -> Tensor:
+        x = self.middle(self.first(x).relu().flatten(1)).relu()
+        return self.last(self.maybe(x).relu() if maybe else x)
+
+
+def build(maybe: bool = False) -> Net:
+    net = Net().to(memory_format=torch.channels_last)
+    net.maybe.requires_grad_(maybe)
+    return net
+
+
+def wrapped(
+    method: Any = None, *, maybe: bool = False, ddp: dict[str, Any] | None = None, **options: Any
+) -> tuple[DDP, Hook]:
+    """With several buckets from the second step on."""
+    model = DDP(build(maybe), **({"bucket_cap_mb": 0.002, "find_unused_parameters": maybe} | (ddp or {})))
+    return model, compress(model, method, **({"smallest": 0} | options))
+
+
+def momentum(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def loss(model: nn.Module, step: int, rank: int, maybe: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(6, 3, 9, 9, generator=generator)[..., :5, :5]
+    y = torch.randint(4, (6,), generator=generator)
+    return nn.functional.cross_entropy(model(x, maybe), y)
+
+
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        loss(ddp, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_everywhere(x: Tensor) -> bool:
+    theirs = x.clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(x, theirs)
+
+
+def alone(step: int, rank: int) -> dict[str, Tensor]:
+    """A worker's own gradients, at the weights of the start."""
+    net = build()
+    loss(net, step, rank).backward()
+    return grads(net)
+
+
+def real_workers_equal_simulated_ones(name: str, rank: int, size: int) -> None:
+    """Bit for bit where nothing is summed on the way; three and more terms have no order that all agree on."""
+    method = {"a": TopK(0.1), "*": PowerSGD(1)} if name == "several" else METHODS[name]
+    real, simulated = (Aggregator(method, group, smallest=0) for group in (None, Simulated(size)))
+    exact = size == 2 or name in BY_PIECES
+    for step in range(3):
+        given = gradients(size, step)
+        here, there = real(given[rank]), simulated.together(given)[rank]
+        for n in given[0]:
+            close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+            if not exact and name in ("bf16", "fp16"):
+                close = {"rtol": 2e-2, "atol": 2e-2}
+            torch.testing.assert_close(here[n], there[n], **close, msg=lambda m, n=n: f"{name}, {n}: {m}")
+            assert same_everywhere(here[n]), (name, n)
+    counts = [(a.meter.handed, a.meter.messages, a.meter.wire_bytes) for a in (real, simulated)]
+    assert counts[0] == counts[1]
+
+
+def gradients_are_the_aggregators(name: str, rank: int, size: int, **ddp_options: Any) -> None:
+    """DDP hands over what each worker has, and gets what the aggregator makes of it, memory and all."""
+    ddp, hook = wrapped(METHODS[name], ddp=ddp_options)
+    reference = Aggregator(METHODS[name], Simulated(size), smallest=0)
+    for step in range(3):
+        ddp.zero_grad()
+        loss(ddp, step, rank).backward()
+        expected = reference.together([alone(step, r) for r in range(size)])[rank]
+        close = (
+            {"rtol": 2e-2, "atol": 2e-3}
+            if name in ("bf16", "fp16", "several")
+            else {"rtol": 1e-4, "atol": 1e-6}
+        )
+        for n, g in grads(ddp.module).items():
+            torch.testing.assert_close(g, expected[n], **close, msg=lambda m, n=n: f"{name}, {n}: {m}")
+            assert same_everywhere(g), (name, n)
+    assert hook.meter.handed == reference.meter.handed
+    assert hook.meter.steps == 3
+
+
+def resumes(name: str, rank: int, **ddp_options: Any) -> None:
+    """Saved in the middle and loaded into a fresh job, whose buckets are others, it ends with the same bits."""
+    ends = []
+    saved: Any = None
+    for stopped in (False, True):
+        ddp, hook = wrapped(METHODS[name], ddp={"bucket_cap_mb": 25 if stopped else 0.002} | ddp_options)
+        optimizer = momentum(ddp)
+        if stopped:
+            ddp.module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            hook.load_state_dict(saved[2])
+        else:
+            train(ddp, optimizer, range(3), rank)
+            saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict()))
+        train(ddp, optimizer, range(3, 6), rank)
+        assert same_everywhere(weights(ddp))
+        ends.append(weights(ddp))
+    assert torch.equal(*ends), name
+
+
+def no_compression_is_plain_averaging(rank: int, size: int) -> None:
+    """The very bits of the exact mode, which lays messages out differently, for two workers; close for more."""
+    ends = []
+    for wrap in (exact_, lambda ddp: compress(ddp, NoCompression())):
+        ddp = DDP(build(), bucket_cap_mb=0.002)
+        wrap(ddp)
+        train(ddp, momentum(ddp), range(4), rank)
+        ends.append(weights(ddp))
+    torch.testing.assert_close(*ends, rtol=0 if size == 2 else 1e-5, atol=0 if size == 2 else 1e-6)
+
+
+def several_backward_passes(rank: int) -> None:
+    """Without synchronisation the hook does not run: the sum of two passes goes through it at once."""
+    (ddp, hook), (other, _) = (
+        wrapped(TopK(0.05), ddp={"gradient_as_bucket_view": view}) for view in (True, False)
+    )
+    for step in range(3):
+        ddp.zero_grad()
+        other.zero_grad()
+        with ddp.no_sync():
+            loss(ddp, 2 * step, rank).backward()
+        loss(ddp, 2 * step + 1, rank).backward()
+        (loss(other, 2 * step, rank) + loss(other, 2 * step + 1, rank)).backward()
+        for n, g in grads(ddp.module).items():
+            torch.testing.assert_close(g, grads(other.module)[n])
+    assert hook.meter.steps == 3
+
+
+def unused_parameters_keep_their_memory(rank: int) -> None:
+    """Used by one rank, by none, by all: what DDP would throw away is not taken out of the memory."""
+    ddp, hook = wrapped(TopK(0.05), maybe=True)
+    name = "maybe.weight"
+    total = torch.zeros(24, 24)  # of all gradients less what was applied
+    for step, users in enumerate([(0, 1), (), (0,), (), (1,)]):
+        ddp.zero_grad()
+        loss(ddp, step, rank, maybe=rank in users).backward()
+        own = build(maybe=True)
+        loss(own, step, rank, maybe=rank in users).backward()
+        g = own.maybe.weight.grad
+        total += 0 if g is None else g
+        applied = ddp.module.maybe.weight.grad
+        assert (applied is None) == (not users)
+        total -= 0 if applied is None else applied
+        both = torch.stack([total, hook.state_dict()["own"][0][name]["memory"]])
+        dist.all_reduce(both)
+        torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-6)
+
+
+def through_the_switch(rank: int) -> None:
+    """The same hook goes on; what it knew of replaced parameters is gone, the rest stays."""
+    ends = []
+    saved: Any = None
+    switch = pf.Switch(rank=6, when=pf.AtStep(2))
+    for stopped in (False, True):
+        if not stopped:
+            ddp, hook = wrapped(PowerSGD(rank=1))
+            optimizer = momentum(ddp)
+            for step in range(4):
+                before = hook.state_dict()["own"][0] if step else {}
+                if switch.step(ddp, optimizer, step=step):
+                    assert "middle.weight" in before
+                train(ddp, optimizer, range(step, step + 1), rank)
+                if step == 2:
+                    saved = copy.deepcopy(
+                        (ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict())
+                    )
+            assert ddp._comm_hooks[0][1] is hook
+            assert any(name.startswith("middle.down") for name in hook.state_dict()["methods"])
+            assert "middle.weight" not in hook.state_dict()["own"][0]
+        else:
+            assert switch.report is not None
+            model = build()
+            optimizer = momentum(model)
+            pf.reshape_(model, switch.report.plan, optimizer)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            ddp = DDP(model)
+            hook = compress(ddp, PowerSGD(rank=1), smallest=0)
+            hook.load_state_dict(saved[2])
+            train(ddp, optimizer, range(3, 4), rank)
+        assert same_everywhere(weights(ddp))
+        ends.append(weights(ddp))
+    assert torch.equal(*ends)
+
+
+def bad_steps_leave_no_trace(rank: int, size: int) -> None:
+    """One rank has an infinity: NaN on all, and all go on as if the step had not been."""
+    ddp, hook = wrapped(PowerSGD(rank=2))
+    loss(ddp, 0, rank).backward()
+    kept = hook.state_dict()
+    ddp.zero_grad()
+    (loss(ddp, 1, rank) * (math.inf if rank == size - 1 else 1)).backward()
+    assert all(g.isnan().all() for g in grads(ddp.module).values())
+    for part in ("shared", "own"):
+        after, before = hook.state_dict()[part], kept[part]
+        after, before = (after, before) if part == "shared" else (after[0], before[0])
+        for name, state in after.items():
+            assert all(torch.equal(x, before[name][key]) for key, x in state.items())
+    ddp.zero_grad()
+    loss(ddp, 2, rank).backward()
+    assert all(g.isfinite().all() for g in grads(ddp.module).values())
+
+
+def memory_follows_the_units(rank: int) -> None:
+    """Rate ÷ 10: the memory × 10; loss scale × 4: the memory × 4; under Adam only the latter."""
+    for kind, factor in ((torch.optim.SGD, 40.0), (torch.optim.Adam, 4.0)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        ddp = DDP(build())
+        optimizer = kind(ddp.parameters(), lr=0.1)
+        hook = compress(ddp, TopK(0.05), optimizer=optimizer, scaler=scaler, smallest=0)
+        scaler.scale(loss(ddp, 0, rank)).backward()
+        before = hook.state_dict()["own"][0]["middle.weight"]["memory"]
+        optimizer.param_groups[0]["lr"] = 0.01
+        scaler.update(4.0)
+        ddp.zero_grad()
+        (0 * loss(ddp, 0, rank)).backward()  # zeros: the memory waits
+        after = hook.state_dict()["own"][0]["middle.weight"]["memory"]
+        torch.testing.assert_close(after, before * factor)
+
+
+def several_dtypes(rank: int) -> None:
+    """A layer in bf16 has buckets of its own; its memory is in fp32 all the same."""
+    model = build()
+    model.last.bfloat16()
+    model.last.register_forward_pre_hook(lambda m, x: x[0].to(m.weight.dtype))
+    ddp = DDP(model, bucket_cap_mb=0.002)
+    hook = compress(ddp, TopK(0.05), smallest=0)
+    train(ddp, momentum(ddp), range(3), rank)
+    assert same_everywhere(weights(ddp))
+    assert model.last.weight.dtype == torch.bfloat16
+    assert {x["memory"].dtype for x in hook.state_dict()["own"][0].values()} == {torch.float32}
+
+
+def methods_are_changed_together(rank: int) -> None:
+    ddp, hook = wrapped(PowerSGD(rank=1))
+    optimizer = momentum(ddp)
+    for step, method in enumerate([TopK(0.1), {"first": SignSGD(), "*": BFloat16()}, NoCompression()]):
+        train(ddp, optimizer, range(step, step + 1), rank)
+        hook.use(method)
+    train(ddp, optimizer, range(3, 5), rank)
+    assert hook.state_dict()["own"] == [{}]
+    assert same_everywhere(weights(ddp))
+    with pytest.raises(RuntimeError, match="differ from rank 0 in the compression's method"):
+        hook.use(TopK(0.2 if rank else 0.1))
+    assert hook.method == NoCompression()
+    with pytest.raises((ValueError, RuntimeError), match=r"matches no parameter|keeps them"):
+        hook.use({"*": TopK()} if rank else {"nowhere": TopK()})
+    train(ddp, optimizer, range(5, 6), rank)
+
+
+def compiled(rank: int) -> None:
+    ends = []
+    for wrap in (lambda m: torch.compile(DDP(m), backend="aot_eager"), DDP):
+        model = build()
+        outer = wrap(model)
+        hook = compress(outer, TopK(0.05), smallest=0)
+        train(outer, momentum(model), range(3), rank)
+        assert hook.meter.steps == 3
+        assert "middle.weight" in hook.state_dict()["methods"]
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends)
+
+
+def uneven_inputs(rank: int) -> None:
+    """A rank that has run out of data answers the others with zeros, and with what its memory holds."""
+    for method in (TopK(0.05), QSGD()):
+        ddp, _ = wrapped(method)
+        with Join([ddp]):
+            train(ddp, momentum(ddp), range(2 if rank else 4), rank)
+        assert rank or weights(ddp).isfinite().all()
+
+
+def a_broken_backward_leaves_nothing_behind(rank: int) -> None:
+    ddp, hook = wrapped(TopK(0.05))
+    optimizer = momentum(ddp)
+    train(ddp, optimizer, range(2), rank)
+    handle = ddp.module.first.weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss(ddp, 2, rank).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    assert pf.Switch(rank=6, when=pf.AtStep(0)).step(ddp, optimizer, step=0)  # which wraps it anew
+    train(ddp, optimizer, range(2, 4), rank)
+    assert same_everywhere(weights(ddp))
+    assert hook.meter.steps == 4
+
+
+def nothing_is_kept(rank: int) -> None:
+    ddp, hook = wrapped(PowerSGD(2))
+    train(ddp, momentum(ddp), range(2), rank)
+    held = weakref.ref(ddp), weakref.ref(ddp.module)
+    del ddp, hook
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+
+
+def refusals() -> None:
+    ddp, _ = wrapped()
+    with pytest.raises(ValueError, match="compressed already; change its method by use"):
+        compress(ddp)
+    averaged = DDP(build())
+    exact_(averaged)
+    with pytest.raises(ValueError, match="hook _average already"):
+        compress(averaged)
+    with pytest.raises(ValueError, match="1 has sparse gradients"):
+        compress(DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 4, sparse=True))))
+    with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
+        compress(DDP(build(), skip_all_reduce_unused_params=True, find_unused_parameters=True))
+    with pytest.raises(ValueError, match="QSGD goes without a memory"):
+        compress(DDP(build()), QSGD(), memory=True)
+    ddp = DDP(build())
+    for method in (DGC(), Signum()):
+        with pytest.raises(ValueError, match="has a momentum of its own, and so has the SGD"):
+            compress(ddp, method, optimizer=momentum(ddp), smallest=0)
+    plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="and so has the Adam"):
+        compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), smallest=0)
+    assert compress(ddp, DGC(), optimizer=plain, smallest=0).method == DGC()
+
+
+def cases(rank: int, size: int) -> None:
+    for name in METHODS:
+        real_workers_equal_simulated_ones(name, rank, size)
+        gradients_are_the_aggregators(name, rank, size)
+        resumes(name, rank)
+    resumes("powersgd", rank, find_unused_parameters=True)
+    no_compression_is_plain_averaging(rank, size)
+    through_the_switch(rank)
+    unused_parameters_keep_their_memory(rank)
+    bad_steps_leave_no_trace(rank, size)
+    if size == 2:
+        gradients_are_the_aggregators("topk", rank, size, static_graph=True)
+        gradients_are_the_aggregators("topk", rank, size, gradient_as_bucket_view=True)
+        several_backward_passes(rank)
+        memory_follows_the_units(rank)
+        several_dtypes(rank)
+        methods_are_changed_together(rank)
+        compiled(rank)
+        uneven_inputs(rank)
+        a_broken_backward_leaves_nothing_behind(rank)
+        nothing_is_kept(rank)
+        refusals()
+
+
+@pytest.mark.timeout(240)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_real_processes(size: int, tmp_path: Path) -> None:
+    in_processes(cases, size, tmp_path)
