@@ -206,6 +206,25 @@ def resumes(name: str, rank: int, **ddp_options: Any) -> None:
     assert torch.equal(*ends), name
 
 
+def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+    """Through files, across a switch: every rank finds its own memory again."""
+    ends = []
+    for stop, name in ((6, "straight"), (4, "stopped"), (6, "stopped")):
+        ddp, hook = wrapped(TopK(0.05))
+        optimizer, switch = momentum(ddp), pf.Switch(rank=4, when=pf.AtStep(2))
+        with pf.Checkpoint(
+            folder / name, ddp, optimizer, switch=switch, compressor=hook, every=1
+        ) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                switch.step(ddp, optimizer, step=step)
+                train(ddp, optimizer, range(step, step + 1), rank)
+                checkpoint.step(step=step + 1)
+        assert any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+        ends.append(weights(ddp))
+    assert torch.equal(ends[0], ends[2])
+
+
 def no_compression_is_plain_averaging(rank: int, size: int) -> None:
     """The very bits of the exact mode, which lays messages out differently, for two workers; close for more."""
     ends = []
@@ -426,12 +445,13 @@ def refusals() -> None:
     assert compress(ddp, DGC(), optimizer=plain, smallest=0).method == DGC()
 
 
-def cases(rank: int, size: int) -> None:
+def cases(rank: int, size: int, folder: Path) -> None:
     for name in METHODS:
         real_workers_equal_simulated_ones(name, rank, size)
         gradients_are_the_aggregators(name, rank, size)
         resumes(name, rank)
     resumes("powersgd", rank, find_unused_parameters=True)
+    resumes_from_a_checkpoint(rank, folder)
     no_compression_is_plain_averaging(rank, size)
     through_the_switch(rank)
     unused_parameters_keep_their_memory(rank)
@@ -453,4 +473,4 @@ def cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+    in_processes(cases, size, tmp_path, tmp_path)
