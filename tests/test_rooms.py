@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: From the ground up. A room may import itself and what stands before it.
 ROOMS = [
     "names", "layers", "svd", "rank", "budget", "profile", "timing", "cost", "plan", "table", "candidates",
-    "planning", "fit", "change", "optim", "decay", "factorize", "when", "lr", "updates", "ranks", "ddp", "exact", "compress", "testing",
+    "planning", "fit", "change", "optim", "decay", "factorize", "when", "lr", "updates", "ranks", "ddp", "buckets", "exact", "compress", "testing",
     "average", "spread", "trial", "report", "fsdp", "job", "finite", "switch", "state", "files", "convert", "checkpoint",
     "integrations", "lab", "cli",
 ]  # fmt: skip

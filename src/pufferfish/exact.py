@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp import find_ddp
-from .names import own_name
+from .buckets import AtLastBucket, refuse_hookless, register, wrapper
 
 _PIECE = 25 * 2**20  # bytes of one message; a larger parameter is a message of its own
 
@@ -33,55 +32,20 @@ def exact_(model: nn.Module) -> None:
     Traceback (most recent call last):
     TypeError: exact_: a Linear is not wrapped in DistributedDataParallel; wrap it first
     """
-    ddp = find_ddp(model)
-    if ddp is None:
-        raise TypeError(
-            f"exact_: a {type(model).__name__} is not wrapped in DistributedDataParallel; wrap it first"
-        )
-    if ddp._comm_hooks:
-        hook = getattr(ddp._comm_hooks[0][0], "__name__", "unknown")
-        raise ValueError(
-            f"exact_: this DDP has the communication hook {hook} already and takes only one; wrap the model anew"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        raise ValueError(
-            "exact_: skip_all_reduce_unused_params leaves buckets out of the exchange; wrap without it"
-        )
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(f"exact_: {own_name(name)} has sparse gradients; build it with sparse=False")
-    ddp.register_comm_hook(_Exchange(ddp.module, ddp.process_group), _average)
+    ddp = wrapper(model, "exact_")
+    refuse_hookless(ddp, "exact_")
+    register(ddp, Exact(ddp.module, ddp.process_group))
 
 
-def _average(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
-    return state.take(bucket)
-
-
-class _Exchange:
-    """Holds the buckets of a backward pass back until the last one has come, then averages all gradients."""
+class Exact(AtLastBucket):
+    """Averages laid out in the order of the model's parameters."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
         self.module = module  # not the wrapper, which holds this: through C++ no such cycle is ever freed
         self.group = group
-        self.held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
 
-    def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The bucket's buffer, once it holds averages."""
-        if bucket.index() == 0:
-            self.held.clear()  # of a backward pass that broke off
-        device = bucket.buffer().device
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=None if device.type == "cpu" else [device]
-        )
-        self.held.append((bucket, future))
-        if bucket.is_last():
-            held, self.held = self.held, []
-            self._average([b for b, _ in held])
-            for b, waiting in held:
-                waiting.set_result(b.buffer())
-        return future
-
-    def _average(self, buckets: list[Any]) -> None:
+    def average(self, buckets: list[Any]) -> None:
         """All gradients, in place. The parameters are looked up each time: a switch replaces them."""
         of = {id(p): g for b in buckets for p, g in zip(b.parameters(), b.gradients(), strict=True)}
         for piece in _pieces([of[id(p)] for p in self.module.parameters() if id(p) in of]):

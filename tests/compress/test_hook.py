@@ -427,7 +427,7 @@ def refusals() -> None:
         compress(ddp)
     averaged = DDP(build())
     exact_(averaged)
-    with pytest.raises(ValueError, match="hook _average already"):
+    with pytest.raises(ValueError, match="hook Exact already"):
         compress(averaged)
     with pytest.raises(ValueError, match="1 has sparse gradients"):
         compress(DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 4, sparse=True))))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp import find_ddp
+from ..buckets import AtLastBucket, refuse_hookless, register, wrapper
 from ..names import own_name
 from ..optim import Optimizers, as_list
 from ..ranks import Workers
@@ -49,11 +49,7 @@ def compress(
     Traceback (most recent call last):
     TypeError: compress: a Linear is not wrapped in DistributedDataParallel; wrap it first
     """
-    ddp = find_ddp(model)
-    if ddp is None:
-        raise TypeError(
-            f"compress: a {type(model).__name__} is not wrapped in DistributedDataParallel; wrap it first"
-        )
+    ddp = wrapper(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
 
     def sound() -> Aggregator:
@@ -65,41 +61,17 @@ def compress(
 
     hook = Hook(ddp.module, workers, workers.together(sound), optimizer, scaler)
     hook.use(hook.method, memory)
-    ddp.register_comm_hook(hook, _dispatch)
+    register(ddp, hook)
     return hook
 
 
 def _refuse(ddp: DistributedDataParallel) -> None:
-    """What no hook can work with."""
-    if ddp._comm_hooks:
-        found, state = ddp._comm_hooks[0][0], ddp._comm_hooks[0][1]
-        if isinstance(state, Hook):
-            raise ValueError(
-                "compress: this DDP is compressed already; change its method by use() of that hook"
-            )
-        name = getattr(found, "__name__", "unknown")
-        raise ValueError(
-            f"compress: this DDP has the communication hook {name} already and takes only one; wrap the model anew"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        raise ValueError(
-            "compress: skip_all_reduce_unused_params leaves buckets out of the exchange; wrap without it"
-        )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise ValueError(
-            'compress: DDP runs without hooks under torch._dynamo.config.optimize_ddp = "python_reducer"; '
-            "choose another mode before wrapping"
-        )
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(f"compress: {own_name(name)} has sparse gradients; build it with sparse=False")
+    if ddp._comm_hooks and isinstance(ddp._comm_hooks[0][1], Hook):
+        raise ValueError("compress: this DDP is compressed already; change its method by use() of that hook")
+    refuse_hookless(ddp, "compress")
 
 
-def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
-    return state.take(bucket)
-
-
-class Hook:
+class Hook(AtLastBucket):
     """A DDP model's compression, made by `compress`: change its method, read its meter, save its state."""
 
     def __init__(
@@ -110,10 +82,10 @@ class Hook:
         optimizer: Optimizers,
         scaler: Any,
     ) -> None:
+        super().__init__()
         self.module, self.workers, self.aggregator = module, workers, aggregator
         self.optimizers = as_list(optimizer)
         self.scaler = scaler
-        self._held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
 
     @property
     def method(self) -> Methods:
@@ -161,23 +133,7 @@ class Hook:
                             f"{type(optimizer).__name__} for this parameter; give it an optimizer without"
                         )
 
-    def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The bucket's buffer, once it holds averages: after the last bucket of the backward pass."""
-        if bucket.index() == 0:
-            self._held.clear()  # of a backward pass that broke off
-        device = bucket.buffer().device
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=None if device.type == "cpu" else [device]
-        )
-        self._held.append((bucket, future))
-        if bucket.is_last():
-            held, self._held = self._held, []
-            self._average([b for b, _ in held])
-            for b, waiting in held:
-                waiting.set_result(b.buffer())
-        return future
-
-    def _average(self, buckets: list[Any]) -> None:
+    def average(self, buckets: list[Any]) -> None:
         """All gradients, in place. The parameters are looked up each time: a switch replaces them."""
         of = {
             id(p): _seen_as(p, g) for b in buckets for p, g in zip(b.parameters(), b.gradients(), strict=True)
