@@ -15,12 +15,12 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from factorize import seconds
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -84,7 +84,7 @@ def measured(name: str, methods: list[str], rounds: int, device: torch.device) -
     flat = torch.cat([g.flatten() for g in bag.gradients])
     target = torch.empty_like(flat)
     for _ in range(rounds + 3):  # torch's hook compresses from its third step on
-        times["one copy"].append(timed(lambda: target.copy_(flat), device))
+        times["one copy"].append(seconds(device, lambda: target.copy_(flat)))
         for method, step in steps.items():
             times[method].append(step())
     medians = {method: statistics.median(found[3:]) for method, found in times.items()}
@@ -109,7 +109,7 @@ def hooked(bag: Bag, method: str, device: torch.device) -> Callable[[], float]:
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
         done: list[Any] = []
-        spent.append(timed(lambda: done.append(inside(bucket)) or done[0].wait(), device))
+        spent.append(seconds(device, lambda: done.append(inside(bucket)) or done[0].wait()))
         return done[0]
 
     ddp.register_comm_hook(None, hook)
@@ -121,16 +121,6 @@ def hooked(bag: Bag, method: str, device: torch.device) -> Callable[[], float]:
         return spent.pop()
 
     return step
-
-
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

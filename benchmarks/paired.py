@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.decay import FrobeniusDecay
 from pufferfish.table import aligned
 
 Line = dict[str, Any]
@@ -161,7 +160,7 @@ def branches(run: Run, arms: dict[str, Arm], turns: int, dense: bool) -> Iterato
 
 def branch(name: str, run: Run, arm: Arm, switch: pf.Switch, at: int, turns: int) -> Line:
     with torch.random.fork_rng():  # dropout here must not change what the dense run goes on with
-        decay = None if arm.decay is None else FrobeniusDecay(run.model, run.optimizer, arm.decay)
+        decay = None if arm.decay is None else pf.FrobeniusDecay(run.model, run.optimizer, arm.decay)
         switched = switch.step(run.model, run.optimizer, epoch=at, total=turns)
         assert switched, name
         spent = sum(timed(run, turn, turns) for turn in range(at, turns))

@@ -9,6 +9,7 @@ from .ddp import find_ddp, rewrap_
 from .factorize import convert
 from .layers import LowRank
 from .names import named_modules, unwrap
+from .optim import wide
 from .plan import Entry, Plan
 
 
@@ -23,15 +24,11 @@ def follow_(average: nn.Module, live: nn.Module, plan: Plan) -> None:
     def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
         assert e.matrix is not None
         x, layer = e.matrix, layers[e.layer]
-        _, V = x.unfold(*(_wide(layer.get_parameter(name).to(weight)) for name in (x.down, x.up)))
-        W = x.unroll(_wide(weight))
+        _, V = x.unfold(*(wide(layer.get_parameter(name).detach().to(weight)) for name in (x.down, x.up)))
+        W = x.unroll(wide(weight.detach()))
         U = W @ torch.linalg.pinv(V)
         return *x.fold(U, torch.linalg.pinv(U) @ W), None
 
     convert(unwrap(average), plan, None, fill)
     if (ddp := find_ddp(average)) is not None:
         rewrap_(ddp, {})
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.detach() if x.dtype == torch.float64 else x.detach().float()

@@ -141,6 +141,11 @@ def multiply_out(model: nn.Module, optimizer: Optimizers, carry: bool = True) ->
     carrier.finish()
 
 
+def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Layer → matrix → rank, of every low-rank layer."""
+    return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
+
+
 def plan_of(model: nn.Module) -> Plan:
     """The plan that would make a dense model what this one is now: the ranks of its low-rank layers.
 
@@ -150,7 +155,7 @@ def plan_of(model: nn.Module) -> Plan:
     >>> pf.plan_of(model).ranks
     {'0': {'': 8}}
     """
-    ranks = {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
+    ranks = ranks_of(model)
     dense = hollow(unwrap(model))
     merge_(dense)
     made = plan(dense, multiple=1)

@@ -22,14 +22,16 @@ def spectra(model: nn.Module, workers: Workers, names: Iterable[str] | None = No
     entries = [
         e for e in entries if e.matrix is not None and not e.reason and (wanted is None or e.name in wanted)
     ]
+    owned = owners(entries, workers.size)
     found = {}
-    for e, owner in owners(entries, workers.size):
+    for e, owner in owned:  # all ranks compute at once
         assert e.matrix is not None
         weight = live[e.layer].get_parameter(e.matrix.weight).detach()
-        values = torch.full((e.matrix.full_rank,), torch.nan, dtype=torch.float64)
+        found[e.name] = torch.full((e.matrix.full_rank,), torch.nan, dtype=torch.float64)
         if owner == workers.rank and torch.isfinite(weight).all():
-            values = svd.spectrum(e.matrix.unroll(weight))
-        found[e.name] = workers.share(values.to(workers.device), owner).cpu()
+            found[e.name] = svd.spectrum(e.matrix.unroll(weight))
+    for e, owner in owned:  # and then tell
+        found[e.name] = workers.share(found[e.name].to(workers.device), owner).cpu()
     for name, values in found.items():  # after the last message: every rank raises, none waits
         if values.isnan().any():
             raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")

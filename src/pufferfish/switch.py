@@ -12,10 +12,9 @@ from torch import nn
 from . import fsdp, spread
 from .average import follow_
 from .ddp import check_rewrap
-from .factorize import by_nan, convert, multiply_out
+from .factorize import by_nan, convert, multiply_out, ranks_of
 from .fit import fit
 from .job import Job, changing, slowest
-from .layers import LowRank
 from .lr import Rewarm, ScaledRate
 from .names import named_modules, unwrap
 from .optim import Optimizers, as_list, check
@@ -366,7 +365,7 @@ class Switch:
         """
         self.load_state_dict(state)
         job, optimizers = Job(model), as_list(optimizer)
-        now = {name: m.ranks for name, _, m in named_modules(job.inner) if isinstance(m, LowRank)}
+        now = ranks_of(job.inner)
         wanted = self.report.plan.ranks if self.report and self.low_rank else {}
         if not now and wanted:
             assert self.report is not None

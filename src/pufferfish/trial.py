@@ -45,8 +45,10 @@ class Trial:
         """The weight at the entry's rank, or itself where it has none; the entry with its error."""
         assert e.matrix is not None
         weight = self.layers[e.layer].get_parameter(e.matrix.weight).data
-        own = self.kept.setdefault((e.layer, e.matrix.weight), weight.clone())
-        rows = e.matrix.rows
+        key, rows = (e.layer, e.matrix.weight), e.matrix.rows
+        if key not in self.kept:
+            self.kept[key] = weight.clone()
+        own = self.kept[key]
         if e.rank is None:
             weight[rows] = own[rows]
             return replace(e, error=None)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn, optim
 
-from ..factorize import plan_of
+from ..factorize import plan_of, ranks_of
 from ..names import own_name, unwrap
 from ..optim import Optimizers, as_list
 from ..plan import Plan
@@ -23,7 +23,7 @@ from .byname import load_optimizer, names_of, optimizer_state
 from .control import Control, Sigterm
 from .rng import rng_state, seed_rng, set_rng_state
 from .saved import Saved, load_own_state, own_state, state_of, write
-from .structure import expected, follow_, is_sharded, ranks_of
+from .structure import expected, is_sharded, restructure_
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Checkpoint:
             inner = unwrap(self.model)
             load_own_state(inner, weights | (saved.own["buffers"] if saved.own else {}))
             for average, state in zip(self.also, averages, strict=True):
-                follow_(average, saved.ranks, saved.plan)
+                restructure_(average, saved.ranks, saved.plan)
                 load_own_state(average, state)
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_optimizer(optimizer, names_of(inner), state)

@@ -8,20 +8,15 @@ from pathlib import Path
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from ..factorize import by_nan, by_svd, convert
+from ..factorize import by_nan, by_svd, convert, ranks_of
 from ..fit import fit
 from ..job import Job
-from ..layers import LowRank, hollow
-from ..names import named_modules, own_name, unwrap
+from ..layers import hollow
+from ..names import own_name, unwrap
 from ..plan import Plan
 from .byname import group_names, names_of
 
 Ranks = dict[str, dict[str, int]]
-
-
-def ranks_of(model: nn.Module) -> Ranks:
-    """The ranks of its low-rank layers."""
-    return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -62,7 +57,7 @@ def expected(
     return trial, stand_ins
 
 
-def follow_(average: nn.Module, ranks: Ranks, plan: Plan | None) -> None:
+def restructure_(average: nn.Module, ranks: Ranks, plan: Plan | None) -> None:
     """Give an averaged copy the structure that `expected` found possible."""
     if plan is not None and ranks_of(average) != ranks:
         convert(unwrap(average), plan, None, by_nan)
