@@ -1,4 +1,4 @@
-"""A DDP communication hook that sees all gradients of a backward pass at once."""
+"""A DDP communication hook that holds all gradients of a backward pass until it has averaged them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from .names import own_name
 
 
 class AtLastBucket:
-    """Holds the buckets of a backward pass back until the last one has come, then averages all gradients."""
+    """Holds the buckets of a backward pass back until the last one has come and all gradients are averaged."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, torch.futures.Future[Tensor]]] = []
+
+    def arrived(self, bucket: Any) -> None:
+        """A bucket is there; the backward pass goes on."""
 
     def average(self, buckets: list[Any]) -> None:
         """Put the mean over the workers into the buckets."""
@@ -31,6 +34,7 @@ class AtLastBucket:
             devices=None if device.type == "cpu" else [device]
         )
         self._held.append((bucket, future))
+        self.arrived(bucket)
         if bucket.is_last():
             held, self._held = self._held, []
             self.average([b for b, _ in held])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pufferfish.compress import Method, Simulated, Turn
-from pufferfish.compress.lockstep import lockstep
+from pufferfish.compress.lockstep import Lockstep
 from pufferfish.compress.meter import Meter
 
 State = dict[str, Tensor]
@@ -21,16 +21,26 @@ class Step(NamedTuple):
 
 
 def drive(
-    method: Method, xs: list[Tensor], states: list[State] | None = None, step: int = 0, seed: int = 0
+    method: Method,
+    xs: list[Tensor],
+    states: list[State] | None = None,
+    step: int = 0,
+    seed: int = 0,
+    exchange: str | None = None,
 ) -> Step:
     """`xs` are the workers' (b, d) or (b, m, n). `states` are theirs, replaced by what they keep."""
     states = [{} for _ in xs] if states is None else states
     names = tuple(f"t{i}" for i in range(len(xs[0])))
-    turns = [Turn(r, len(xs), step, names, seed=seed, state=dict(state)) for r, state in enumerate(states)]
+    turns = [
+        Turn(r, len(xs), step, names, seed=seed, exchange=exchange, state=dict(state))
+        for r, state in enumerate(states)
+    ]
     before = [{key: x.clone() for key, x in state.items()} for state in states]
     transport = Simulated(len(xs))
-    with transport.meter.step(torch.device("cpu"), 0):
-        ended = lockstep([[method.compress(x.clone(), t)] for x, t in zip(xs, turns, strict=True)], transport)
+    together = Lockstep(transport)
+    with transport.meter.part(torch.device("cpu")):
+        together.start([[method.compress(x.clone(), t)] for x, t in zip(xs, turns, strict=True)])
+        ended = together.finish()
     for kept, old in zip(states, before, strict=True):
         assert all(torch.equal(kept[key], x) for key, x in old.items()), "old state was changed in place"
     means, rests = zip(*(mine for (mine,) in ended), strict=True)

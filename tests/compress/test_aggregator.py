@@ -243,7 +243,7 @@ def test_another_number_of_workers_drops_memories_and_keeps_what_is_shared() -> 
         again.load_state_dict(now)
         again.load_state_dict(two.state_dict())
     assert two.steps == again.steps == 3
-    with pytest.raises(ValueError, match="no compressor's state: it lacks methods, own"):
+    with pytest.raises(ValueError, match="no compressor's state: it lacks inside, methods, own"):
         two.load_state_dict({"steps": 1, "size": 2, "ranks": [0], "units": {}, "shared": {}})
 
 

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from . import table
 from .batch import Batch, batches
-from .lockstep import lockstep
+from .levels import Nodes, nodes
 from .meter import Meter
-from .method import Steps, Sum
+from .step import Step
 from .store import MEMORY, Named, Store
 from .table import Methods
 from .transport import Group, Transport
 from .turn import Turn
 
-#: Larger gradients count as infinite: sums of their squares would be.
-_LIMIT = 1e15
+#: Bytes of gradients that go out together, where they go out while others are still computed.
+PIECE = 25 * 2**20
+#: "flat", "node", or the groups inside a machine and between machines.
+Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 class Aggregator:
@@ -38,10 +40,17 @@ class Aggregator:
         group: a process group (default: all processes, or this one alone) or `Simulated(n)`.
         memory: None for what suits the method; False goes without.
         scope: "layer", or "global": a sparsifier chooses among the elements of all tensors.
+        exchange: for methods that know several: "all_to_all" (shards are summed by their owners, compressed again and
+            sent to all) or "all_gather" (everything goes to everyone, compressed once). None: the method's own choice.
+        levels: "node": workers of one machine (LOCAL_WORLD_SIZE, of consecutive ranks) average as they are, and one
+            copy of each tensor travels between machines, compressed. Memories then belong to machines. Or two groups:
+            (inside, between).
         seed: of the methods' random numbers. The global generators are never touched.
         smallest: 1-D tensors, and those of fewer elements, travel as they are (save in 16-bit averages).
             0 compresses all that the method can.
         nonfinite: "nan", or "zero" for loops that do not look.
+        overlap: whether pieces of 25 MiB go out while the backward pass goes on; for the hook. None: where it costs
+            nothing, that is for plain and 16-bit averages.
 
     >>> from pufferfish.compress import Simulated, TopK
     >>> two = Aggregator(TopK(k=1), Simulated(2), smallest=0)
@@ -58,21 +67,32 @@ class Aggregator:
         *,
         memory: bool | None = None,
         scope: Literal["layer", "global"] = "layer",
+        exchange: str | None = None,
+        levels: Levels = "flat",
         seed: int = 0,
         smallest: int = 1024,
         nonfinite: Literal["nan", "zero"] = "nan",
+        overlap: bool | None = None,
     ) -> None:
-        table.check(method, memory, scope)
+        table.check(method, memory, scope, exchange)
         if nonfinite not in ("nan", "zero"):
             raise ValueError(f'nonfinite={nonfinite!r} is neither "nan" nor "zero"')
-        self.method, self.memory = method, memory
+        if overlap and (scope == "global" or levels != "flat"):
+            raise ValueError(
+                'overlap=True: scope="global" and levels="node" need all gradients at once; leave overlap=None'
+            )
+        self.method, self.memory, self.exchange, self.overlap = method, memory, exchange, overlap
         self.scope, self.seed, self.smallest, self.nonfinite = scope, seed, smallest, nonfinite
-        self.transport = group if isinstance(group, Transport) else Group(group)
+        self.nodes = _nodes(levels, group)
+        if self.nodes is not None:
+            self.transport: Transport = self.nodes.between
+        else:
+            self.transport = group if isinstance(group, Transport) else Group(group)
         self.steps = 0  # calls, finite or not: the random streams go on with them
         self._stores = [Store() for _ in self.transport.ranks]
         self._units: dict[str, float] = {}
         self._seen: list[Any] = []
-        self._batches: list[Batch] = []
+        self._parts: list[list[Batch]] = []
         self._resumed: dict[str, Any] | None = None  # what was loaded, until the next step
 
     @property
@@ -86,8 +106,8 @@ class Aggregator:
         Where the new one has a memory too, it goes on with the old one's; else that is sent with the next gradient.
         Whatever else the old one kept is dropped.
         """
-        table.check(method, memory, self.scope)
-        self.method, self.memory, self._seen, self._batches = method, memory, [], []
+        table.check(method, memory, self.scope, self.exchange)
+        self.method, self.memory, self._seen, self._parts = method, memory, [], []
 
     def __call__(
         self, gradients: Mapping[str, Tensor], units: Mapping[str, float] | None = None
@@ -105,7 +125,6 @@ class Aggregator:
         """
         return self.together([gradients], units)[0]
 
-    @torch.no_grad()
     def together(
         self, gradients: Sequence[Mapping[str, Tensor]], units: Mapping[str, float] | None = None
     ) -> list[dict[str, Tensor]]:
@@ -114,40 +133,80 @@ class Aggregator:
             raise ValueError(
                 f"{len(gradients)} workers' gradients were given, but {len(self._stores)} live here"
             )
-        first = gradients[0]
-        if not any(g.numel() for g in first.values()):
-            return [{name: g.clone() for name, g in mine.items()} for mine in gradients]
-        device = next(iter(first.values())).device
-        self._arrange(first, device)
+        means = [{name: torch.empty_like(g) for name, g in mine.items()} for mine in gradients]
+        if any(g.numel() for g in gradients[0].values()):
+            step = self.begin(gradients[0], units)
+            step.add(gradients)
+            step.finish(means)
+        return means
+
+    def begin(
+        self, like: Mapping[str, Tensor] | None = None, units: Mapping[str, float] | None = None
+    ) -> Step:
+        """A step whose gradients come bit by bit: `add` them, then `finish`.
+
+        `like`: tensors of the shapes, dtypes and device of all gradients, in the order in which the parameters are
+        used; None: all as in the step before.
+        """
+        if like is not None:
+            self._arrange(like)
         self._rescale(units or {})
-        with (
-            self.meter.step(device, sum(g.nbytes for g in first.values())),
-            torch.autocast(device.type, enabled=False),
-        ):
-            turns = [
-                self._turns(*worker, device)
-                for worker in zip(self.transport.ranks, self._stores, strict=True)
-            ]
-            tasks = [self._tasks(*worker) for worker in zip(gradients, turns, self._stores, strict=True)]
-            ended = lockstep(tasks, self.transport)
-            means = [self._settled(*worker) for worker in zip(ended, turns, self._stores, strict=True)]
+        instead = float("nan") if self.nonfinite == "nan" else 0.0
+        return Step(
+            self._parts,
+            self.transport,
+            self._stores,
+            self._turn,
+            self.nodes,
+            instead,
+            self._device,
+            self._ended,
+        )
+
+    def _ended(self) -> None:
         self.steps += 1
         self._resumed = None
-        return [{name: mean.get(name, g) for name, g in first.items()} for mean in means]  # g: empty ones
 
-    def _arrange(self, gradients: Mapping[str, Tensor], device: torch.device) -> None:
-        """Batches in the order of names: nothing else decides where a number stands in a message."""
-        seen = [(name, g.shape, g.dtype, g.device) for name, g in sorted(gradients.items())]
+    @property
+    def remembers(self) -> bool:
+        """Whether anything kept is in the gradients' units."""
+        return any(
+            key == MEMORY or key in batch.method.in_units
+            for store in self._stores
+            for batch, kept in store.kept.items()
+            for key in kept
+        )
+
+    def _arrange(self, like: Mapping[str, Tensor]) -> None:
+        """What goes together, in the order of names: nothing else decides where a number stands in a message."""
+        seen = [(name, g.shape, g.dtype, g.device) for name, g in like.items()]
         if seen != self._seen:
+            self._device = seen[0][3]
             for name, _, dtype, place in seen:
-                if not dtype.is_floating_point or place != device:
-                    raise ValueError(f"{name}: a {dtype} gradient on {place}; all must be floats on {device}")
-            if not self._batches:
-                table.refuse_unmatched(self.method, gradients)
-            self._batches = batches(self.method, gradients, self.memory, self.scope, self.smallest)
+                if not dtype.is_floating_point or place != self._device:
+                    raise ValueError(
+                        f"{name}: a {dtype} gradient on {place}; all must be floats on {self._device}"
+                    )
+            if not self._seen:
+                table.refuse_unmatched(self.method, like)
+            self._parts = [
+                batches(
+                    self.method, {name: like[name] for name in names}, self.memory, self.scope, self.smallest
+                )
+                for names in (self.nodes.owners(like) if self.nodes else pieces(like, self.overlap_bytes))
+            ]
             self._seen = seen
+        own = [part for i, part in enumerate(self._parts) if self.nodes is None or i == self.nodes.rank]
         for store in self._stores:
-            store.arrange(self._batches, device)
+            store.arrange([batch for part in own for batch in part], self._device)
+
+    @property
+    def overlap_bytes(self) -> int | None:
+        """How large pieces are that go out before the others; None: all goes out at once."""
+        if self.overlap is None:
+            cheap = all(method.elementwise for method in table.by_pattern(self.method).values())
+            return PIECE if cheap and self.scope == "layer" and self.nodes is None else None
+        return PIECE if self.overlap else None
 
     def _rescale(self, units: Mapping[str, float]) -> None:
         factors = {name: u / self._units[name] for name, u in units.items() if u and self._units.get(name)}
@@ -155,57 +214,19 @@ class Aggregator:
             store.rescale(factors)
         self._units = dict(units) or self._units
 
-    def _turns(self, rank: int, store: Store, device: torch.device) -> list[Turn]:
-        return [
-            Turn(
-                rank=rank,
-                size=self.transport.size,
-                step=self.steps,
-                names=batch.names,
-                dtype=batch.dtype,
-                device=device,
-                seed=self.seed,
-                state={key: x for key, x in store.kept[batch].items() if key != MEMORY},
-            )
-            for batch in self._batches
-        ]
-
-    def _tasks(self, gradients: Mapping[str, Tensor], turns: list[Turn], store: Store) -> list[Steps]:
-        """What one worker does in this step: find out how all are, and the methods' work on finite numbers."""
-        sizes = torch._foreach_norm([gradients[name] for turn in turns for name in turn.names], float("inf"))
-        largest = torch.stack([size.float() for size in sizes])
-        bad = ~(largest <= _LIMIT).all()
-        tasks: list[Steps] = [_agreed(torch.cat([bad[None], largest > 0]))]
-        for batch, turn in zip(self._batches, turns, strict=True):
-            x = batch.join([gradients[name] for name in batch.names])
-            if MEMORY in store.kept[batch]:
-                x += store.kept[batch][MEMORY]
-            if bad.device.type != "cpu" or bad:
-                x.masked_fill_(bad, 0)
-            tasks.append(batch.method.compress(x, turn))
-        return tasks
-
-    def _settled(
-        self, ended: list[tuple[Tensor, Tensor | None]], turns: list[Turn], store: Store
-    ) -> dict[str, Tensor]:
-        """Keep what a worker's step leaves, if all are well; the means by name."""
-        count = ended[0][0]
-        ok, used = count[0] == 0, count[1:] > 0
-        instead = torch.where(ok, 0.0, float("nan") if self.nonfinite == "nan" else 0.0)
-        means: dict[str, Tensor] = {}
-        each = used.split([len(batch.names) for batch in self._batches])
-        for batch, turn, mine, (mean, rest) in zip(self._batches, turns, each, ended[1:], strict=True):
-            for what, x in (("mean", mean), *([("rest", rest)] if batch.memory else [])):
-                if x is None or x.shape != batch.shape:
-                    raise ValueError(
-                        f"{batch.method!r} must return a {what} of the shape {batch.shape} of its x"
-                    )
-            if batch.memory and rest is not None:
-                turn.state[MEMORY] = rest
-            store.commit(batch, turn.state, ok, mine)
-            mean = batch.where(ok & mine, mean, instead.to(mean.dtype))
-            means |= {n: x.to(batch.dtype) for n, x in zip(batch.names, batch.split(mean), strict=True)}
-        return means
+    def _turn(self, rank: int, store: Store, batch: Batch) -> Turn:
+        return Turn(
+            rank=rank,
+            size=self.transport.size,
+            step=self.steps,
+            names=batch.names,
+            dtype=batch.dtype,
+            device=self._device,
+            seed=self.seed,
+            exchange=self.exchange,
+            state={key: x for key, x in store.kept[batch].items() if key != MEMORY},
+            scratch=store.scratch[batch],
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by parameter name. Each worker has a memory of its own: save it on all of them."""
@@ -222,8 +243,7 @@ class Aggregator:
                     place.setdefault(name, {})[key] = x.clone()
         return {
             "steps": self.steps,
-            "size": self.transport.size,
-            "ranks": list(self.transport.ranks),
+            **self._place(),
             "units": dict(self._units),
             "methods": self._stores[0].methods(),
             "shared": shared,
@@ -232,28 +252,68 @@ class Aggregator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. What another number of workers, or another worker, kept for itself is dropped, with a warning."""
-        missing = {"steps", "size", "ranks", "units", "methods", "shared", "own"} - state.keys()
+        missing = {"steps", "size", "inside", "ranks", "units", "methods", "shared", "own"} - state.keys()
         if missing:
             raise ValueError(f"this is no compressor's state: it lacks {', '.join(sorted(missing))}")
-        saved = (
-            dict(zip(state["ranks"], state["own"], strict=True))
-            if state["size"] == self.transport.size
-            else {}
-        )
-        own: list[Named] = [saved.get(rank, {}) for rank in self.transport.ranks]
-        lost = [rank for rank in self.transport.ranks if rank not in saved]
+        here = self._place()
+        same = all(state[key] == here[key] for key in ("size", "inside"))
+        saved = dict(zip(state["ranks"], state["own"], strict=True)) if same else {}
+        own: list[Named] = [saved.get(rank, {}) for rank in here["ranks"]]
+        lost = [rank for rank in here["ranks"] if rank not in saved]
         if lost and any(state["own"]):
             warnings.warn(
-                f"compression: rank {', '.join(map(str, lost))} of {self.transport.size} starts with empty memories; "
-                f"those saved are of rank {', '.join(map(str, state['ranks']))} of {state['size']}",
+                f"compression: rank {', '.join(map(str, lost))} of {_workers(here)} starts with empty memories; "
+                f"those saved are of rank {', '.join(map(str, state['ranks']))} of {_workers(state)}",
                 stacklevel=2,
             )
         loaded = [_copied(state["shared"], mine) for mine in own]
         self.steps, self._units = state["steps"], dict(state["units"])
         for store, named in zip(self._stores, loaded, strict=True):
             store.load(named, dict(state["methods"]))
-        here = {"size": self.transport.size, "ranks": list(self.transport.ranks), "own": own}
-        self._resumed = {**state, **here}
+        self._resumed = {**state, **here, "own": own}
+
+    def _place(self) -> dict[str, Any]:
+        """How many workers there are, in all and inside a machine, and which of them live here."""
+        inside, rank = (self.nodes.size, self.nodes.rank) if self.nodes else (1, 0)
+        return {
+            "size": self.transport.size * inside,
+            "inside": inside,
+            "ranks": [r * inside + rank for r in self.transport.ranks],
+        }
+
+
+def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
+    """Names of what goes out together. Those used last have their gradients first, so they come first.
+
+    >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
+    [['c', 'b'], ['a']]
+    """
+    found: list[list[str]] = [[]]
+    size = 0
+    for name in reversed(list(like)):
+        if nbytes is not None and size >= nbytes:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += like[name].nbytes
+    return found
+
+
+def _nodes(levels: Levels, group: dist.ProcessGroup | Transport | None) -> Nodes | None:
+    if levels == "flat":
+        return None
+    if isinstance(group, Transport):
+        raise ValueError(f"levels={levels!r} is for process groups; {type(group).__name__} has one level")
+    if levels == "node":
+        return nodes(group)
+    if isinstance(levels, tuple) and len(levels) == 2:
+        return Nodes(*levels)
+    raise ValueError(f'levels={levels!r} is neither "flat" nor "node" nor two groups: (inside, between)')
+
+
+def _workers(place: Mapping[str, Any]) -> str:
+    inside = f", {place['inside']} a machine" if place["inside"] > 1 else ""
+    return f"{place['size']}{inside}"
 
 
 def _copied(*parts: Mapping[str, Mapping[str, Tensor]]) -> Named:
@@ -263,8 +323,3 @@ def _copied(*parts: Mapping[str, Mapping[str, Tensor]]) -> Named:
         for name, state in part.items():
             found.setdefault(name, {}).update({key: x.clone() for key, x in state.items()})
     return found
-
-
-def _agreed(flags: Tensor) -> Steps:
-    """How many workers raise each flag."""
-    return (yield Sum(flags.float())), None

@@ -43,9 +43,15 @@ class Batch:
             return 1, sum(self.sizes)
         return (b, first[0], first[1:].numel()) if self.method.matrix else (b, first.numel())
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The method's x: a new tensor."""
-        return self._laid_out(tensors).to(torch.promote_types(self.dtype, torch.float32))
+    @property
+    def precision(self) -> torch.dtype:
+        """Of the method's x."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def join(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The tensors as the method's x."""
+        torch._foreach_copy_(self.split(x), list(tensors))
+        return x
 
     def _laid_out(self, tensors: Sequence[Tensor]) -> Tensor:
         if self.row:
@@ -61,7 +67,9 @@ class Batch:
         """`new` for the parameters where `each` is true, `old` for the others."""
         if each.device.type == "cpu" and bool(each.all()):
             return new  # a pass saved; on a GPU looking would cost more
-        if self.row:
+        if each.dim() == 0:
+            mask = each
+        elif self.row:
             if each.device not in self._sizes_on:
                 self._sizes_on[each.device] = torch.tensor(self.sizes, device=each.device)
             mask = each.repeat_interleave(self._sizes_on[each.device], output_size=new.numel())

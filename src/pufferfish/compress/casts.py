@@ -20,6 +20,7 @@ class NoCompression(Method):
     """
 
     elementwise = True
+    exchanges = ("all_reduce",)
     kind = "exact"
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
@@ -35,6 +36,7 @@ class BFloat16(Method):
     """
 
     elementwise = True
+    exchanges = ("all_reduce",)
     kind = "rounding"
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
@@ -50,6 +52,7 @@ class Float16(Method):
     """
 
     elementwise = True
+    exchanges = ("all_reduce",)
     kind = "rounding"
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
@@ -57,6 +60,9 @@ class Float16(Method):
 
 
 def _mean(x: Tensor, turn: Turn, dtype: torch.dtype) -> Steps:
-    x /= turn.size  # before the sum, which may overflow in 16 bits
-    total = yield Sum(x.to(dtype))
-    return total.to(x.dtype), None
+    if turn.size > 1:
+        x /= turn.size  # before the sum, which may overflow in 16 bits
+    if dtype == x.dtype:
+        return (yield Sum(x)), None
+    total = yield Sum(turn.empty(x.shape, dtype).copy_(x))
+    return x.copy_(total), None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,11 @@ from ..names import own_name
 from ..optim import Optimizers, as_list
 from ..ranks import Workers
 from . import table
-from .aggregator import Aggregator
+from .aggregator import Aggregator, Levels
 from .batch import batches
 from .casts import BFloat16
 from .meter import Meter
+from .step import Step
 from .table import Methods
 
 
@@ -29,13 +31,17 @@ def compress(
     scaler: Any = None,
     memory: bool | None = None,
     scope: Literal["layer", "global"] = "layer",
+    exchange: str | None = None,
+    levels: Levels = "flat",
     seed: int = 0,
     smallest: int = 1024,
     nonfinite: Literal["nan", "zero"] = "nan",
+    overlap: bool | None = None,
 ) -> Hook:
     """Average a DDP model's gradients with fewer bytes. Call it on all ranks, once; later `hook.use(method)`.
 
-    The exchange starts when the backward pass is over. The hook stays through a `Switch`.
+    The hook stays through a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
+    by parameter name.
 
     Args:
         model: wrapped in DistributedDataParallel, compiled or not, without a communication hook so far.
@@ -43,7 +49,10 @@ def compress(
         optimizer: under SGD a memory is in the units of the update: when the learning rate falls, what was left
             over at the old rate counts as much as it would have then. Other optimizers make no difference.
         scaler: a `GradScaler`, so that the memory follows its scale. Its scale is read in every step.
-        memory, scope, seed, smallest, nonfinite: see `Aggregator`.
+        memory, scope, exchange, levels, seed, smallest, nonfinite: see `Aggregator`.
+        overlap: True: pieces of 25 MiB go out while the backward pass goes on, the further rounds of methods that have
+            some after it. False: all goes out after it, in the fewest messages. None: True for plain and 16-bit
+            averages.
 
     >>> compress(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -56,7 +65,8 @@ def compress(
         _refuse(ddp)
         return Aggregator(
             BFloat16() if method is None else method, ddp.process_group,
-            memory=memory, scope=scope, seed=seed, smallest=smallest, nonfinite=nonfinite,
+            memory=memory, scope=scope, exchange=exchange, levels=levels, seed=seed, smallest=smallest,
+            nonfinite=nonfinite, overlap=overlap,
         )  # fmt: skip
 
     hook = Hook(ddp.module, workers, workers.together(sound), optimizer, scaler)
@@ -86,6 +96,10 @@ class Hook(AtLastBucket):
         self.module, self.workers, self.aggregator = module, workers, aggregator
         self.optimizers = as_list(optimizer)
         self.scaler = scaler
+        self._step: Step | None = None  # under way
+        self._places: list[dict[str, Tensor]] = []  # the gradients that came in it
+        self._names: dict[int, str] = {}  # of the parameters in the buckets, by id
+        self._params: list[weakref.ref[Tensor]] = []  # whose ids those are
 
     @property
     def method(self) -> Methods:
@@ -107,18 +121,32 @@ class Hook(AtLastBucket):
         named = {own_name(name): p for name, p in self.module.named_parameters() if p.requires_grad}
 
         def sound() -> None:
-            table.check(method, memory, a.scope)
+            table.check(method, memory, a.scope, a.exchange)
             table.refuse_unmatched(method, named)
             for batch in batches(method, named, memory, a.scope, a.smallest):
                 if batch.method.has_momentum:
                     self._refuse_momentum(type(batch.method).__name__, {n: named[n] for n in batch.names})
 
         self.workers.together(sound)
-        facts = (method, memory, a.scope, a.seed, a.smallest, a.nonfinite, a.steps, list(named))
+        inside = a.nodes.size if a.nodes else 1
+        facts = (
+            method,
+            memory,
+            a.scope,
+            a.exchange,
+            a.overlap,
+            inside,
+            a.seed,
+            a.smallest,
+            a.nonfinite,
+            a.steps,
+            list(named),
+        )
         self.workers.agree(
             repr(facts), 0, "the compression's method, settings or parameters; all must call it alike"
         )
         a.use(method, memory)
+        self._names = {}  # the next pass arranges all anew
 
     def _refuse_momentum(self, method: str, compressed: Mapping[str, nn.Parameter]) -> None:
         """A method's own momentum and an optimizer's would multiply."""
@@ -133,24 +161,44 @@ class Hook(AtLastBucket):
                             f"{type(optimizer).__name__} for this parameter; give it an optimizer without"
                         )
 
-    def average(self, buckets: list[Any]) -> None:
-        """All gradients, in place. The parameters are looked up each time: a switch replaces them."""
-        of = {
-            id(p): _seen_as(p, g) for b in buckets for p, g in zip(b.parameters(), b.gradients(), strict=True)
-        }
-        params = {own_name(name): p for name, p in self.module.named_parameters() if id(p) in of}
-        gradients = {name: of[id(p)] for name, p in params.items()}
-        means = self.aggregator(gradients, self._units(params))
-        torch._foreach_copy_(list(gradients.values()), [means[name] for name in gradients])
+    def arrived(self, bucket: Any) -> None:
+        """Start what is complete, if it may start before the backward pass is over and the parameters are known."""
+        if bucket.index() == 0:
+            params = list(self.module.parameters())
+            known = len(params) == len(self._params) and all(
+                ref() is p for ref, p in zip(self._params, params, strict=True)
+            )
+            if not known:  # the first pass, or a switch has replaced some
+                self._params, self._names = [weakref.ref(p) for p in params], {}
+            early = bool(self._names) and self.aggregator.overlap_bytes is not None
+            self._step = self.aggregator.begin(units=self._units()) if early else None
+            self._places = []
+        if self._step is not None:
+            self._places.append(self._named([bucket]))
+            self._step.add(self._places[-1:])
 
-    def _units(self, params: Mapping[str, nn.Parameter]) -> dict[str, float]:
-        """Loss scale over learning rate, of every parameter; nothing where neither is known."""
-        sgd = [o for o in self.optimizers if isinstance(o, optim.SGD)]
-        if not sgd and self.scaler is None:
-            return {}
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        rates = {id(p): float(g["lr"]) for o in sgd for g in o.param_groups for p in g["params"]}
-        return {name: scale / rate if (rate := rates.get(id(p), 1.0)) else 0.0 for name, p in params.items()}
+    def average(self, buckets: list[Any]) -> None:
+        """All gradients, in place."""
+        if not self._names:
+            held = {id(p) for b in buckets for p in b.parameters()}
+            self._names = {id(p): own_name(n) for n, p in self.module.named_parameters() if id(p) in held}
+        if self._step is None:
+            gradients = self._named(buckets)
+            self._places = [{name: gradients[name] for name in self._names.values()}]  # as the model has them
+            self._step = self.aggregator.begin(self._places[0], self._units())
+            self._step.add(self._places)
+        self._step.finish([{name: g for some in self._places for name, g in some.items()}])
+        self._step, self._places = None, []
+
+    def _named(self, buckets: list[Any]) -> dict[str, Tensor]:
+        return {
+            self._names[id(p)]: _seen_as(p, g)
+            for b in buckets
+            for p, g in zip(b.parameters(), b.gradients(), strict=True)
+        }
+
+    def _units(self) -> dict[str, float]:
+        return units(self._names, self.optimizers, self.scaler)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by parameter name. Each rank has a memory of its own: save it on all of them."""
@@ -159,9 +207,27 @@ class Hook(AtLastBucket):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, on all ranks. Another number of ranks starts with empty memories, with a warning."""
         self.aggregator.load_state_dict(state)
+        self._names = {}  # the next pass arranges all anew
 
 
 def _seen_as(p: Tensor, g: Tensor) -> Tensor:
     """A bucket's gradient with the strides of its parameter, such as channels-last, in which DDP has filled it."""
     dense = not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()
     return g.as_strided(p.shape, p.stride(), g.storage_offset()) if dense else g
+
+
+def units(
+    names: Mapping[int, str], optimizers: Sequence[optim.Optimizer], scaler: Any = None
+) -> dict[str, float]:
+    """Loss scale over learning rate for each parameter (`names`: by id); nothing where neither is known.
+
+    >>> p = nn.Parameter(torch.ones(1))
+    >>> units({id(p): "w"}, [optim.SGD([p], lr=0.5)])
+    {'w': 2.0}
+    """
+    sgd = [o for o in optimizers if isinstance(o, optim.SGD)]
+    if not sgd and scaler is None:
+        return {}
+    scale = 1.0 if scaler is None else float(scaler.get_scale())
+    rates = {id(p): float(g["lr"]) for o in sgd for g in o.param_groups for p in g["params"]}
+    return {name: scale / rate if (rate := rates.get(i, 1.0)) else 0.0 for i, name in names.items()}

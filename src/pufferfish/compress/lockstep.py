@@ -1,94 +1,180 @@
-"""All methods' generators side by side: in every round their messages of one kind travel as one."""
+"""All methods' generators side by side: in every round their small messages of one kind travel as one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .method import Gather, Message, Scatter, Steps, Sum
-from .transport import Transport
+from .transport import Coming, Transport
 
 #: Task → message, or its answer, for one worker.
 Round = dict[int, Any]
+#: Bytes from which on a tensor is a message of its own: joining would copy it, and saves little.
+LARGE = 2**20
 
 
-def lockstep(tasks: list[list[Steps]], transport: Transport) -> list[list[tuple[Tensor, Tensor | None]]]:
-    """What each task of each worker here returns. All workers have the same tasks in the same order."""
-    results: list[dict[int, Any]] = [{} for _ in tasks]
-    answers: list[Round] = [{} for _ in tasks]
-    active = list(range(len(tasks[0])))
-    while active:
-        messages: list[Round] = [{} for _ in tasks]
-        for worker, steps in enumerate(tasks):
-            for t in active:
+class Lockstep:
+    """Runs tasks. All workers start the same ones in the same order.
+
+    A task's first messages go out when it starts; for the answers, and for all further rounds, `finish` waits.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.tasks: list[list[Steps]] = [[] for _ in transport.ranks]
+        self.results: list[dict[int, tuple[Tensor, Tensor | None]]] = [{} for _ in transport.ranks]
+        self._coming: list[Coming[list[Round]]] = []
+
+    def start(self, tasks: Sequence[Sequence[Steps]]) -> None:
+        """More tasks, for each worker here."""
+        begin = len(self.tasks[0])
+        for mine, more in zip(self.tasks, tasks, strict=True):
+            mine.extend(more)
+        self._go_on([dict.fromkeys(range(begin, len(mine))) for mine in self.tasks])
+
+    def finish(self) -> list[list[tuple[Tensor, Tensor | None]]]:
+        """What each task of each worker returns, in the order of their start."""
+        while self._coming:
+            answers: list[Round] = [{} for _ in self.tasks]
+            for wait in self._coming:
+                for mine, more in zip(answers, wait(), strict=True):
+                    mine.update(more)
+            self._coming = []
+            self._go_on(answers)
+        return [[found[t] for t in range(len(found))] for found in self.results]
+
+    def _go_on(self, answers: list[Round]) -> None:
+        messages: list[Round] = [{} for _ in answers]
+        for worker, answered in enumerate(answers):
+            for t, answer in answered.items():
                 try:
-                    messages[worker][t] = steps[t].send(answers[worker].get(t))
+                    messages[worker][t] = self.tasks[worker][t].send(answer)
                 except StopIteration as end:
-                    results[worker][t] = end.value
-        active = list(messages[0])
-        answers = exchange(messages, transport)
-    return [[mine[t] for t in range(len(mine))] for mine in results]
+                    self.results[worker][t] = end.value
+        if messages[0]:
+            self._coming.append(exchange(messages, self.transport))
 
 
-def exchange(messages: list[dict[int, Message]], transport: Transport) -> list[Round]:
-    """One round: an all-reduce for each dtype, an all-gather and an all-to-all, where there is something for them."""
-    answers: list[Round] = [{} for _ in messages]
-    sums: dict[str, list[int]] = {}
-    kinds: dict[type, list[int]] = {Gather: [], Scatter: []}
+def exchange(messages: list[dict[int, Message]], transport: Transport) -> Coming[list[Round]]:
+    """One round, begun. Sums of each dtype, then what all get, then what goes to owners; large tensors on their own."""
+    kinds: dict[type, list[int]] = {Sum: [], Gather: [], Scatter: []}
     for t, message in messages[0].items():
-        if isinstance(message, Sum):
-            sums.setdefault(str(message.tensor.dtype), []).append(t)
-        else:
-            kinds[type(message)].append(t)
-    for dtype in sorted(sums):
-        _sum(messages, sums[dtype], transport, answers)
-    if kinds[Gather]:
-        _gather(messages, kinds[Gather], transport, answers)
-    if kinds[Scatter]:
-        _scatter(messages, kinds[Scatter], transport, answers)
-    return answers
+        kinds[type(message)].append(t)
+    coming = [
+        *_sums(messages, kinds[Sum], transport),
+        *_gathers(messages, kinds[Gather], transport),
+        *_scatters(messages, kinds[Scatter], transport),
+    ]
+
+    def wait() -> list[Round]:
+        answers: list[Round] = [{} for _ in messages]
+        for put in coming:
+            put(answers)
+        return answers
+
+    return wait
 
 
-def _sum(messages: list[Round], which: list[int], transport: Transport, answers: list[Round]) -> None:
-    buffers = [torch.cat([mine[t].tensor.reshape(-1) for t in which]) for mine in messages]
-    for mine, buffer, answer in zip(messages, transport.sum(buffers), answers, strict=True):
-        pieces = buffer.split([mine[t].tensor.numel() for t in which])
-        answer.update({t: piece.view(mine[t].tensor.shape) for t, piece in zip(which, pieces, strict=True)})
+Put = Callable[[list[Round]], None]
 
 
-def _gather(messages: list[Round], which: list[int], transport: Transport, answers: list[Round]) -> None:
-    sent = [[mine[t].tensors for t in which] for mine in messages]
-    everyone = transport.gather([_joined(parts) for parts in sent])
-    for parts, buffers, answer in zip(sent, everyone, answers, strict=True):
-        theirs = [_parted(buffer, parts) for buffer in buffers]
-        answer.update({t: [they[i] for they in theirs] for i, t in enumerate(which)})
+def _sums(messages: list[Round], which: list[int], transport: Transport) -> list[Put]:
+    first = messages[0]
+    dtypes = sorted({first[t].tensor.dtype for t in which}, key=str)
+    together = [
+        some
+        for dtype in dtypes
+        for some in _apart([(t, first[t].tensor.nbytes) for t in which if first[t].tensor.dtype == dtype])
+    ]
+
+    def begun(some: list[int]) -> Put:
+        sent = [[mine[t].tensor for t in some] for mine in messages]
+        coming = transport.sum([_flat(tensors) for tensors in sent])
+
+        def put(answers: list[Round]) -> None:
+            for tensors, buffer, answer in zip(sent, coming(), answers, strict=True):
+                pieces = buffer.split([x.numel() for x in tensors])
+                answer.update({t: p.view(x.shape) for t, p, x in zip(some, pieces, tensors, strict=True)})
+
+        return put
+
+    return [begun(some) for some in together]
 
 
-def _scatter(messages: list[Round], which: list[int], transport: Transport, answers: list[Round]) -> None:
-    size = transport.size
-    sent = [[[mine[t].pieces[owner] for t in which] for owner in range(size)] for mine in messages]
-    received = transport.scatter([[_joined(parts) for parts in pieces] for pieces in sent])
-    for rank, pieces, buffers, answer in zip(transport.ranks, sent, received, answers, strict=True):
-        theirs = [_parted(buffer, pieces[rank]) for buffer in buffers]
-        answer.update({t: [they[i] for they in theirs] for i, t in enumerate(which)})
+def _gathers(messages: list[Round], which: list[int], transport: Transport) -> list[Put]:
+    tensors = [{(t, j): x for t in which for j, x in enumerate(mine[t].tensors)} for mine in messages]
+
+    def begun(some: list[tuple[int, int]]) -> Put:
+        coming = transport.gather([_bytes([mine[i] for i in some]) for mine in tensors])
+
+        def put(answers: list[Round]) -> None:
+            for mine, buffers, answer in zip(tensors, coming(), answers, strict=True):
+                _answered(answer, some, [_parted(buffer, [mine[i] for i in some]) for buffer in buffers])
+
+        return put
+
+    return [begun(some) for some in _apart([(i, x.nbytes) for i, x in tensors[0].items()])]
 
 
-def _joined(parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
+def _scatters(messages: list[Round], which: list[int], transport: Transport) -> list[Put]:
+    #: (task, place in its tuple) → a tensor for each owner
+    tensors = [
+        {(t, j): xs for t in which for j, xs in enumerate(zip(*mine[t].pieces, strict=True))}
+        for mine in messages
+    ]
+
+    def begun(some: list[tuple[int, int]]) -> Put:
+        owners = range(transport.size)
+        coming = transport.scatter(
+            [[_bytes([mine[i][owner] for i in some]) for owner in owners] for mine in tensors]
+        )
+
+        def put(answers: list[Round]) -> None:
+            for rank, mine, buffers, answer in zip(transport.ranks, tensors, coming(), answers, strict=True):
+                like = [mine[i][rank] for i in some]
+                _answered(answer, some, [_parted(buffer, like) for buffer in buffers])
+
+        return put
+
+    return [begun(some) for some in _apart([(i, sum(x.nbytes for x in xs)) for i, xs in tensors[0].items()])]
+
+
+def _apart(sizes: Sequence[tuple[Any, int]]) -> list[list[Any]]:
+    """Which go in one message: every large one alone, the others together."""
+    small = [key for key, nbytes in sizes if nbytes < LARGE]
+    return [[key] for key, nbytes in sizes if nbytes >= LARGE] + ([small] if small else [])
+
+
+def _answered(answer: Round, some: list[tuple[int, int]], theirs: list[list[Tensor]]) -> None:
+    """Put what all workers sent into the list of tuples that a method waits for. A tuple's places come in order."""
+    for place, (t, j) in enumerate(some):
+        everyone = answer.setdefault(t, [()] * len(theirs))
+        answer[t] = [
+            (*whose[:j], they[place], *whose[j:]) for whose, they in zip(everyone, theirs, strict=True)
+        ]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """One after the other; a single one as it is."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _bytes(tensors: list[Tensor]) -> Tensor:
     """Tensors of any dtypes as bytes, one after the other."""
-    return torch.cat([x.contiguous().view(-1).view(torch.uint8) for part in parts for x in part])
+    return _flat([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
 
 
-def _parted(buffer: Tensor, like: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-    """The tensors that `_joined` was given elsewhere: shapes and dtypes are those of our own."""
-    pieces = iter(buffer.split([x.nbytes for part in like for x in part]))
+def _parted(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The tensors that `_bytes` was given elsewhere: shapes and dtypes are those of our own."""
 
-    def typed(x: Tensor) -> Tensor:
-        piece: Tensor = next(pieces)
+    def typed(piece: Tensor, x: Tensor) -> Tensor:
         if piece.storage_offset() % x.itemsize:
             piece = piece.clone()  # a number may not begin between two places for numbers
         return piece.view(x.dtype).view(x.shape)
 
-    return [tuple(typed(x) for x in part) for part in like]
+    pieces = buffer.split([x.nbytes for x in like])
+    return [typed(piece, x) for piece, x in zip(pieces, like, strict=True)]

@@ -14,14 +14,17 @@ _WIRE = {
     "all_reduce": lambda b, p: 2 * b * (p - 1) / p,
     "all_gather": lambda b, p: b * (p - 1),
     "all_to_all": lambda b, p: b * (p - 1) / p,
+    "reduce_scatter": lambda b, p: b * (p - 1) / p,
 }
 
 
 class Meter:
     """Counts for one worker. Times on a GPU are events on its stream, read when asked for and not before.
 
-    "encode" is all the work up to a step's last exchange, "decode" the work after it. An exchange on a GPU is
-    timed on the device, also where the host waits for it.
+    "encode" is all the work up to a step's last exchange, "decode" the work after it. An exchange counts while
+    somebody waits for it: what hides behind the backward pass does not. On a GPU it is timed on the device, also
+    where the host waits. `wire_bytes` leave the machine as far as the compression knows; what stays inside of
+    one, by `levels="node"`, is counted apart.
 
     >>> meter = Meter()
     >>> meter.count("all_gather", 100, 4)
@@ -39,28 +42,35 @@ class Meter:
         self.gradient_bytes = 0  # what would be handed over uncompressed
         self.handed = dict.fromkeys(_WIRE, 0)
         self.wire_bytes = 0.0
+        self.inside_wire_bytes = 0.0
         self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0}
         self._marks: list[float | torch.cuda.Event] = []
         self._waiting: list[list[float | torch.cuda.Event]] = []  # marks of finished steps, not yet read
 
-    def count(self, kind: str, nbytes: int, size: int) -> None:
-        """A collective of `size` ranks is handed so many bytes by each."""
+    def count(self, kind: str, nbytes: int, size: int, inside: bool = False) -> None:
+        """A collective of `size` ranks, all `inside` one machine or not, is handed so many bytes by each."""
         self.messages += 1
         self.handed[kind] += nbytes
-        self.wire_bytes += _WIRE[kind](nbytes, size)
+        if inside:
+            self.inside_wire_bytes += _WIRE[kind](nbytes, size)
+        else:
+            self.wire_bytes += _WIRE[kind](nbytes, size)
 
     @contextmanager
-    def step(self, device: torch.device, gradient_bytes: int) -> Iterator[None]:
-        """Around one step; one that breaks off is not timed."""
+    def part(self, device: torch.device) -> Iterator[None]:
+        """Around work on one part of a step's gradients; what breaks off is not timed."""
         self._marks = [self._now(device)]
         self._device = device
         yield
         self._marks.append(self._now(device))
-        self.steps += 1
-        self.gradient_bytes += gradient_bytes
         self._waiting.append(self._marks)
         if len(self._waiting) > 100 and _over(self._waiting[0][-1]):
             self._read(self._waiting.pop(0))
+
+    def step(self, gradient_bytes: int) -> None:
+        """A step with gradients of so many bytes is over."""
+        self.steps += 1
+        self.gradient_bytes += gradient_bytes
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -88,6 +98,7 @@ class Meter:
             "gradient_bytes": self.gradient_bytes,
             **{f"{kind}_bytes": nbytes for kind, nbytes in self.handed.items()},
             "wire_bytes": self.wire_bytes,
+            "inside_wire_bytes": self.inside_wire_bytes,
             **{f"{what}_seconds": seconds for what, seconds in self.seconds.items()},
         }
 
@@ -102,8 +113,8 @@ class Meter:
         """Start, then the begin and end of every exchange, then the end of all."""
         laps = [_between(a, b) for a, b in pairwise(marks)]
         self._seconds["exchange"] += sum(laps[1::2])
-        self._seconds["encode"] += sum(laps[:-1:2])
-        self._seconds["decode"] += laps[-1]
+        self._seconds["encode"] += sum(laps[:-1:2]) if len(laps) > 1 else laps[0]
+        self._seconds["decode"] += laps[-1] if len(laps) > 1 else 0
 
 
 def _over(mark: float | torch.cuda.Event) -> bool:

@@ -14,14 +14,14 @@ from .turn import Turn
 
 @dataclass(frozen=True)
 class Sum:
-    """Answered with the sum over all workers: an all-reduce. The answer is the method's own to change."""
+    """Answered with the sum over all workers: an all-reduce. The tensor is given away: the answer may lie in it."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Answered with a list over the workers of what each sent: an all-gather. Read the answers only."""
+    """Answered with a list over the workers of what each sent: an all-gather. Read the answers, never change them."""
 
     tensors: tuple[Tensor, ...]
 
@@ -68,6 +68,9 @@ class Method:
     sparse: ClassVar[bool] = False
     #: Whether it has a momentum of its own, which an optimizer's would double.
     has_momentum: ClassVar[bool] = False
+    #: Of "all_reduce", "all_gather", "all_to_all": what a user may ask for by `exchange=`, its own choice first. The
+    #: method follows `turn.exchange`.
+    exchanges: ClassVar[tuple[str, ...]] = ()
     #: What it keeps in `turn.state` that is equal on all workers and means something to another number of them.
     shared_state: ClassVar[tuple[str, ...]] = ()
     #: What it keeps there in the gradients' units, to be scaled with the memory when those change. "owner" is by

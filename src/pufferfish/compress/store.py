@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .turn import Turn
 
 #: The key of the memory; the others are the methods' own.
 MEMORY = "memory"
@@ -20,6 +21,7 @@ class Store:
 
     def __init__(self) -> None:
         self.kept: dict[Batch, dict[str, Tensor]] = {}
+        self.scratch: dict[Batch, list[Tensor]] = {}  # see `Turn.empty`
         self._loaded: Named = {}
         self._methods: Mapping[str, str] = {}  # whose state was loaded: parameter name → method
 
@@ -31,26 +33,40 @@ class Store:
         if self._loaded or list(self.kept) != list(batches):
             named, methods = self.named(), self.methods()
             self.kept = {batch: _collected(batch, named, methods, device) for batch in batches}
-            self._loaded = {}
+            self._loaded, self.scratch = {}, {batch: [] for batch in batches}
 
-    def commit(self, batch: Batch, new: Mapping[str, Tensor], ok: Tensor, used: Tensor) -> None:
+    def commit(self, batch: Batch, turn: Turn, rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
         """Keep a step's state: nothing of a step that is not `ok`, and of parameters in use only.
 
         Without asking the device, save when there is something for the first time.
         """
         kept = self.kept[batch]
-        if MEMORY in kept and MEMORY not in new:  # left by another method, and sent with this step
-            kept[MEMORY] = batch.where(ok & used, torch.zeros_like(kept[MEMORY]), kept[MEMORY])
-            if not bool(kept[MEMORY].any()):
-                del kept[MEMORY]
-        for key, value in new.items():
+        self._remember(batch, kept, turn, rest, ok & used)
+        for key, value in turn.state.items():
             old = kept.get(key)
             if old is not None and old.shape == value.shape:
                 kept[key] = value if value is old else batch.where(ok & used, value, old)
-            elif key == MEMORY:
-                kept[key] = batch.where(ok & used, value, torch.zeros_like(value))
             elif bool(ok):
                 kept[key] = value
+
+    def _remember(
+        self, batch: Batch, kept: dict[str, Tensor], turn: Turn, rest: Tensor | None, each: Tensor
+    ) -> None:
+        """The new memory, in the place of the old one: `rest` may lie in memory that the next step uses again."""
+        old = kept.get(MEMORY)
+        if rest is None:
+            if old is not None:  # left by another method, and sent with this step
+                kept[MEMORY] = batch.where(each, torch.zeros_like(old), old)
+                if not bool(kept[MEMORY].any()):
+                    del kept[MEMORY]
+        elif old is None:
+            kept[MEMORY] = batch.where(each, rest.clone(), torch.zeros_like(rest))
+        elif (new := batch.where(each, rest, old)) is not rest:
+            kept[MEMORY] = new
+        elif turn.lends(rest):  # x itself: it becomes the memory, and the old memory the next step's x
+            kept[MEMORY] = turn.swap(rest, old)
+        else:
+            old.copy_(rest)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply what is in the gradients' units, by parameter name."""
@@ -60,7 +76,7 @@ class Store:
                 continue
             for key in kept.keys() & {MEMORY, *batch.method.in_units}:
                 if all(f == mine[0] for f in mine):
-                    kept[key] = kept[key] * mine[0]
+                    kept[key].mul_(mine[0])
                 else:
                     pieces = [x * f for x, f in zip(batch.unstack(kept[key]), mine, strict=True)]
                     scaled = batch.stack(pieces)

@@ -21,6 +21,13 @@ KINDS = {
     "own": "it keeps one of its own",
 }
 
+#: Collective → why a method that does not name it cannot do with it.
+EXCHANGES = {
+    "all_reduce": "its messages cannot be summed on the way",
+    "all_gather": "what it sends is summed on the way; gathering would cost more with every worker",
+    "all_to_all": "it has nothing that an owner of each shard could sum up",
+}
+
 #: One method, or name pattern → method.
 Methods = Method | Mapping[str, Method]
 
@@ -46,8 +53,10 @@ def by_pattern(methods: Methods) -> dict[str, Method]:
     return dict(methods) if isinstance(methods, Mapping) else {"*": methods}
 
 
-def check(methods: Methods, memory: bool | None, scope: str) -> None:
+def check(methods: Methods, memory: bool | None, scope: str, exchange: str | None = None) -> None:
     """Refuse combinations that make no sense, before anything runs."""
+    if exchange is not None and exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r} is not one of {', '.join(EXCHANGES)}")
     if scope not in ("layer", "global"):
         raise ValueError(f'scope={scope!r} is neither "layer" nor "global"')
     if isinstance(methods, Mapping) and not methods:
@@ -62,6 +71,9 @@ def check(methods: Methods, memory: bool | None, scope: str) -> None:
         if method.kind not in KINDS:
             raise ValueError(f"{name}: kind {method.kind!r} is not one of {', '.join(KINDS)}")
         has_memory(method, memory)
+        if exchange is not None and exchange not in method.exchanges:
+            can = f"it has {', '.join(method.exchanges)}" if method.exchanges else "leave exchange=None"
+            raise ValueError(f"{name} does not go by {exchange}: {EXCHANGES[exchange]}; {can}")
         if scope == "global" and not method.sparse:
             raise ValueError(
                 f'{name} treats every tensor on its own; scope="global" is for methods that choose elements'

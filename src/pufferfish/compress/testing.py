@@ -14,7 +14,7 @@ from .batch import Batch
 from .method import Method
 from .store import MEMORY
 from .table import has_memory
-from .transport import Simulated
+from .transport import Coming, Simulated
 
 #: Two of one shape, one of another, and two that are exempt unless all are compressed.
 _SHAPES = {
@@ -72,16 +72,16 @@ class _Weighed(Simulated):
         super().__init__(size)
         self.weight = 0
 
-    def _sum(self, mine: list[Tensor]) -> list[Tensor]:
+    def _sum(self, mine: list[Tensor]) -> Coming[list[Tensor]]:
         self.weight += mine[0].numel() * mine[0].element_size()
         return super()._sum(mine)
 
-    def _gather(self, mine: list[Tensor]) -> list[list[Tensor]]:
+    def _gather(self, mine: list[Tensor]) -> Coming[list[list[Tensor]]]:
         assert len({x.numel() for x in mine}) == 1, "workers gather messages of different sizes"
         self.weight += mine[0].numel() * mine[0].element_size()
         return super()._gather(mine)
 
-    def _scatter(self, mine: list[list[Tensor]]) -> list[list[Tensor]]:
+    def _scatter(self, mine: list[list[Tensor]]) -> Coming[list[list[Tensor]]]:
         for pieces in zip(*mine, strict=True):
             assert len({x.numel() for x in pieces}) == 1, "an owner is sent pieces of different sizes"
         self.weight += sum(x.numel() * x.element_size() for x in mine[0])

@@ -29,9 +29,32 @@ class Turn:
     dtype: torch.dtype = torch.float32  # of the gradients themselves
     device: torch.device | str = "cpu"
     seed: int = 0
+    #: The collective the user asks for, of the method's `exchanges`; None: its own choice.
+    exchange: str | None = None
     #: Tensors of leading dimension b, kept from step to step. Put new ones in, never change old ones in place:
     #: they take effect only if the step turns out finite on all workers.
     state: dict[str, Tensor] = field(default_factory=dict)
+    scratch: list[Tensor] = field(default_factory=list)
+    _given: int = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised memory for this step only, never for what is kept.
+
+        On a CPU it is that of the step before: fresh memory costs several times a copy there, its pages have to be
+        made first. Other devices have allocators that see to it.
+
+        >>> Turn(rank=0, size=1, step=0, names=()).empty((2, 3)).shape
+        torch.Size([2, 3])
+        """
+        if torch.device(self.device).type != "cpu":
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._given == len(self.scratch):
+            self.scratch.append(torch.empty(0, dtype=torch.uint8))
+        if len(self.scratch[self._given]) < nbytes:
+            self.scratch[self._given] = torch.empty(nbytes, dtype=torch.uint8)
+        self._given += 1
+        return self.scratch[self._given - 1][:nbytes].view(dtype).view(tuple(shape))
 
     @cached_property
     def shared(self) -> torch.Generator:
@@ -42,6 +65,19 @@ class Turn:
     def own(self) -> torch.Generator:
         """Random numbers of this worker alone."""
         return self._generator(str(self.rank))
+
+    def lends(self, x: Tensor) -> bool:
+        """Whether x is the first thing that `empty` gave, whole."""
+        return (
+            bool(self.scratch)
+            and self.scratch[0].data_ptr() == x.data_ptr()
+            and self.scratch[0].nbytes == x.nbytes
+        )
+
+    def swap(self, mine: Tensor, other: Tensor) -> Tensor:
+        """Keep what `empty` gave first; from the next step on it gives `other` in its place."""
+        self.scratch[0] = other.view(-1).view(torch.uint8)
+        return mine
 
     def _generator(self, whose: str) -> torch.Generator:
         text = "\n".join([str(self.seed), str(self.step), whose, *self.names])

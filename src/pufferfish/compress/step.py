@@ -1,0 +1,191 @@
+"""`Step`: one exchange under way. Gradients come in, in any order; those of a part go out once it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .levels import Nodes
+from .lockstep import Lockstep
+from .method import Steps, Sum
+from .store import MEMORY, Store
+from .transport import Transport
+from .turn import Turn
+
+#: Larger norms count as infinite: sums of their squares would be. Below 1e-22 a norm is 0.
+_LIMIT = 1e15
+
+
+class Step:
+    """Made by `Aggregator.begin`.
+
+    Args:
+        parts: what goes out together, as the methods' batches. With `nodes`: what each worker of a machine owns.
+        turn: makes what a method may know, for a rank, what it keeps and a batch.
+        instead: the means of a step that is not finite.
+        ended: called when all is done.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Batch]],
+        transport: Transport,
+        stores: Sequence[Store],
+        turn: Callable[[int, Store, Batch], Turn],
+        nodes: Nodes | None,
+        instead: float,
+        device: torch.device,
+        ended: Callable[[], None],
+    ) -> None:
+        self.parts, self.transport, self.stores, self.nodes = parts, transport, stores, nodes
+        self.instead, self.device, self.ended = instead, device, ended
+        self.turns = [
+            {
+                batch: turn(rank, store, batch)
+                for i, part in enumerate(parts)
+                if nodes is None or nodes.rank == i
+                for batch in part
+            }
+            for rank, store in zip(transport.ranks, stores, strict=True)
+        ]
+        self.lockstep = Lockstep(transport)
+        self.gradients: list[dict[str, Tensor]] = [{} for _ in stores]
+        self.norms: list[dict[str, Tensor]] = [{} for _ in stores]
+        self.started: list[Batch | None] = []  # the tasks, in order; None: how all are
+        self.owners = [[name for batch in part for name in batch.names] for part in parts]
+        missing = [set(names) for names in self.owners]
+        if nodes is not None:
+            missing = [set().union(*missing)]  # nobody's part is complete before everything is there
+        self.missing = dict(enumerate(missing))
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
+        """Some tensors of every worker here. Their first messages leave as soon as all of their part are there."""
+        with self._working():
+            for mine, norms, more in zip(self.gradients, self.norms, gradients, strict=True):
+                full = {name: g for name, g in more.items() if g.numel()}
+                mine |= full
+                norms |= _norms(full)
+            for names in self.missing.values():
+                names.difference_update(gradients[0])
+            for i in [i for i, names in self.missing.items() if not names]:
+                del self.missing[i]
+                self._start(i)
+
+    @torch.no_grad()
+    def finish(self, out: Sequence[Mapping[str, Tensor]]) -> None:
+        """Wait for the others, put the means into `out`, and keep what methods want to keep."""
+        if self.missing:
+            missing = sorted(set().union(*self.missing.values()))
+            raise ValueError(
+                f"gradients are missing, which were there in the step before: {', '.join(missing)}"
+            )
+        with self._working():
+            ended = self.lockstep.finish()
+            for worker in zip(ended, self.turns, self.stores, self.gradients, out, strict=True):
+                self._settle(*worker)
+        self.transport.meter.step(sum(g.nbytes for g in self.gradients[0].values()))
+        self.ended()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self.transport.meter.part(self.device), torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def _start(self, i: int) -> None:
+        part = self.parts[i if self.nodes is None else self.nodes.rank]
+        last = not self.missing
+        self.started += [*([None] if last else []), *part]
+        self.lockstep.start([
+            [*([self._agreement(norms)] if last else []), *self._tasks(part, gradients, turns, store, norms)]
+            for gradients, turns, store, norms in zip(
+                self.gradients, self.turns, self.stores, self.norms, strict=True
+            )
+        ])  # fmt: skip
+
+    def _agreement(self, norms: Mapping[str, Tensor]) -> Steps:
+        """How many workers have something that is not finite, and for how many each tensor is not zero."""
+        each = torch.stack([norms[name] for part in self.parts for batch in part for name in batch.names])
+        flags = torch.cat([_bad(each)[None], each > 0]).float()
+        if self.nodes is not None:
+            flags = self.nodes.inside.sum([flags])()[0]
+        return _summed(flags)
+
+    def _tasks(
+        self,
+        part: Sequence[Batch],
+        gradients: Mapping[str, Tensor],
+        turns: Mapping[Batch, Turn],
+        store: Store,
+        norms: Mapping[str, Tensor],
+    ) -> list[Steps]:
+        """The methods' work, on finite numbers only."""
+        if self.nodes is not None:
+            bad = _bad(torch.stack(list(norms.values())))
+            gradients, bad = self.nodes.down(self.owners, gradients, bad), torch.zeros_like(bad)
+        elif part:
+            bad = _bad(torch.stack([norms[name] for batch in part for name in batch.names]))
+        tasks = []
+        for batch in part:
+            x = turns[batch].empty(batch.shape, batch.precision)
+            batch.join([gradients[name] for name in batch.names], x)
+            if MEMORY in store.kept[batch]:
+                x += store.kept[batch][MEMORY]
+            if bad.device.type != "cpu" or bad:  # a GPU is not asked: that would take longer
+                x.masked_fill_(bad, 0)
+            tasks.append(batch.method.compress(x, turns[batch]))
+        return tasks
+
+    def _settle(
+        self,
+        ended: Sequence[tuple[Tensor, Tensor | None]],
+        turns: Mapping[Batch, Turn],
+        store: Store,
+        gradients: Mapping[str, Tensor],
+        out: Mapping[str, Tensor],
+    ) -> None:
+        """Keep what a worker's step leaves, if all are well; put out the means."""
+        found = dict(zip(self.started, ended, strict=True))
+        count = found.pop(None)[0]
+        ok, used = count[0] == 0, count[1:] > 0
+        instead = torch.where(ok, 0.0, self.instead)
+        means: dict[str, Tensor] = {}
+        every = [batch for part in self.parts for batch in part]
+        each = dict(zip(every, used.split([len(batch.names) for batch in every]), strict=True))
+        for batch, (mean, rest) in found.items():
+            assert batch is not None
+            for what, x in (("mean", mean), *([("rest", rest)] if batch.memory else [])):
+                if x is None or x.shape != batch.shape:
+                    raise ValueError(
+                        f"{batch.method!r} must return a {what} of the shape {batch.shape} of its x"
+                    )
+            store.commit(batch, turns[batch], rest if batch.memory else None, ok, each[batch])
+            # what loses nothing, or no more than rounding, has zero for all zeros anyhow
+            mask = ok if batch.method.kind in ("exact", "rounding") else ok & each[batch]
+            mean = batch.where(mask, mean, instead.to(mean.dtype))
+            means |= dict(zip(batch.names, batch.split(mean), strict=True))
+        if self.nodes is not None:
+            means = self.nodes.up(self.owners, means, gradients)
+        torch._foreach_copy_([out[name] for name in means], list(means.values()))
+
+
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The Euclidean norm of each, the fastest thing that tells zeros and non-finite numbers."""
+    found: dict[str, Tensor] = {}
+    for dtype in {g.dtype for g in gradients.values()}:
+        some = {name: g for name, g in gradients.items() if g.dtype == dtype}
+        norms = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
+        found |= zip(some, [norm.float() for norm in norms], strict=True)
+    return found
+
+
+def _bad(norms: Tensor) -> Tensor:
+    return ~(norms <= _LIMIT).all()
+
+
+def _summed(flags: Tensor) -> Steps:
+    return (yield Sum(flags)), None
