@@ -140,6 +140,21 @@ def test_plan_convert_merge_on_files(
     assert json.loads(Path(f"{low}.plan.json").read_text())["pufferfish_plan"] == 1
 
 
+def test_methods_by_name_of_ones_own_and_nonsense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom pufferfish.compress import PowerSGD\n"
+        "@dataclass(frozen=True)\nclass Mine(PowerSGD):\n    pass\n"
+    )
+    assert (
+        main(["methods", "Threshold(0.1)", f"{tmp_path}/mine.py:Mine(rank=2)", "--workers", "2", "16"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-4:] == ["2", "workers", "16", "workers"]
+    assert [line.split()[0] for line in lines[1:3]] == ["Threshold(tau=0.1)", "Mine(rank=2)"]
+    assert main(["methods", "TopKK"]) == 2
+    assert "did you mean TopK?" in capsys.readouterr().err
+
+
 def test_demo_tells_the_whole_story(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

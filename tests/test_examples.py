@@ -74,6 +74,22 @@ def test_several_machines(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_workers_that_train_alone(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "local_steps.py"]
+    output = run(*command, cwd=tmp_path)
+    assert len(accuracies(output)) == 2
+    assert min(accuracies(output)) >= 95, output
+    sent, every = (int(x.replace(",", "")) for x in re.findall(r"[\d,]{4,}", output))
+    assert sent * 70 < every  # a quarter of the bits, once in 20 steps, and what workers tell each other
+
+
+def test_sharded_replicas(tmp_path: Path) -> None:
+    output = run(*TORCHRUN, "--nproc-per-node", "4", EXAMPLES / "fsdp2_compressed.py", cwd=tmp_path)
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < 0.2 * losses[0], output
+    assert "3.92 times fewer bytes" in output
+
+
 def test_a_loop_that_survives(tmp_path: Path) -> None:
     """Stopped by SIGTERM to one worker and started again it ends where the undisturbed run ends."""
     command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "resumable.py"]

@@ -33,6 +33,7 @@ from .factorize import factorize_, merge_, plan_of, reshape_
 from .files import load, save
 from .finite import FiniteGuard
 from .layers import register
+from .local import LocalSteps
 from .lr import Rewarm
 from .plan import Entry, Plan
 from .planning import plan, resolve, spectra
@@ -67,6 +68,7 @@ __all__ = [
     "Fixed",
     "Float16",
     "FrobeniusDecay",
+    "LocalSteps",
     "NoCompression",
     "OneBitSGD",
     "Plan",

@@ -45,6 +45,19 @@ class AtLastBucket:
 
 def register(ddp: DistributedDataParallel, state: AtLastBucket) -> None:
     ddp.register_comm_hook(state, _dispatch)
+    if ddp.static_graph:
+        ddp.register_forward_pre_hook(_refuse_unsynchronised_start)
+
+
+def _refuse_unsynchronised_start(ddp: Any, inputs: Any) -> None:
+    """Torch 2.11 and 2.13 would run the hook on such a pass and then fail an internal assertion, for good."""
+    if torch.is_grad_enabled() and not (
+        ddp.require_backward_grad_sync or ddp._static_graph_delay_allreduce_enqueued
+    ):
+        raise ValueError(
+            "with static_graph=True the first pass after wrapping, and after a switch, cannot be under no_sync(): "
+            "this torch would fail; run it with synchronisation, or wrap with static_graph=False"
+        )
 
 
 def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings

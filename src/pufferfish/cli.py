@@ -92,6 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--out", type=Path, required=True)
     merge.set_defaults(run=_merge)
 
+    methods = commands.add_parser(
+        "methods",
+        help="what each compression method sends, and saves",
+        description="What each compression method sends, and how many times fewer bytes that makes on the wire.",
+    )
+    methods.add_argument(
+        "methods",
+        nargs="*",
+        metavar="METHOD",
+        help="such as 'TopK(0.001)', file.py:Mine or 'package.module:Mine(rank=2)' (default: all of Pufferfish's)",
+    )
+    methods.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64], metavar="N")
+    methods.set_defaults(run=_methods)
+
     demo = commands.add_parser("demo", help="plan, train, switch, train on, merge: in about a minute")
     demo.set_defaults(run=_demo)
     return parser
@@ -146,6 +160,12 @@ def _merge(arguments: argparse.Namespace) -> None:
 
     plan = merge(arguments.checkpoint, arguments.out, arguments.plan and Plan.load(arguments.plan))
     print(f"{arguments.out}: dense again, {plan.before.parameters:,} parameters")
+
+
+def _methods(arguments: argparse.Namespace) -> None:
+    from .lab.methods import named, table
+
+    print(table(named(arguments.methods), arguments.workers))
 
 
 def _demo(arguments: argparse.Namespace) -> None:

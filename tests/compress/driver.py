@@ -39,11 +39,11 @@ def drive(
     transport = Simulated(len(xs))
     together = Lockstep(transport)
     with transport.meter.part(torch.device("cpu")):
-        together.start([[method.compress(x.clone(), t)] for x, t in zip(xs, turns, strict=True)])
+        together.start([{0: method.compress(x.clone(), t)} for x, t in zip(xs, turns, strict=True)])
         ended = together.finish()
     for kept, old in zip(states, before, strict=True):
         assert all(torch.equal(kept[key], x) for key, x in old.items()), "old state was changed in place"
-    means, rests = zip(*(mine for (mine,) in ended), strict=True)
+    means, rests = zip(*(mine[0] for mine in ended), strict=True)
     assert all(torch.equal(mean, means[0]) for mean in means), "workers differ"
     states[:] = [turn.state for turn in turns]
     return Step(means[0], list(rests), transport.meter)

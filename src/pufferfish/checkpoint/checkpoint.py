@@ -40,8 +40,8 @@ class Checkpoint:
 
     Every rank calls every method, between two updates. The folder lies on a file system that all ranks see.
     safetensors and JSON, nothing is pickled. Weights and optimizer state are rank 0's, or every rank's
-    shards; random numbers, `data` and `compressor` are each rank's own. SIGTERM is caught until `close`, or
-    until the end of a `with` block.
+    shards, or with `LocalSteps` as `compressor` each rank's own; random numbers, `data` and `compressor` are
+    always so. SIGTERM is caught until `close`, or until the end of a `with` block.
 
     Args:
         folder: where checkpoints go, each in a folder of its own.
@@ -201,11 +201,13 @@ class Checkpoint:
         rank, names, inner = self._control.rank, names_of(self.model), unwrap(self.model)
         parts = {name: state_of(x) for name, x in (self._shared | {"switch": self.switch}).items()}
         weights = own_state(inner)
+        alone = getattr(self._own["compressor"], "trains_alone", False)
         # Not even DDP keeps buffers equal: it sends rank 0's around before a pass that changes them.
-        buffers = {own_name(name) for name, _ in inner.named_buffers()} if rank else set()
+        differ = set(weights) if alone else {own_name(name) for name, _ in inner.named_buffers()}
+        optimizers = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
         states = {
             "model": weights,
-            "optimizer": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
+            "optimizer": optimizers,
             "training": {
                 "position": position,
                 "ranks": ranks_of(inner),
@@ -216,7 +218,8 @@ class Checkpoint:
         } | {f"average-{i}": own_state(average) for i, average in enumerate(self.also)}
         own = {
             "random": rng_state(),
-            "buffers": {name: x for name, x in weights.items() if name in buffers},
+            "buffers": {name: x for name, x in weights.items() if rank and name in differ},
+            "optimizers": optimizers if rank and alone else None,
             "parts": {name: state_of(x) for name, x in self._own.items()},
         }
         return write(fresh, rank, states, own)
@@ -249,11 +252,12 @@ class Checkpoint:
             if self.switch is not None and there["switch"] is not None:
                 self.switch.restore_(self.model, self.optimizers, there["switch"])
             inner = unwrap(self.model)
-            load_own_state(inner, weights | (saved.own["buffers"] if saved.own else {}))
+            own = saved.own or {"buffers": {}}
+            load_own_state(inner, weights | own["buffers"])
             for average, state in zip(self.also, averages, strict=True):
                 restructure_(average, saved.ranks, saved.plan)
                 load_own_state(average, state)
-            for optimizer, state in zip(self.optimizers, states, strict=True):
+            for optimizer, state in zip(self.optimizers, own.get("optimizers") or states, strict=True):
                 load_optimizer(optimizer, names_of(inner), state)
             for name, x in (self._shared | self._own).items():
                 if x is not None and there.get(name) is not None:

@@ -14,6 +14,7 @@ from .method import Gather, Method, Scatter, Sum
 from .onebit import OneBitSGD
 from .powersgd import PowerSGD
 from .qsgd import QSGD
+from .sharded import ShardedHook
 from .sign import SignSGD
 from .signum import EFSignSGD, Signum
 from .sparse import RandomK, TopK
@@ -44,6 +45,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "Scatter",
+    "ShardedHook",
     "SignSGD",
     "Signum",
     "Simulated",

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets import AtLastBucket, refuse_hookless, register, wrapper
@@ -19,6 +21,7 @@ from .aggregator import Aggregator, Levels
 from .batch import batches
 from .casts import BFloat16
 from .meter import Meter
+from .sharded import ShardedHook, compress_sharded
 from .step import Step
 from .table import Methods
 
@@ -37,14 +40,16 @@ def compress(
     smallest: int = 1024,
     nonfinite: Literal["nan", "zero"] = "nan",
     overlap: bool | None = None,
-) -> Hook:
+    replicas: dist.ProcessGroup | None = None,
+) -> Hook | ShardedHook:
     """Average a DDP model's gradients with fewer bytes. Call it on all ranks, once; later `hook.use(method)`.
 
     The hook stays through a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
     by parameter name.
 
     Args:
-        model: wrapped in DistributedDataParallel, compiled or not, without a communication hook so far.
+        model: wrapped in DistributedDataParallel, compiled or not, without a communication hook so far; or sharded by
+            FSDP2 inside of each of the `replicas` (see `compress_sharded`).
         method: one method, or a mapping name pattern → method; `BFloat16()` by default.
         optimizer: under SGD a memory is in the units of the update: when the learning rate falls, what was left
             over at the old rate counts as much as it would have then. Other optimizers make no difference.
@@ -53,11 +58,24 @@ def compress(
         overlap: True: pieces of 25 MiB go out while the backward pass goes on, the further rounds of methods that have
             some after it. False: all goes out after it, in the fewest messages. None: True for plain and 16-bit
             averages.
+        replicas: for FSDP2: the ranks that hold the same shard.
 
     >>> compress(nn.Linear(2, 2))
     Traceback (most recent call last):
     TypeError: compress: a Linear is not wrapped in DistributedDataParallel; wrap it first
     """
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        if (scope, levels, smallest, overlap) != ("layer", "flat", 1024, None):
+            raise ValueError(
+                "compress: scope, levels, smallest and overlap are for DDP; shards of FSDP2 have no layers, go out one by "
+                "one and are averaged inside a replica already"
+            )
+        return compress_sharded(
+            model, method, replicas,
+            optimizer=optimizer, scaler=scaler, memory=memory, exchange=exchange, seed=seed, nonfinite=nonfinite,
+        )  # fmt: skip
+    if replicas is not None:
+        raise ValueError("compress: replicas= is for models sharded by FSDP2; a DDP model knows its group")
     ddp = wrapper(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ranks import balanced
 from .meter import Meter
-from .transport import Group
+from .transport import Group, reduce_scatter
 
 
 class Nodes:
@@ -53,7 +53,7 @@ class Nodes:
             row = torch.empty_like(flat[0])
             self.inside.meter.count("reduce_scatter", flat.nbytes, self.size, inside=True)
             with self.inside.meter.exchange():
-                dist.reduce_scatter_tensor(row, flat.view(-1), group=self.inside.group)
+                reduce_scatter(row, flat.view(-1), group=self.inside.group)
             names = shares[self.rank]
             mine |= dict(zip(names, _views(row, names, gradients), strict=True))
         return mine

@@ -18,26 +18,26 @@ LARGE = 2**20
 
 
 class Lockstep:
-    """Runs tasks. All workers start the same ones in the same order.
+    """Runs tasks, which are numbered: whatever the order of their starts, they lie in messages by number.
 
-    A task's first messages go out when it starts; for the answers, and for all further rounds, `finish` waits.
+    A task's first messages go out when it starts, with those of all that start with it; for the answers, and for all
+    further rounds, `finish` waits. All workers start the same tasks together.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.tasks: list[list[Steps]] = [[] for _ in transport.ranks]
+        self.tasks: list[dict[int, Steps]] = [{} for _ in transport.ranks]
         self.results: list[dict[int, tuple[Tensor, Tensor | None]]] = [{} for _ in transport.ranks]
         self._coming: list[Coming[list[Round]]] = []
 
-    def start(self, tasks: Sequence[Sequence[Steps]]) -> None:
+    def start(self, tasks: Sequence[dict[int, Steps]]) -> None:
         """More tasks, for each worker here."""
-        begin = len(self.tasks[0])
         for mine, more in zip(self.tasks, tasks, strict=True):
-            mine.extend(more)
-        self._go_on([dict.fromkeys(range(begin, len(mine))) for mine in self.tasks])
+            mine.update(more)
+        self._go_on([dict.fromkeys(more) for more in tasks])
 
-    def finish(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """What each task of each worker returns, in the order of their start."""
+    def finish(self) -> list[dict[int, tuple[Tensor, Tensor | None]]]:
+        """What each task of each worker returns."""
         while self._coming:
             answers: list[Round] = [{} for _ in self.tasks]
             for wait in self._coming:
@@ -45,14 +45,14 @@ class Lockstep:
                     mine.update(more)
             self._coming = []
             self._go_on(answers)
-        return [[found[t] for t in range(len(found))] for found in self.results]
+        return self.results
 
     def _go_on(self, answers: list[Round]) -> None:
         messages: list[Round] = [{} for _ in answers]
         for worker, answered in enumerate(answers):
-            for t, answer in answered.items():
+            for t in sorted(answered):
                 try:
-                    messages[worker][t] = self.tasks[worker][t].send(answer)
+                    messages[worker][t] = self.tasks[worker][t].send(answered[t])
                 except StopIteration as end:
                     self.results[worker][t] = end.value
         if messages[0]:

@@ -55,7 +55,8 @@ class Step:
         self.lockstep = Lockstep(transport)
         self.gradients: list[dict[str, Tensor]] = [{} for _ in stores]
         self.norms: list[dict[str, Tensor]] = [{} for _ in stores]
-        self.started: list[Batch | None] = []  # the tasks, in order; None: how all are
+        every = [batch for part in parts for batch in part]
+        self.number = {batch: i for i, batch in enumerate(every, 1)}  # of its task; 0: how all are
         self.owners = [[name for batch in part for name in batch.names] for part in parts]
         missing = [set(names) for names in self.owners]
         if nodes is not None:
@@ -98,14 +99,17 @@ class Step:
 
     def _start(self, i: int) -> None:
         part = self.parts[i if self.nodes is None else self.nodes.rank]
-        last = not self.missing
-        self.started += [*([None] if last else []), *part]
-        self.lockstep.start([
-            [*([self._agreement(norms)] if last else []), *self._tasks(part, gradients, turns, store, norms)]
-            for gradients, turns, store, norms in zip(
-                self.gradients, self.turns, self.stores, self.norms, strict=True
-            )
-        ])  # fmt: skip
+        tasks = [
+            self._tasks(part, *worker)
+            for worker in zip(self.gradients, self.turns, self.stores, self.norms, strict=True)
+        ]
+        agreements = [] if self.missing else [self._agreement(norms) for norms in self.norms]
+        if len(self.parts) == 1:  # else it would go with whichever part is last, which may differ
+            for mine, agreement in zip(tasks, agreements, strict=True):
+                mine[0] = agreement
+        self.lockstep.start(tasks)
+        if agreements and len(self.parts) > 1:
+            self.lockstep.start([{0: agreement} for agreement in agreements])
 
     def _agreement(self, norms: Mapping[str, Tensor]) -> Steps:
         """How many workers have something that is not finite, and for how many each tensor is not zero."""
@@ -122,14 +126,14 @@ class Step:
         turns: Mapping[Batch, Turn],
         store: Store,
         norms: Mapping[str, Tensor],
-    ) -> list[Steps]:
+    ) -> dict[int, Steps]:
         """The methods' work, on finite numbers only."""
         if self.nodes is not None:
             bad = _bad(torch.stack(list(norms.values())))
             gradients, bad = self.nodes.down(self.owners, gradients, bad), torch.zeros_like(bad)
         elif part:
             bad = _bad(torch.stack([norms[name] for batch in part for name in batch.names]))
-        tasks = []
+        tasks = {}
         for batch in part:
             x = turns[batch].empty(batch.shape, batch.precision)
             batch.join([gradients[name] for name in batch.names], x)
@@ -137,27 +141,25 @@ class Step:
                 x += store.kept[batch][MEMORY]
             if bad.device.type != "cpu" or bad:  # a GPU is not asked: that would take longer
                 x.masked_fill_(bad, 0)
-            tasks.append(batch.method.compress(x, turns[batch]))
+            tasks[self.number[batch]] = batch.method.compress(x, turns[batch])
         return tasks
 
     def _settle(
         self,
-        ended: Sequence[tuple[Tensor, Tensor | None]],
+        ended: Mapping[int, tuple[Tensor, Tensor | None]],
         turns: Mapping[Batch, Turn],
         store: Store,
         gradients: Mapping[str, Tensor],
         out: Mapping[str, Tensor],
     ) -> None:
         """Keep what a worker's step leaves, if all are well; put out the means."""
-        found = dict(zip(self.started, ended, strict=True))
-        count = found.pop(None)[0]
+        count = ended[0][0]
         ok, used = count[0] == 0, count[1:] > 0
         instead = torch.where(ok, 0.0, self.instead)
         means: dict[str, Tensor] = {}
-        every = [batch for part in self.parts for batch in part]
-        each = dict(zip(every, used.split([len(batch.names) for batch in every]), strict=True))
-        for batch, (mean, rest) in found.items():
-            assert batch is not None
+        each = dict(zip(self.number, used.split([len(batch.names) for batch in self.number]), strict=True))
+        for batch in turns:
+            mean, rest = ended[self.number[batch]]
             for what, x in (("mean", mean), *([("rest", rest)] if batch.memory else [])):
                 if x is None or x.shape != batch.shape:
                     raise ValueError(

@@ -12,6 +12,9 @@ from torch import Tensor
 from .meter import Meter
 
 T = TypeVar("T")
+# all_gather_into_tensor and reduce_scatter_tensor, by the names torch 2.13 has given them
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: A collective under way: call it to wait, for what has come.
 Coming = Callable[[], T]
 
@@ -90,7 +93,7 @@ class Group(Transport):
         if self.size == 1:
             return lambda: [mine]
         everyone = x.new_empty(self.size * len(x))
-        work = dist.all_gather_into_tensor(everyone, x, group=self.group, async_op=True)
+        work = all_gather(everyone, x, group=self.group, async_op=True)
         return _after(work, lambda: [list(everyone.split(len(x)))])
 
     def _scatter(self, mine: list[list[Tensor]]) -> Coming[list[list[Tensor]]]:

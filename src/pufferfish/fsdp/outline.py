@@ -90,7 +90,7 @@ def outline(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
     return dense
 
 
-def check_sharded(shards: Mapping[str, Tensor], workers: Workers) -> None:
+def check_sharded(shards: Mapping[str, Tensor]) -> None:
     """Refuse what cannot be gathered and shared out again."""
     if not any(isinstance(p, DTensor) for p in shards.values()):
         raise ValueError("rebuild is for models that fully_shard has sharded; call switch.step for others")
@@ -102,10 +102,8 @@ def check_sharded(shards: Mapping[str, Tensor], workers: Workers) -> None:
             raise ValueError(
                 f"{name}: it is placed as {p.placements}; only Shard and Replicate are supported"
             )
-        if mesh.size() != workers.size:
-            raise ValueError(
-                f"{name}: it lies on {mesh.size()} of {workers.size} workers; all must have a part"
-            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"{name}: this rank is not in its mesh; all must have a part")
         if not p.is_meta and p.device.type != mesh.device_type:
             raise ValueError(
                 f"{name}: it is offloaded to the {p.device.type}; shards that are offloaded cannot be rebuilt"

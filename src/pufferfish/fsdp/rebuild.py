@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import svd
 from ..candidates import candidates
+from ..compress.sharded import attached
 from ..factorize import by_svd, empty_factors, reshape_
 from ..names import named_modules, own_name, unwrap
 from ..optim import Carrier, Optimizers, as_list, check
@@ -58,7 +59,7 @@ def rebuild(
 
     def low_rank() -> tuple[nn.Module, dict[str, Route]]:
         check(optimizers)
-        check_sharded(parameters(model), workers)
+        check_sharded(parameters(model))
         dense = outline(model, build)
         routes = find_routes(dense, plan)
         reshape_(dense, plan)
@@ -70,6 +71,8 @@ def rebuild(
     weights = parameters(model)
     splits = {name: routes[name].entries for name in weights if routes[name].entries}
     check_finite({name: weights[name] for name in splits}, workers)
+    if (hook := attached(model)) is not None:
+        hook.attach(new)
 
     carrier, arrivals = Carrier(optimizers, unwrap(model), carry), Arrivals(unwrap(new), workers.device)
     errors: dict[str, float] = {}
@@ -138,7 +141,7 @@ def _sharded(
     expected = {target for name in here for target in routes[name].targets}
     for name in sorted(expected ^ there.keys()):
         raise ValueError(f"shard() {'took away' if name in expected else 'added'} the parameter {name}")
-    check_sharded(there, workers)
+    check_sharded(there)
     check_alike({routes[name].targets[0]: p for name, p in here.items() if routes[name].same}, there)
     for name in buffers(new).keys() - buffers(model).keys():
         raise ValueError(f"{name}: the low-rank model has this buffer, and the dense one no values for it")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import pufferfish as pf
 
+from ..compress.naming import module_at
 from ..profile import Example
 from ..rank import RankLike, as_rule
 from .models import REFERENCES
@@ -126,21 +122,7 @@ def load_factory(spec: str) -> Callable[[], Any]:
             f"{spec!r} is neither a built-in model ({', '.join(REFERENCES)}) nor file.py:function "
             "nor package.module:function"
         )
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise ValueError(f"{place}: there is no such file")
-        sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        sys.modules[path.stem] = module
-        found.loader.exec_module(module)
-    else:
-        sys.path.insert(0, os.getcwd())
-        module = importlib.import_module(place)
-    factory = getattr(module, name, None)
+    factory = getattr(module_at(place), name, None)
     if not callable(factory):
         raise ValueError(f"{place} has no function {name!r}")
     return factory  # type: ignore[no-any-return]

@@ -1,0 +1,575 @@
+"""Compression between the replicas of a sharded model, in four real processes on gloo: two replicas of two shards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import pufferfish as pf
+from processes import in_processes
+from pufferfish.compress import (
+    DGC,
+    QSGD,
+    Accordion,
+    Aggregator,
+    AlternatingPowerSGD,
+    Atomo,
+    BFloat16,
+    BlockFP8,
+    BlockInt8,
+    BlockRandomK,
+    EFSignSGD,
+    Float16,
+    NoCompression,
+    OneBitSGD,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Simulated,
+    TernGrad,
+    Threshold,
+    TopK,
+)
+from pufferfish.compress.sharded import ShardedHook, compress_sharded
+
+METHODS: dict[str, Any] = {
+    "none": NoCompression(),
+    "bf16": BFloat16(),
+    "fp16": Float16(),
+    "topk": TopK(0.1),
+    "random": RandomK(0.1),
+    "random, own": RandomK(0.1, "own"),
+    "block random": BlockRandomK(0.1),
+    "sign": SignSGD(),
+    "signum": Signum(),
+    "ef-sign": EFSignSGD(),
+    "qsgd": QSGD(levels=3, bucket=8),
+    "terngrad": TernGrad(),
+    "threshold": Threshold(1e-3),
+    "dgc": DGC(0.9, warm_up=2),
+    "int8": BlockInt8(16),
+    "fp8": BlockFP8(16),
+    "several": {"first": TopK(0.1), "b?": SignSGD()},  # the outermost module's travel as they are
+}
+
+
+class Net(nn.Module):
+    """With sizes that two shards do not divide; `maybe` is used where the call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 11)
+        self.b0 = checkpoint_wrapper(nn.Sequential(nn.Linear(11, 13), nn.Tanh()))
+        self.b1 = nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 5))
+        self.maybe = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, maybe: bool = False, spoil: float = 1.0) -> Tensor:
+        x = self.first(x).tanh()
+        if spoil != 1.0:
+            x.register_hook(
+                lambda g: torch.cat([g[:, :1] * spoil, g[:, 1:]], 1)
+            )  # its first row: shard 0 only
+        x = self.b1(self.b0(x))
+        return self.head(self.maybe(x) if maybe else x)
+
+
+def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> Net:
+    net = Net() if net is None else net
+    assert isinstance(net, Net)
+    for block in (net.first, net.b0, list(net.b1)):
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, ShardedHook]:
+    model = sharded(mesh["shard"])
+    return model, compress_sharded(model, method, mesh["replicate"].get_group(), **options)
+
+
+def loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, **options).square().mean()
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's pieces."""
+    return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+
+
+def same_everywhere(x: Tensor) -> bool:
+    theirs = x.clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(x, theirs)
+
+
+def kept(hook: ShardedHook) -> dict[str, dict[str, Tensor]]:
+    """Module → key → tensor; each module's shard is one row."""
+    found = {}
+    for name, group in hook.state_dict()["groups"].items():
+        state = group["state"]
+        parts = [state["shared"], *state["own"]]
+        found[name] = {key: x for part in parts for row in part.values() for key, x in row.items()}
+    return found
+
+
+def alike(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].keys() == b[n].keys() and all(torch.equal(x, b[n][key]) for key, x in a[n].items()) for n in a
+    )
+
+
+def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int) -> None:
+    """As FSDP itself does it on the 2-D mesh, and as one process does it with the data of all."""
+    (model, hook), native, plain = hooked(mesh, NoCompression()), sharded(mesh), Net()
+    for step in range(3):
+        for x in (model, native, plain):
+            x.zero_grad()
+        loss(model, step, rank).backward()
+        loss(native, step, rank).backward()
+        (sum(loss(plain, step, r) for r in range(4)) / 4).backward()
+        for p, q, r in zip(model.parameters(), native.parameters(), plain.parameters(), strict=True):
+            if r.grad is None:
+                assert p.grad is None
+                continue
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
+            torch.testing.assert_close(p.grad.full_tensor(), r.grad)
+    # Rows are shared out, and filled up: 6 of 11, 7 of 13, 3 of 5, 2 of 3.
+    numels = {"first": 6 * 7, "b0": 7 * 12, "b1.0": 7 + 7 + 3 * 14, "(root)": 2 * 6}
+    assert hook.meter.gradient_bytes == 3 * 4 * sum(numels.values())
+    assert hook.state_dict()["groups"].keys() == numels.keys()
+
+
+def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
+    """The obvious way: every replica's flat shard goes to all, who simulate both."""
+    group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
+    for name, module in model.named_modules():
+        name = name.removesuffix("._checkpoint_wrapped_module") or "(root)"
+        if not isinstance(module, FSDPModule) or name == "b1.1":
+            continue
+        mine = method
+        if isinstance(method, dict):
+            mine = {"first": method["first"], "(root)": NoCompression()}.get(name, method["b?"])
+        aggregator, key = Aggregator(mine, Simulated(2), smallest=0, **options), f"{name}[{shard}/2]"
+
+        def average(flat: Tensor, aggregator: Aggregator = aggregator, key: str = key) -> None:
+            everyone = [torch.empty_like(flat) for _ in range(2)]
+            dist.all_gather(everyone, flat, group=group)
+            flat.copy_(aggregator.together([{key: x} for x in everyone])[0][key])
+
+        module.set_all_reduce_hook(average)
+
+
+def gradients_are_the_aggregators(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
+    """Two terms have one sum: bit for bit, memories and all."""
+    model, hook = hooked(mesh, METHODS[name], seed=3, **options)
+    reference = sharded(mesh["shard"])
+    by_simulated_workers(reference, mesh, METHODS[name], seed=3, **options)
+    for step in range(3):
+        for x in (model, reference):
+            x.zero_grad()
+            loss(x, step, rank).backward()
+        found, expected = grads(model), grads(reference)
+        assert found.keys() == expected.keys()
+        for n, g in found.items():
+            assert torch.equal(g, expected[n]), (name, step, n)
+    if name in ("topk", "int8", "ef-sign"):
+        assert ("memory" in kept(hook)["first"]) == (options.get("memory") is not False)
+
+
+def shards_draw_their_own_numbers(mesh: DeviceMesh, rank: int) -> None:
+    model, _ = hooked(mesh, RandomK(0.5, scale=True))
+    loss(model, 0, rank).backward()
+    chosen = (grads(model)["b0._checkpoint_wrapped_module.0.weight"][:6] != 0).float()
+    everyone = [torch.empty_like(chosen) for _ in range(4)]
+    dist.all_gather(everyone, chosen)
+    assert torch.equal(everyone[rank], everyone[(rank + 2) % 4])
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+def several_passes(mesh: DeviceMesh, rank: int) -> None:
+    """Two ways to wait with the exchange, and the sum of the losses in one pass."""
+    (wait, a), (reduce, b), (once, _) = (hooked(mesh, TopK(0.1)) for _ in range(3))
+    for step in range(3):
+        for model, delay in (
+            (wait, wait.set_requires_gradient_sync),
+            (reduce, reduce.set_requires_all_reduce),
+        ):
+            model.zero_grad()
+            delay(False)
+            loss(model, 2 * step, rank).backward()
+            delay(True)
+            loss(model, 2 * step + 1, rank).backward()
+        once.zero_grad()
+        (loss(once, 2 * step, rank) + loss(once, 2 * step + 1, rank)).backward()
+        for n, g in grads(once).items():
+            torch.testing.assert_close(grads(wait)[n], g)
+            torch.testing.assert_close(grads(reduce)[n], g)
+    assert (
+        a.meter.messages == b.meter.messages == 3 * 4 * 2
+    )  # steps, modules; flags beside values and indices
+
+
+def resumes(mesh: DeviceMesh, rank: int, name: str) -> None:
+    ends = []
+    saved: Any = None
+    for stopped in (False, True):
+        model, hook = hooked(mesh, METHODS[name])
+        optimizer = momentum(model)
+        if stopped:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            hook.load_state_dict(saved[2])
+            assert alike(kept(hook), saved[3])
+        else:
+            train(model, optimizer, range(2), rank)
+            state = {n: x.to_local().clone() for n, x in model.state_dict().items()}
+            whole = {n: type(x).from_local(state[n], x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+                     for n, x in model.state_dict().items()}  # fmt: skip
+            saved = whole, copy.deepcopy(optimizer.state_dict()), hook.state_dict(), kept(hook)
+        train(model, optimizer, range(2, 4), rank)
+        assert same_everywhere(weights(model))
+        ends.append(weights(model))
+    assert torch.equal(*ends), name
+
+
+def resumes_from_a_checkpoint(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    ends = []
+    for stop, name in ((4, "straight"), (2, "stopped"), (4, "stopped")):
+        model, hook = hooked(mesh, TopK(0.1))
+        optimizer = momentum(model)
+        with pf.Checkpoint(folder / name, model, optimizer, compressor=hook, every=1) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                train(model, optimizer, range(step, step + 1), rank)
+                checkpoint.step(step=step + 1)
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[2])
+
+
+def another_layout_starts_anew(mesh: DeviceMesh, rank: int) -> None:
+    model, hook = hooked(mesh, TopK(0.1))
+    train(model, momentum(model), range(2), rank)
+    state = hook.state_dict()
+    state["groups"]["first"]["layout"] = "of other parameters"
+    with pytest.warns(UserWarning, match=r"first starts with empty memories: .* of other parameters"):
+        hook.load_state_dict(state)
+    assert kept(hook)["first"] == {}
+    assert "memory" in kept(hook)["b0"]
+    assert {group["state"]["steps"] for group in hook.state_dict()["groups"].values()} == {2}
+    with pytest.warns(UserWarning, match="starts with empty memories"):
+        hook.load_state_dict(state | {"shards": 4})
+    assert not any(kept(hook).values())
+    train(model, momentum(model), range(2, 3), rank)
+    with pytest.raises(ValueError, match="lacks groups, shards"):
+        hook.load_state_dict({"shard": 0})
+
+
+def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int) -> None:
+    """One row of one shard of one module is infinite on one rank: nobody keeps anything, everybody knows."""
+    for name in ("topk", "signum", "int8"):
+        model, hook = hooked(mesh, METHODS[name])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, bad in enumerate([True, False, True, False]):  # also before anything is kept
+            before, start = kept(hook), weights(model)
+            scaler.scale(loss(model, step, rank, spoil=math.inf if bad and rank == 3 else 1.0)).backward()
+            found = grads(model)
+            poisoned = bad and mesh["shard"].get_local_rank() == 0
+            assert bool(found["first.weight"].isnan().all()) == poisoned, (name, step)
+            assert found["b1.1.weight"].isfinite().all()
+            assert alike(kept(hook), before) == bad, (name, step)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+            assert bool(norm.isfinite()) == (not bad)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert torch.equal(weights(model), start) == bad
+        assert scaler.get_scale() == 1.0
+        assert same_everywhere(weights(model))
+        assert {group["state"]["steps"] for group in hook.state_dict()["groups"].values()} == {4}
+
+
+def bad_shards_become_zero(mesh: DeviceMesh, rank: int) -> None:
+    model, hook = hooked(mesh, TopK(0.1), nonfinite="zero")
+    loss(model, 0, rank).backward()
+    before = kept(hook)
+    model.zero_grad()
+    loss(model, 1, rank, spoil=math.inf if rank == 3 else 1.0).backward()
+    first = mesh["shard"].get_local_rank() == 0
+    assert bool((grads(model)["first.weight"] == 0).all()) == first
+    assert torch.equal(before["first"]["memory"], kept(hook)["first"]["memory"]) == first
+    assert not torch.equal(before["b1.0"]["memory"], kept(hook)["b1.0"]["memory"])
+
+
+def memory_follows_the_units(mesh: DeviceMesh, rank: int) -> None:
+    """Rate ÷ 10 and loss scale × 4: the memory × 40; under Adam × 4; where rates differ, as it is."""
+    for kind, split, factor in (
+        (torch.optim.SGD, 0, 40.0),
+        (torch.optim.Adam, 0, 4.0),
+        (torch.optim.SGD, 1, 1.0),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        model = sharded(mesh["shard"])
+        params = list(model.parameters())  # `first.weight` comes first
+        groups = [{"params": params[:split], "lr": 1.0}] if split else []
+        optimizer = kind([*groups, {"params": params[split:], "lr": 0.1}])
+        group = mesh["replicate"].get_group()
+        hook = compress_sharded(model, TopK(0.1), group, optimizer=optimizer, scaler=scaler)
+        scaler.scale(loss(model, 0, rank)).backward()
+        before = kept(hook)["first"]["memory"]
+        optimizer.param_groups[-1]["lr"] = 0.01
+        scaler.update(4.0)
+        (0 * loss(model, 0, rank)).backward()  # zeros: the memory waits
+        torch.testing.assert_close(kept(hook)["first"]["memory"], before * factor)
+
+
+def sixteen_bits(mesh: DeviceMesh, rank: int) -> None:
+    """Reduced in bf16: the memory is in fp32 all the same."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = sharded(mesh["shard"], mp_policy=policy)
+    hook = compress_sharded(model, TopK(0.1), mesh["replicate"].get_group())
+    train(model, momentum(model), range(2), rank)
+    assert kept(hook)["first"]["memory"].dtype == torch.float32
+    assert hook.meter.gradient_bytes == 2 * 2 * (6 * 7 + 7 * 12 + 7 + 7 + 3 * 14 + 2 * 6)
+    assert same_everywhere(weights(model))
+
+
+def one_module(mesh: DeviceMesh, rank: int) -> None:
+    """Only the outermost: its exchange begins when the backward pass is over."""
+    net = Net()
+    fully_shard(net, mesh=mesh["shard"])
+    hook = compress_sharded(net, None, mesh["replicate"].get_group())
+    assert hook.method == BFloat16()
+    loss(net, 0, rank, spoil=math.inf if rank == 3 else 1.0).backward()
+    assert bool(grads(net)["head.weight"].isnan().all()) == (mesh["shard"].get_local_rank() == 0)
+    assert list(hook.state_dict()["groups"]) == ["(root)"]
+
+
+def methods_are_changed_together(mesh: DeviceMesh, rank: int) -> None:
+    model, hook = hooked(mesh, TopK(0.1))
+    optimizer = momentum(model)
+    train(model, optimizer, range(2), rank)
+    before = kept(hook)
+    hook.use(EFSignSGD())
+    assert alike(kept(hook), before)  # the memory goes on
+    train(model, optimizer, range(2, 3), rank)
+    hook.use({"*": NoCompression()})
+    train(model, optimizer, range(3, 4), rank)
+    assert not any(kept(hook).values())  # and was sent
+    assert same_everywhere(weights(model))
+    wrong: list[tuple[Any, str]] = [
+        (TopK(0.2 if rank == 3 else 0.1), "differ from rank 0"),
+        ({"*": TopK()} if rank else {"first.weight": TopK()}, "matches no module|differ from rank 0"),
+        (PowerSGD(), "PowerSGD works on matrices"),
+    ]
+    for method, words in wrong:
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            hook.use(method)
+        assert hook.method == {"*": NoCompression()}
+    train(model, optimizer, range(4, 5), rank)
+
+
+def another_model(mesh: DeviceMesh, rank: int) -> None:
+    """After a rebuild: memories stay with modules that stayed as they were."""
+    model, hook = hooked(mesh, TopK(0.1))
+    train(model, momentum(model), range(2), rank)
+    before, held = kept(hook), weakref.ref(model)
+    hook.attach(model)  # which changes nothing
+    assert alike(kept(hook), before)
+    net = Net()
+    net.b0 = nn.Sequential(nn.Linear(11, 2, bias=False), nn.Linear(2, 13))
+    new = sharded(mesh["shard"], net)
+    hook.attach(new)
+    assert alike(kept(hook), before | {"b0": {}})
+    del model
+    gc.collect()
+    assert held() is None
+    train(new, momentum(new), range(2, 4), rank)
+    assert same_everywhere(weights(new))
+    new.first.bias.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"first: a shard of 36 gradients, where there were 42: .* attach\(model\)"
+    ):
+        loss(new, 4, rank).backward()
+    with pytest.raises(ValueError, match="sharded over other ranks"):
+        hook.attach(sharded(init_device_mesh("cpu", (4,))))
+
+
+def through_the_switch(mesh: DeviceMesh, rank: int) -> None:
+    """The hook goes over to the new model, which is what a native 2-D mesh would come to."""
+    ends = []
+    for native in (True, False):
+        shape = mesh if native else mesh["shard"]
+        model: nn.Module = sharded(shape)
+        replicas = mesh["replicate"].get_group()
+        hook = None if native else pf.compress(model, NoCompression(), replicas=replicas)
+        optimizer, switch = momentum(model), pf.Switch(rank=2, when=pf.AtStep(2))
+        for step in range(4):
+            model, optimizer = switch.rebuild(
+                model, optimizer, build=Net, shard=lambda net, shape=shape: sharded(shape, net), step=step
+            )
+            train(model, optimizer, range(step, step + 1), rank)
+        assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+        assert hook is None or hook.meter.steps == 4 * 4  # one for each sharded module
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def frozen_parameters(mesh: DeviceMesh, rank: int) -> None:
+    model, hook = hooked(mesh, TopK(0.1))
+    train(model, momentum(model), range(2), rank)
+    before = kept(hook)
+    model.first.bias.requires_grad_(False)
+    hook.attach(model)
+    assert alike(kept(hook), before | {"first": {}})
+    train(model, momentum(model), range(2, 4), rank)
+    assert same_everywhere(weights(model))
+
+
+def unused_parameters(mesh: DeviceMesh, rank: int) -> None:
+    """Shards of changing sizes are nothing to a method that keeps nothing; for the others torch has a setting."""
+    model, _ = hooked(mesh, BFloat16())
+    for step in range(3):
+        loss(model, step, rank, maybe=step == 1).backward()
+        assert (model.maybe.weight.grad is None) == (step == 0)
+    model, hook = hooked(mesh, TopK(0.1))
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.12 or 2.13 on
+        model.set_reduce_scatter_unused_params(True)
+        for step in range(3):
+            loss(model, step, rank, maybe=step == 1).backward()
+        assert kept(hook)["(root)"]["memory"].numel() == 12 + 18
+
+
+def refusals(mesh: DeviceMesh, rank: int) -> None:
+    replicas = mesh["replicate"].get_group()
+
+    def refused(
+        words: str, model: nn.Module, method: Any = None, group: Any = replicas, **options: Any
+    ) -> None:
+        hooks = hooks_of(model)
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
+            compress_sharded(model, method, group, **options)
+        assert hooks_of(model) == hooks  # nothing was changed
+
+    refused("a Net is not sharded; apply fully_shard", Net())
+    refused(r"Replicate\(\), Shard\(dim=0\).*give fully_shard the 1-D mesh\[\"shard\"\] only", sharded(mesh))
+    model = sharded(mesh["shard"])
+    refused(r"replicas=None is no process group; give replicas=mesh\[", model, group=None)
+    refused(r"holds another shard of this replica", model, group=dist.group.WORLD)
+    refused(r"holds another shard of this replica", model, group=mesh["shard"].get_group())
+    for method in (
+        PowerSGD(),
+        AlternatingPowerSGD(),
+        Atomo(),
+        OneBitSGD(),
+        Accordion(TopK(), TopK(0.1), every=2),
+    ):
+        refused(f"{type(method).__name__} works on matrices", model, {"first": TopK(), "*": method})
+    refused("pattern 'first.weight' matches no module", model, {"first.weight": TopK()})
+    refused("QSGD goes without a memory", model, QSGD(), memory=True)
+    refused("TopK does not go by all_to_all", model, TopK(), exchange="all_to_all")
+    refused('neither "nan" nor "zero"', model, nonfinite="inf")
+    refused("differ from rank 0 in", model, TopK(0.2 if rank == 2 else 0.1))
+    refused("differ from rank 0 in", model, TopK(0.2 if rank % 2 else 0.1))
+    for method in (DGC(), Signum()):
+        refused("first: .* and so has the SGD", model, {"first": method}, optimizer=momentum(model))
+    uneven = Net()
+    if mesh["replicate"].get_local_rank():
+        uneven.first = nn.Linear(6, 13)
+    refused("differ from rank 0 in", sharded(mesh["shard"], uneven))
+    hook = compress_sharded(model, {"first": DGC()}, replicas, optimizer=torch.optim.SGD(model.parameters()))
+    assert hook.method == {"first": DGC()}
+    refused("compressed already; change its method by use", model)
+    other = sharded(mesh["shard"])
+    other.b0.set_all_reduce_hook(lambda flat: None)
+    refused("b0 has an all-reduce hook already", other)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    return [
+        m._get_fsdp_state()._fsdp_param_group._all_reduce_hook
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+    ]
+
+
+def cases(rank: int, size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name in METHODS:
+        gradients_are_the_aggregators(mesh, rank, name)
+    gradients_are_the_aggregators(mesh, rank, "topk", memory=False)
+    for name in ("topk", "dgc", "int8", "qsgd", "several"):
+        resumes(mesh, rank, name)
+    resumes_from_a_checkpoint(mesh, rank, folder)
+    rest: list[Callable[[DeviceMesh, int], None]] = [
+        no_compression_is_plain_averaging, shards_draw_their_own_numbers, several_passes,
+        another_layout_starts_anew, bad_steps_leave_no_trace, bad_shards_become_zero, memory_follows_the_units,
+        sixteen_bits, one_module, methods_are_changed_together, frozen_parameters, unused_parameters, refusals,
+        another_model, through_the_switch,
+    ]  # fmt: skip
+    for case in rest:
+        case(mesh, rank)
+
+
+def alone(rank: int, size: int, device: str) -> None:
+    """One replica of one shard, reduced in bf16, which FSDP lets go of early: the gradients of a plain model."""
+    mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("replicate", "shard"))
+    plain = Net().to(device)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    model = sharded(mesh["shard"], Net().to(device), mp_policy=policy)
+    method = {"b0": TopK(0.5), "*": TopK(1.0)}
+    hook = compress_sharded(model, method, mesh["replicate"].get_group())
+    for step in range(4):
+        before = kept(hook)
+        for net in (model, plain):
+            net.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(device)
+            net(x, spoil=math.inf if step == 2 and net is model else 1.0).square().mean().backward()
+        assert alike(kept(hook), before) == (step == 2)
+        for n, p in plain.named_parameters():
+            if p.grad is not None and not n.startswith(("b0", "first") if step == 2 else "b0"):
+                torch.testing.assert_close(grads(model)[n], p.grad, rtol=1e-2, atol=1e-3)
+    assert hook.meter.seconds["encode"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_on_a_gpu(tmp_path: Path) -> None:
+    in_processes(alone, 1, tmp_path, "cuda", backend="nccl")
+
+
+@pytest.mark.timeout(180)  # the hang guard
+def test_in_real_processes(tmp_path: Path) -> None:
+    in_processes(cases, 4, tmp_path, tmp_path)

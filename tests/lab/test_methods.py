@@ -1,0 +1,105 @@
+"""The table of methods: its figures are those known for the wire, and those of simulated workers."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from processes import in_processes
+from pufferfish.compress import (
+    QSGD,
+    Aggregator,
+    BFloat16,
+    BlockInt8,
+    BlockRandomK,
+    Method,
+    NoCompression,
+    PowerSGD,
+    SignSGD,
+    Simulated,
+    Threshold,
+    TopK,
+)
+from pufferfish.compress.naming import known, method_from
+from pufferfish.lab.methods import SIGMA, metered, named, table
+
+GUIDE = Path(__file__).parents[2] / "docs" / "compression.md"
+
+
+@pytest.mark.parametrize("method", named([]), ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("size", [2, 5])
+def test_one_worker_counts_what_simulated_workers_count(method: Method, size: int) -> None:
+    shape = (48, 80)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * SIGMA
+    all_of_them = Aggregator(method, Simulated(size), smallest=0)
+    all_of_them.together([{"w": gradient}] * size)
+    one, real = metered(method, size, shape), all_of_them.meter
+    assert (one.handed, one.messages, one.wire_bytes) == (real.handed, real.messages, real.wire_bytes)
+
+
+@pytest.mark.parametrize(
+    ("method", "memory", "bits", "fewer"),
+    [
+        (NoCompression(), "no", ["all-reduce", "32"], [1, 1, 1]),
+        (BFloat16(), "no", ["all-reduce", "16"], [2, 2, 2]),
+        (TopK(0.01), "yes", ["all-gather", "0.64"], [50, 12.5, 1.56]),
+        (SignSGD(), "no", ["all-to-all", "1", "+", "all-gather", "0.5"], [32, 32, 32]),
+        (BlockInt8(), "yes", ["all-to-all", "8.12", "+", "all-gather", "4.06"], [3.94, 3.94, 3.94]),
+        (BlockRandomK(0.01, "own"), "yes", ["all-gather", "0.32"], [100, 25, 3.12]),
+        (BlockRandomK(0.01, "shared"), "yes", ["all-reduce", "0.32"], [100, 100, 100]),
+        (PowerSGD(4), "yes", ["all-reduce", "0.25"], [128, 128, 128]),
+        (QSGD(), "no", ["all-to-all", "4.06", "+", "all-gather", "2.03"], [7.88, 7.88, 7.88]),
+        (Threshold(), "yes", ["all-gather", "0.318"], [101, 25.1, 3.14]),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Method) else "",
+)
+def test_known_figures(method: Method, memory: str, bits: list[str], fewer: list[float]) -> None:
+    row = table([method]).splitlines()[1]
+    assert row.startswith(repr(method))
+    assert row.removeprefix(repr(method)).split() == [memory, *bits, *(f"{x:g}" for x in fewer)]
+
+
+def test_all_methods_are_shown_unless_some_are_named() -> None:
+    assert [type(method).__name__ for method in named([])] == list(known())
+    assert named(["TopK(0.1)", "DGC"]) == [TopK(0.1), known()["DGC"]()]
+    lines = table(named(["BFloat16", "DGC"]), workers=[4]).splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["method", "BFloat16()"]
+    assert " own " in lines[2]
+    assert lines[0].endswith("4 workers")
+    assert "one of 4 workers" in " ".join(lines[3:])
+
+
+def test_a_job_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="--workers 1: one worker sends nothing"):
+        table([TopK()], workers=[2, 1])
+
+
+def test_the_guide_shows_what_the_command_prints() -> None:
+    shown = re.findall(r"^\| `(.*?)` \| (\w+ \| .*-.* \| .*) \|$", GUIDE.read_text(), re.MULTILINE)
+    assert len(shown) > 15
+    for text, cells in shown:
+        method = method_from(text)
+        row = table([method]).splitlines()[1].removeprefix(repr(method))
+        assert re.split(r"\s{2,}", row.strip()) == cells.split(" | "), text
+
+
+def _the_guides_code(rank: int, size: int) -> None:
+    ddp = DDP(nn.Sequential(OrderedDict(embed=nn.Linear(40, 40), head=nn.Linear(40, 40))))
+    user: dict[str, Any] = {"pf": pf, "ddp": ddp, "optimizer": torch.optim.SGD(ddp.parameters(), lr=0.1)}
+    for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        exec(snippet, user)
+    ddp(torch.ones(1, 40)).sum().backward()
+    assert user["hook"].meter.steps == 1
+
+
+@pytest.mark.timeout(60)
+def test_the_guides_code_runs(tmp_path: Path) -> None:
+    in_processes(_the_guides_code, 1, tmp_path)
