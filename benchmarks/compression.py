@@ -1,11 +1,12 @@
 """What compressing gradients costs: encode and decode of every method, beside one copy and torch's own PowerSGD hook.
 
-    python benchmarks/compression.py [--models resnet50 gpt] [--rounds 5] [--methods PowerSGD TopK]
+    python benchmarks/compression.py [--models resnet50 gpt] [--rounds 5] [--methods 'PowerSGD(4)' file.py:Mine]
 
 One process, so that nothing is exchanged; a DDP model with the parameters of ResNet-50 or of a GPT (d 768, 12 layers) whose
 backward pass is cheap; the time from the hook's call to its finished future. Methods take turns, medians over the rounds.
 All gradients in one bucket, for torch's PowerSGD hook runs on gloo in no other way. Passes: how many copies of the gradients
-fit into the time.
+fit into the time. Then what the parts cost beside torch's own: choosing elements beside torch.topk of the same tensors,
+packing signs beside one copy, and the meter's own calls as a share of the cheapest method's hook.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
+from pufferfish.compress import Method
+from pufferfish.compress.bits import pack, unpack
+from pufferfish.compress.meter import Meter
+from pufferfish.compress.naming import method_from
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.table import aligned
 
 TORCH = "torch's PowerSGD hook, rank 4"
-METHODS: dict[str, Any] = {
-    type(method).__name__: method
-    for method in (
-        pf.NoCompression(), pf.BFloat16(), pf.BlockInt8(), pf.BlockFP8(), pf.PowerSGD(4), pf.AlternatingPowerSGD(4),
-        pf.TopK(0.01), pf.RandomK(0.01), pf.BlockRandomK(0.01), pf.DGC(0.999), pf.SignSGD(), pf.EFSignSGD(),
-        pf.OneBitSGD(), pf.TernGrad(), pf.QSGD(),
-    )
-}  # fmt: skip
+METHODS = [
+    "NoCompression", "BFloat16", "BlockInt8", "BlockFP8", "PowerSGD(4)", "AlternatingPowerSGD(4)", "TopK(0.01)",
+    "TopK(0.01, sample=0.01)", "RandomK(0.01)", "BlockRandomK(0.01)", "DGC(0.999)", "SignSGD", "EFSignSGD", "OneBitSGD",
+    "TernGrad", "QSGD",
+]  # fmt: skip
 
 
 class Bag(nn.Module):
@@ -59,8 +61,9 @@ def main() -> None:
         "--models", nargs="+", default=["resnet50", "gpt"], choices=["resnet50", "gpt", "resnet18"]
     )
     ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    ask.add_argument("--methods", nargs="+", default=METHODS, type=method_from)
     given = ask.parse_args()
+    methods = [method_from(m) if isinstance(m, str) else m for m in given.methods]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
@@ -70,42 +73,72 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         dist._DEFAULT_FIRST_BUCKET_BYTES = 10**10  # type: ignore[attr-defined]
         for model in given.models:
-            print(measured(model, [*given.methods, TORCH], given.rounds, device), "\n", flush=True)
+            print(measured(model, methods, given.rounds, device), "\n", flush=True)
         dist.destroy_process_group()
 
 
-def measured(name: str, methods: list[str], rounds: int, device: torch.device) -> str:
+def measured(name: str, methods: list[Method], rounds: int, device: torch.device) -> str:
     with torch.device("meta"):
         model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
     bag = Bag(model, device)
     size = sum(p.numel() for p in bag.parameters())
-    steps = {method: hooked(bag, method, device) for method in methods}
-    times: dict[str, list[float]] = {"one copy": [], **{method: [] for method in methods}}
+    hooks = {repr(method): hooked(bag, method, device) for method in methods} | {
+        TORCH: hooked(bag, None, device)
+    }
     flat = torch.cat([g.flatten() for g in bag.gradients])
-    target = torch.empty_like(flat)
+    target, packed = torch.empty_like(flat), pack(flat[: size // 8 * 8] >= 0, 1)
+    large = [g.flatten() for g in bag.gradients if g.dim() > 1]
+    parts: dict[str, Callable[[], object]] = {
+        "one copy": lambda: target.copy_(flat),
+        "torch.topk of the magnitudes, 1 %": lambda: [g.abs().topk(max(1, len(g) // 100)) for g in large],
+        "signs packed": lambda: pack(flat[: size // 8 * 8] >= 0, 1),
+        "signs unpacked": lambda: unpack(packed, 1),
+        "the meter's own calls": lambda: metered(device),
+    }
+    works = {what: (lambda work=work: seconds(device, work)) for what, work in parts.items()} | hooks
+    times: dict[str, list[float]] = {what: [] for what in works}
     for _ in range(rounds + 3):  # torch's hook compresses from its third step on
-        times["one copy"].append(seconds(device, lambda: target.copy_(flat)))
-        for method, step in steps.items():
-            times[method].append(step())
-    medians = {method: statistics.median(found[3:]) for method, found in times.items()}
+        for what, work in works.items():
+            times[what].append(work())
+    medians = {what: statistics.median(found[3:]) for what, found in times.items()}
+    copy, chosen = medians["one copy"], medians["torch.topk of the magnitudes, 1 %"]
     rows = [[f"{name}, {size:,} parameters", "ms", "passes"]]
-    rows += [[m, f"{1e3 * t:.1f}", f"{t / medians['one copy']:.1f}"] for m, t in medians.items()]
-    text = aligned(rows, left=(0,))
-    if "PowerSGD" in medians:
-        text += f"\nour PowerSGD takes {medians['PowerSGD'] / medians[TORCH]:.2f}× the time of torch's hook"
-    return text
+    rows += [[what, f"{1e3 * t:.2f}", f"{t / copy:.1f}"] for what, t in medians.items()]
+    text = [aligned(rows, left=(0,)), ""]
+    for what, t in medians.items():
+        if what.startswith("PowerSGD"):
+            text.append(f"{what} takes {t / medians[TORCH]:.2f}× the time of torch's hook")
+        if what.startswith("TopK"):
+            text.append(f"{what} takes {t / chosen:.2f}× the time of torch.topk")
+        if what.startswith("signs"):
+            text.append(f"{what}: {t / copy:.2f}× the time of one copy")
+    cheapest = min(hooks, key=medians.__getitem__)
+    share = 100 * medians["the meter's own calls"] / medians[cheapest]
+    text.append(f"metering is {share:.2f} % of {cheapest}'s hook, which is a part of a training step")
+    return "\n".join(text)
 
 
-def hooked(bag: Bag, method: str, device: torch.device) -> Callable[[], float]:
-    """A backward pass through a DDP of its own; gives the seconds spent in its hook."""
+def metered(device: torch.device) -> None:
+    """What the meter does in a step of two rounds."""
+    meter = Meter()
+    with meter.part(device):
+        for _ in range(2):
+            meter.count("all_reduce", 100, 2)
+            with meter.exchange():
+                pass
+    meter.step(100)
+
+
+def hooked(bag: Bag, method: Method | None, device: torch.device) -> Callable[[], float]:
+    """A backward pass through a DDP of its own; gives the seconds spent in its hook. No method: torch's PowerSGD."""
     ddp = DistributedDataParallel(bag, bucket_cap_mb=10**5)
     spent: list[float] = []
-    if method == TORCH:
+    if method is None:
         state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         inside: Callable[[Any], Any] = lambda bucket: powerSGD_hook.powerSGD_hook(state, bucket)  # noqa: E731
     else:
         scratch = DistributedDataParallel(bag, bucket_cap_mb=10**5)
-        inside = pf.compress(scratch, METHODS[method]).take
+        inside = pf.compress(scratch, method).take
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
         done: list[Any] = []

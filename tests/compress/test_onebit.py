@@ -32,7 +32,7 @@ def test_is_the_equation() -> None:
     torch.testing.assert_close(mean, sum(slow(x) for x in xs) / 3)
     for x, rest in zip(xs, rests, strict=True):
         torch.testing.assert_close(rest, x - slow(x))
-    assert meter.handed == {"all_reduce": 0, "all_gather": 2 * (2 + 2 * 4 * 3), "all_to_all": 0}
+    assert meter.handed["all_gather"] == 2 * (2 + 2 * 4 * 3)
 
 
 def test_two_values_a_column_are_sent_exactly() -> None:

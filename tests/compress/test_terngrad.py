@@ -18,11 +18,12 @@ def test_holds_what_every_method_holds(clip: float | None) -> None:
 
 
 def slow(g: Tensor, chance: Tensor, s: list[float]) -> Tensor:
+    """v/s and a random number from 0 to 1, rounded down: up or down by the chance of the fraction."""
     result = torch.zeros_like(g)
     for row in range(g.shape[0]):
         for i, v in enumerate(g[row].tolist()):
-            if s[row] > 0 and float(chance[row, i]) < abs(v) / s[row]:
-                result[row, i] = math.copysign(s[row], v)
+            if s[row] > 0:
+                result[row, i] = s[row] * min(1, math.floor(v / s[row] + float(chance[row, i])))
     return result
 
 
@@ -44,7 +45,8 @@ def test_is_the_equation(workers: int, clip: float | None) -> None:
     cut = gs if clip is None else [clipped(g, clip) for g in gs]
     s = [max(float(g[row].abs().max()) for g in cut) for row in range(3)]
     names = ("t0", "t1", "t2")
-    chances = [torch.rand(3, 19, generator=Turn(rank, workers, 7, names).own) for rank in range(workers)]
+    streams = [Turn(rank, workers, 7, names).own for rank in range(workers)]
+    chances = [torch.empty(3, 19).uniform_(1, 2, generator=stream) - 1 for stream in streams]
     sent = [slow(g, chance, s) for g, chance in zip(cut, chances, strict=True)]
     torch.testing.assert_close(mean, sum(sent) / workers)
     shard = -(-19 // (8 * workers)) * 8

@@ -69,6 +69,9 @@ METHODS: dict[str, Any] = {
 }
 
 
+DEVICE = "cpu"
+
+
 class Net(nn.Module):
     """Its layers run in another order than they are named; `maybe` only where the input says so."""
 
@@ -86,7 +89,7 @@ class Net(nn.Module):
 
 
 def build(maybe: bool = False) -> Net:
-    net = Net().to(memory_format=torch.channels_last)
+    net = Net().to(DEVICE, memory_format=torch.channels_last)
     net.maybe.requires_grad_(maybe)
     return net
 
@@ -107,7 +110,7 @@ def loss(model: nn.Module, step: int, rank: int, maybe: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(6, 3, 9, 9, generator=generator)[..., :5, :5]
     y = torch.randint(4, (6,), generator=generator)
-    return nn.functional.cross_entropy(model(x, maybe), y)
+    return nn.functional.cross_entropy(model(x.to(DEVICE), maybe), y.to(DEVICE))
 
 
 def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:

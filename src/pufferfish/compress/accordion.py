@@ -63,22 +63,26 @@ class Accordion(Method):
     def kind(self) -> str:
         return "contraction" if self.low.kind == "contraction" else self.high.kind
 
+    @property
+    def exchanges(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(which for which in self.low.exchanges if which in self.high.exchanges)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         return self.low.fits(shape) and self.high.fits(shape)
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         fresh = turn.state.get("fresh", x.new_ones(len(x), 2, dtype=torch.bool))
         light = turn.state.get("light", x.new_ones(len(x), dtype=torch.bool))
-        mean, rest = torch.empty_like(x), torch.zeros_like(x)
+        mean = turn.empty(x.shape, x.dtype)
         # Tensors without state of a method yet cannot go together with those that have some.
         groups = torch.stack([~light, torch.where(light, fresh[:, 0], fresh[:, 1])], 1).tolist()
         for group in ([False, False], [False, True], [True, False], [True, True]):
             rows = [i for i, mine in enumerate(groups) if mine == group]
             if rows:
-                mean[rows], rest[rows] = yield from self._part(x[rows], turn, rows, *group)
+                mean[rows], x[rows] = yield from self._part(x[rows], turn, rows, *group)
         turn.state["fresh"] = fresh & torch.stack([~light, light], 1)
         self._decide(mean, light, turn)
-        return mean, rest
+        return mean, x  # each method's rest in the place of what it was given
 
     def _part(
         self, x: Tensor, turn: Turn, rows: list[int], strong: bool, fresh: bool

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .method import Method, Steps, Sum
+from .powersgd import orthonormal
 from .turn import Turn
 
 
@@ -28,6 +29,7 @@ class AlternatingPowerSGD(Method):
     rank: int = 4
 
     matrix = True
+    exchanges = ("all_reduce",)
     shared_state = ("P", "Q")
 
     def __post_init__(self) -> None:
@@ -39,16 +41,18 @@ class AlternatingPowerSGD(Method):
         return self.rank * (m + n) < m * n
 
     def compress(self, M: Tensor, turn: Turn) -> Steps:
-        known, sought = ("Q", "P") if turn.step % 2 == 0 else ("P", "Q")
-        A = M if sought == "P" else M.mT
+        left = turn.step % 2 == 0  # whether it is P, on the left, that is sought
+        known, sought, A = ("Q", "P", M.mT) if left else ("P", "Q", M)
         B = turn.state.get(known)
         if B is None:
-            B = torch.randn(
-                len(A), A.shape[2], self.rank, dtype=M.dtype, device=M.device, generator=turn.shared
-            )
-        B = torch.linalg.qr(B).Q  # of whatever rank, also of zeros, its columns are orthonormal
-        own = A @ B
-        total = yield Sum(own)
-        turn.state[sought] = total / turn.size
-        mean, rest = turn.state[sought] @ B.mT, torch.baddbmm(A, own, B.mT, alpha=-1)
-        return (mean, rest) if sought == "P" else (mean.mT.contiguous(), rest.mT.contiguous())
+            shape = len(A), A.shape[1], self.rank
+            B = torch.randn(shape, dtype=M.dtype, device=M.device, generator=turn.shared)
+        B = orthonormal(B.mT, turn)
+        own = B @ A
+        total = yield Sum(own.clone())
+        total /= turn.size
+        turn.state[sought] = total.mT.clone(memory_format=torch.contiguous_format)
+        P, Q = (total, B) if left else (B, total)
+        mean = torch.bmm(P.mT, Q, out=turn.empty(M.shape, M.dtype))
+        P, Q = (own, B) if left else (B, own)
+        return mean, M.baddbmm_(P.mT, Q, alpha=-1)

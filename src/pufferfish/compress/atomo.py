@@ -32,6 +32,7 @@ class Atomo(Method):
     rank: int = 3
 
     matrix = True
+    exchanges = ("all_gather",)
     kind = "unbiased"
 
     def __post_init__(self) -> None:

@@ -2,44 +2,79 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-# Eight elements at once, as the bytes of one 64-bit word; wherever a sum could carry, only one bit is set.
-_TOGETHER = 0x0102040810204080  # times bytes of 0 or 1: byte i becomes bit 56 + i
-_EVERYWHERE = 0x0101010101010101  # times a byte: the same byte in all eight places
-_ONE_EACH = 0x8040201008040201 - 2**64  # bit i of byte i
+#: Bits of a field → the word that has one byte for each field of a packed byte.
+_WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
+#: A word times this has all its bytes' fields side by side in its top byte; no two terms meet, so nothing carries.
+_TOGETHER = {1: 0x0102040810204080, 2: 0x01041040, 4: 0x0110}
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """(…, n) numbers below 2^bits, n a multiple of 8, as (…, bits·n/8) bytes: all lowest bits first.
+    """(…, n) bytes or bools below 2^bits, n a multiple of 8, as (…, bits·n/8) bytes. The memory of `values` is used up.
 
-    >>> pack(torch.tensor([1, 0, 0, 0, 0, 0, 0, 1]), 1)
+    Numbers are cut into fields of 4, 2 and 1 bits; all fields of one sort stand together, the widest first.
+
+    >>> pack(torch.tensor([1, 0, 0, 0, 0, 0, 0, 1], dtype=torch.uint8), 1)
     tensor([129], dtype=torch.uint8)
     """
-    v = values.to(torch.uint8).contiguous()
+    values = values.contiguous().view(torch.uint8)
     if bits == 8:
-        return v
-    planes = [((v >> bit) & 1).view(torch.int64) for bit in range(bits)]
-    return torch.cat([((plane * _TOGETHER) >> 56).to(torch.uint8) for plane in planes], -1)
+        return values
+    packed, rest = [], values
+    for width in _fields(bits):
+        bits -= width
+        field, rest = (rest >> bits, rest & (1 << bits) - 1) if bits else (rest, rest)
+        words = field.view(_WORDS[width]).mul_(_TOGETHER[width])
+        packed.append(words.view(torch.uint8)[..., 8 // width - 1 :: 8 // width])
+    return torch.cat(packed, -1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` was given, as uint8.
+    """What `pack` was given, as new uint8.
 
-    >>> unpack(pack(torch.arange(8), 3), 3)
+    >>> unpack(pack(torch.arange(8, dtype=torch.uint8), 3), 3)
     tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
     """
     if bits == 8:
-        return packed
-    planes = packed.unflatten(-1, (bits, -1)).unbind(-2)
-    values = _spread(planes[0])
-    for bit, plane in enumerate(planes[1:], 1):
-        values |= _spread(plane) << bit
+        return packed.clone()
+    values: Tensor | None = None
+    n = packed.shape[-1] // bits
+    for width, part in zip(_fields(bits), packed.split([f * n for f in _fields(bits)], -1), strict=True):
+        table = _table(width, packed.device)
+        words = table.index_select(0, part.reshape(-1).int()).view(part.shape)
+        field = words.view(torch.uint8)
+        values = field if values is None else (values << width).bitwise_or_(field)
+    assert values is not None
     return values
 
 
-def _spread(plane: Tensor) -> Tensor:
-    """Every bit as a byte of 0 or 1."""
-    words = (plane.long() * _EVERYWHERE) & _ONE_EACH
-    return (words.view(torch.uint8) != 0).view(torch.uint8)
+def signs(packed: Tensor, out: Tensor, size: Tensor | None = None) -> Tensor:
+    """Floats for packed bits: 1, or the row's `size` (…, 1), where a bit is set, else minus that.
+
+    >>> signs(torch.tensor([[3], [1]], dtype=torch.uint8), torch.empty(2, 8), torch.tensor([[2.0], [1.0]]))
+    tensor([[ 2.,  2., -2., -2., -2., -2., -2., -2.],
+            [ 1., -1., -1., -1., -1., -1., -1., -1.]])
+    """
+    bits = _table(1, packed.device).view(torch.uint8).view(256, 8)
+    table = bits.to(out.dtype).mul_(2).sub_(1)
+    row = packed.int()
+    if size is not None:  # a table for every row, one after the other
+        table = (table * size.reshape(-1, 1, 1)).view(-1, 8)
+        row += 256 * torch.arange(size.numel(), device=packed.device, dtype=torch.int32).view(size.shape)
+    torch.index_select(table, 0, row.reshape(-1), out=out.view(-1, 8))
+    return out
+
+
+def _fields(bits: int) -> list[int]:
+    return [width for width in (4, 2, 1) if bits & width]
+
+
+@lru_cache
+def _table(width: int, device: torch.device) -> Tensor:
+    """For every byte the word of its fields."""
+    fields = torch.arange(256)[:, None] >> width * torch.arange(8 // width) & (1 << width) - 1
+    return fields.to(torch.uint8).view(_WORDS[width]).squeeze(1).to(device)

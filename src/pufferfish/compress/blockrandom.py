@@ -44,6 +44,10 @@ class BlockRandomK(Method):
     def kind(self) -> str:
         return "unbiased" if self.scale else "contraction"
 
+    @property
+    def exchanges(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("all_reduce",) if self.coordinates == "shared" else ("all_gather",)
+
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         b, d = x.shape
         k = count(self.k, d)
@@ -53,7 +57,7 @@ class BlockRandomK(Method):
         i = (start + run) % d
         if self.scale:
             x *= d / k
-        mean = torch.zeros_like(x)
+        mean = turn.empty(x.shape, x.dtype).zero_()
         if self.coordinates == "shared":
             total = yield Sum(x.gather(1, i))
             mean.scatter_(1, i, total)

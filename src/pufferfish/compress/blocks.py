@@ -8,12 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .method import Gather, Method, Scatter, Steps
 from .turn import Turn
+from .twostage import TwoStage, even
+
+#: The number of every byte.
+_FP8 = torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)
-class _Blocks(Method):
+class _Blocks(TwoStage):
     block: int = 256
 
     number: ClassVar[torch.dtype]
@@ -23,30 +26,30 @@ class _Blocks(Method):
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ValueError(f"{type(self).__name__}: block={self.block!r} is not a whole number ≥ 1")
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        d = x.shape[1]
-        sent = self._rounded(turn.shards(x, self.block))
-        received = yield Scatter(tuple(zip(*sent, strict=True)))
-        mean = torch.stack([self._values(q, scale) for q, scale in received]).mean(0)
-        mean += turn.state.get("owner", 0)
-        back = self._rounded(mean)
-        turn.state["owner"] = mean - self._values(*back)
-        averages = yield Gather(back)
-        own = turn.whole(self._values(*sent).unbind(), d)
-        return turn.whole([self._values(q, scale) for q, scale in averages], d), x - own
+    def shard(self, d: int, shards: int) -> int:
+        many, size = even(-(-d // shards), self.block)
+        return many * size
 
-    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes, and the scales of the blocks in the last dimension."""
-        v = x.unflatten(-1, (-1, self.block))
-        scale = (v.abs().amax(-1, keepdim=True) / self.largest).clamp_min(torch.finfo(x.dtype).tiny)
-        q = v / scale
+    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+        v = x.unflatten(-1, even(x.shape[-1], self.block))
+        size = torch.maximum(v.amax(-1, keepdim=True), -v.amin(-1, keepdim=True))
+        scale = (size / self.largest).clamp_min(torch.finfo(x.dtype).tiny)
+        q = torch.div(v, scale, out=spare.view(v.shape))
         if not self.number.is_floating_point:
             q.round_()
-        return q.to(self.number).view(torch.uint8).flatten(-2), scale.squeeze(-1)
+        numbers = turn.empty(x.shape, self.number).copy_(q.view(x.shape))
+        return numbers.view(torch.uint8), scale.squeeze(-1)
 
-    def _values(self, q: Tensor, scale: Tensor) -> Tensor:
-        numbers = q.view(self.number).to(scale.dtype).unflatten(-1, (-1, self.block))
-        return torch.flatten(numbers * scale.unsqueeze(-1), -2)
+    def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        q, scale = sent
+        if (
+            self.number.is_floating_point and q.device.type == "cpu"
+        ):  # where torch converts 8-bit floats one by one
+            torch.index_select(_FP8.to(out.dtype), 0, q.reshape(-1).int(), out=out.view(-1))
+        else:
+            out.copy_(q.view(self.number))
+        out.unflatten(-1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1))
+        return out
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class BlockInt8(_Blocks):
     rounding loses waits in each worker's memory, what the second loses in another at the owner.
 
     Args:
-        block: elements that share a scale of 4 bytes. More → fewer bytes, coarser.
+        block: at most so many elements share a scale of 4 bytes. More → fewer bytes, coarser.
 
     >>> BlockInt8()
     BlockInt8(block=256)
@@ -72,7 +75,7 @@ class BlockFP8(_Blocks):
     """As `BlockInt8`, in fp8 (e4m3): finer for a block's small elements, coarser for its large ones.
 
     Args:
-        block: elements that share a scale of 4 bytes. More → fewer bytes, coarser.
+        block: at most so many elements share a scale of 4 bytes. More → fewer bytes, coarser.
 
     >>> BlockFP8(block=128)
     BlockFP8(block=128)

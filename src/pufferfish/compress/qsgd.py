@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from .bits import pack, unpack
-from .method import Gather, Method, Scatter, Steps
 from .turn import Turn
+from .twostage import TwoStage, even
 
 
 @dataclass(frozen=True)
-class QSGD(Method):
-    """In buckets v: ‖v‖₂ · sgn(vᵢ) · l/s, where s|vᵢ|/‖v‖₂ is rounded up to l with the probability of its fraction.
+class QSGD(TwoStage):
+    """In buckets v: ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up or down to l, up with the probability of its fraction.
 
     ⌈log₂(2s + 1)⌉ bits an element and one norm a bucket. Shards are summed by their owners, which quantize the
     mean once more for the way back.
 
     Args:
         levels: s; lower → fewer bits, more noise. 7 makes 4 bits.
-        bucket: elements that share a norm, a multiple of 8; more → fewer bytes, more noise.
+        bucket: at most so many elements share a norm, a multiple of 8; more → fewer bytes, more noise. The buckets
+            of a shard are of one size.
 
     >>> QSGD().bits, QSGD(levels=1).bits, QSGD(levels=127).bits
     (4, 2, 8)
@@ -43,22 +44,24 @@ class QSGD(Method):
         """On the wire, for each element."""
         return (2 * self.levels).bit_length()
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        sent = self._quantized(turn.shards(x, self.bucket), turn.own)
-        received = yield Scatter(tuple(zip(*sent, strict=True)))
-        mean = torch.stack([self._values(q, norm) for q, norm in received]).mean(0)
-        averages = yield Gather(self._quantized(mean, turn.own))
-        return turn.whole([self._values(q, norm) for q, norm in averages], x.shape[1]), None
+    def shard(self, d: int, shards: int) -> int:
+        many, size = even(-(-d // shards), self.bucket, multiple=8)
+        return many * size
 
-    def _quantized(self, x: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Packed levels and norms of the buckets in the last dimension."""
-        v = x.unflatten(-1, (-1, self.bucket))
-        norm = v.norm(dim=-1, keepdim=True)
-        chance = torch.rand(v.shape, dtype=x.dtype, device=x.device, generator=stream)
-        level = (v.abs() * (self.levels / norm.clamp_min(1e-30)) + chance).floor_().clamp_(max=self.levels)
-        return pack((level * v.sign() + self.levels).flatten(-2), self.bits), norm.squeeze(-1)
+    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+        v = x.unflatten(-1, even(x.shape[-1], self.bucket, multiple=8))
+        norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+        level = dithered(v, self.levels / norm.clamp_min(1e-30), self.levels, spare.view(v.shape), turn)
+        return pack(level.flatten(-2), self.bits), norm.squeeze(-1)
 
-    def _values(self, packed: Tensor, norm: Tensor) -> Tensor:
-        level = unpack(packed, self.bits).to(norm.dtype).sub_(self.levels)
-        values: Tensor = level.unflatten(-1, (-1, self.bucket)) * (norm / self.levels).unsqueeze(-1)
-        return values.flatten(-2)
+    def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        packed, norm = sent
+        out.copy_(unpack(packed, self.bits).sub_(self.levels).view(torch.int8))
+        out.unflatten(-1, (norm.shape[-1], -1)).mul_((norm / self.levels).unsqueeze(-1))
+        return out
+
+
+def dithered(x: Tensor, scale: Tensor, most: int, spare: Tensor, turn: Turn) -> Tensor:
+    """x·scale, of at most `most` in size, rounded up with the chance of its fraction, else down; plus `most`: uint8."""
+    level = spare.uniform_(most, most + 1, generator=turn.own).addcmul_(x, scale)
+    return turn.empty(x.shape, torch.uint8).copy_(level).clamp_(max=2 * most)

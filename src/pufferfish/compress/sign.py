@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bits import pack, unpack
-from .method import Gather, Method, Scatter, Steps
+from .bits import pack, signs
 from .turn import Turn
+from .twostage import TwoStage
 
 
 @dataclass(frozen=True)
-class SignSGD(Method):
+class SignSGD(TwoStage):
     """Each worker votes + or − for every element, and all apply the majority's ±1.
 
     Votes go to the owner of each shard (all-to-all), the verdicts to all (all-gather). One bit has no zero: a
@@ -27,12 +27,10 @@ class SignSGD(Method):
 
     kind = "vote"
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        even = turn.step % 2 == 0
-        votes = pack(turn.shards(x >= 0 if even else x > 0, multiple=8), 1)
-        ballots = yield Scatter(tuple((v,) for v in votes))
-        yes = torch.stack([unpack(v, 1) for (v,) in ballots]).sum(0, dtype=torch.int16)
-        verdict = 2 * yes >= turn.size if even else 2 * yes > turn.size
-        verdicts = yield Gather((pack(verdict, 1),))
-        positive = turn.whole([unpack(v, 1) for (v,) in verdicts], x.shape[1])
-        return positive.to(x.dtype).mul_(2).sub_(1), None
+    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+        """Of votes, and of their mean: a verdict is its sign."""
+        compare = torch.ge if turn.step % 2 == 0 else torch.gt
+        return (pack(compare(x, 0, out=turn.empty(x.shape, torch.bool)), 1),)
+
+    def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return signs(sent[0], out)

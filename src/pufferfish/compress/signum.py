@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bits import pack, unpack
-from .method import Gather, Method, Scatter, Steps
+from .bits import pack, signs
+from .method import Steps
 from .sign import SignSGD
 from .turn import Turn
+from .twostage import TwoStage
 
 
 @dataclass(frozen=True)
-class Signum(Method):
+class Signum(SignSGD):
     """m = β·m + (1 − β)·g on each worker; then the majority of the signs of m, as `SignSGD` does.
 
     The optimizer's own momentum must be off, and the learning rate is one for signs.
@@ -28,7 +29,6 @@ class Signum(Method):
 
     momentum: float = 0.9
 
-    kind = "vote"
     has_momentum = True
 
     def __post_init__(self) -> None:
@@ -36,13 +36,13 @@ class Signum(Method):
             raise ValueError(f"Signum: momentum={self.momentum!r} is not in [0, 1)")
 
     def compress(self, g: Tensor, turn: Turn) -> Steps:
-        m = turn.state.get("m", torch.zeros_like(g)).lerp(g, 1 - self.momentum)
-        turn.state["m"] = m
-        return (yield from SignSGD().compress(m, turn))
+        m = turn.state.get("m")
+        turn.state["m"] = g * (1 - self.momentum) if m is None else m.lerp(g, 1 - self.momentum)
+        return super().compress(turn.state["m"], turn)  # which only reads it
 
 
 @dataclass(frozen=True)
-class EFSignSGD(Method):
+class EFSignSGD(TwoStage):
     """‖p‖₁/d · sgn(p): one bit an element and one number a tensor; the rest waits in the memory.
 
     Signs go to the owner of each shard (all-to-all), which averages them and sends the signs and the mean size of its
@@ -52,19 +52,10 @@ class EFSignSGD(Method):
     EFSignSGD()
     """
 
-    def compress(self, p: Tensor, turn: Turn) -> Steps:
-        size = p.abs().mean(1, keepdim=True)
-        votes = pack(turn.shards(p >= 0, multiple=8), 1)
-        received = yield Scatter(tuple((v, size) for v in votes))
-        filled = turn.shards(torch.ones_like(p), multiple=8)[turn.rank]  # 1, and 0 behind the tensor's end
-        mean = torch.stack([_signs(unpack(v, 1), theirs) for v, theirs in received]).mean(0) * filled
-        mean += turn.state.get("owner", 0)
-        plus, here = mean >= 0, mean.abs().sum(1, keepdim=True) / filled.sum(1, keepdim=True).clamp_min(1)
-        turn.state["owner"] = (mean - _signs(plus, here)) * filled
-        averages = yield Gather((pack(plus, 1), here))
-        applied = turn.whole([_signs(unpack(v, 1), theirs) for v, theirs in averages], p.shape[1])
-        return applied, p - _signs(p >= 0, size)
+    def encode(self, p: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+        size = torch.abs(p, out=spare).sum((1, 2), keepdim=True) / max(n, 1)
+        plus = torch.ge(p, 0, out=turn.empty(p.shape, torch.bool))
+        return pack(plus, 1), size.expand(-1, p.shape[1], -1)
 
-
-def _signs(plus: Tensor, size: Tensor) -> Tensor:
-    return torch.where(plus.bool(), size, -size)
+    def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return signs(sent[0], out, sent[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .bits import pack, unpack
 from .method import Gather, Method, Scatter, Steps
+from .qsgd import dithered
 from .turn import Turn
 
 
@@ -32,6 +33,8 @@ class TernGrad(Method):
 
     clip: float | None = 2.5
 
+    exchanges = ("all_to_all",)
+
     @property
     def kind(self) -> str:
         return "unbiased" if self.clip is None else "clipped"
@@ -41,16 +44,19 @@ class TernGrad(Method):
             raise ValueError(f"TernGrad: clip={self.clip!r} is neither None nor a finite number > 0")
 
     def compress(self, g: Tensor, turn: Turn) -> Steps:
+        d = g.shape[1]
         if self.clip is not None:
-            bound = self.clip * g.square().mean(1, keepdim=True).sqrt()
-            g = g.clamp(-bound, bound)
-        sizes = yield Gather((g.abs().amax(1, keepdim=True),))
+            bound = self.clip * d**-0.5 * torch.linalg.vector_norm(g, dim=1, keepdim=True)
+            g.clamp_(-bound, bound)
+        sizes = yield Gather((torch.maximum(g.amax(1, keepdim=True), -g.amin(1, keepdim=True)),))
         s = torch.stack([size for (size,) in sizes]).amax(0)
-        chance = torch.rand(g.shape, dtype=g.dtype, device=g.device, generator=turn.own)
-        ternary = g.sign() * (chance * s < g.abs())
-        received = yield Scatter(tuple((pack(t, 2),) for t in turn.shards(ternary + 1, multiple=8)))
-        total = torch.stack([unpack(t, 2) for (t,) in received]).sum(0, dtype=torch.int16)  # of 0 to 2
+        spare = turn.empty(g.shape, g.dtype)
+        ternary = dithered(g, 1 / s.clamp_min(1e-30), 1, spare, turn)
+        received = yield Scatter(tuple((pack(t, 2),) for t in turn.shards(ternary, multiple=8)))
         bits = (2 * turn.size).bit_length()
+        total = unpack(received[0][0], 2).to(torch.uint8 if bits <= 8 else torch.int16)  # of 0 to 2
+        for (theirs,) in received[1:]:
+            total += unpack(theirs, 2)
         totals = yield Gather((pack(total, bits) if bits <= 8 else total,))
-        sums = turn.whole([unpack(t, bits) if bits <= 8 else t for (t,) in totals], g.shape[1])
-        return (sums.to(g.dtype) - turn.size) * (s / turn.size), None
+        sums = turn.whole([unpack(t, bits).view(torch.int8) if bits <= 8 else t for (t,) in totals], d)
+        return spare.copy_(sums).sub_(turn.size).mul_(s / turn.size), None

@@ -32,6 +32,7 @@ class Threshold(Method):
     tau: float = 1e-3
 
     sparse = True
+    exchanges = ("all_gather",)
 
     def __post_init__(self) -> None:
         if not 0 < self.tau < math.inf:
@@ -39,7 +40,8 @@ class Threshold(Method):
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         flat = x.view(-1)  # τ is the same for all b tensors
-        i = (flat.abs() > self.tau).nonzero().squeeze(1)
+        size = torch.abs(flat, out=turn.empty(flat.shape, x.dtype))
+        i = torch.gt(size, self.tau, out=turn.empty(flat.shape, torch.bool)).nonzero().squeeze(1)
         negative = flat[i] < 0
         counts = yield Gather((torch.tensor([len(i)], device=x.device),))
         lengths = torch.cat([n for (n,) in counts]).tolist()
@@ -48,9 +50,9 @@ class Threshold(Method):
         )
         code[: len(i)] = 2 * i + negative
         everyone = yield Gather((code,))
-        votes = torch.zeros_like(flat)
+        mean = size.zero_()
         for (theirs,), n in zip(everyone, lengths, strict=True):
-            theirs = theirs[:n].long()
-            votes[theirs >> 1] += 1 - 2 * (theirs & 1).to(x.dtype)
-        flat[i] -= self.tau * (1 - 2 * negative.to(x.dtype))
-        return votes.mul_(self.tau / turn.size).view_as(x), x
+            sign = 1 - 2 * (theirs[:n] & 1).to(x.dtype)
+            mean.index_add_(0, theirs[:n] >> 1, sign, alpha=self.tau / turn.size)
+        flat.index_add_(0, i, 1 - 2 * negative.to(x.dtype), alpha=-self.tau)
+        return mean.view_as(x), x
