@@ -368,6 +368,8 @@ def table(lines: list[Line]) -> str:
 def close(gaps: list[float]) -> str:
     """Whether the mean is within; and whether its interval is."""
     mean = statistics.mean(gaps)
+    if len(gaps) < 2:
+        return "too few seeds"
     if mean < -POINTS:
         return "does not hold"
     return "holds" if mean - paired.half_width(gaps) >= -POINTS else f"holds, interval below −{POINTS}"

@@ -126,7 +126,7 @@ def metered(device: torch.device) -> None:
             meter.count("all_reduce", 100, 2)
             with meter.exchange():
                 pass
-    meter.step(100)
+    meter.step(100, 2)
 
 
 def hooked(bag: Bag, method: Method | None, device: torch.device) -> Callable[[], float]:

@@ -103,7 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="METHOD",
         help="such as 'TopK(0.001)', file.py:Mine or 'package.module:Mine(rank=2)' (default: all of Pufferfish's)",
     )
-    methods.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64], metavar="N")
+    methods.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[2, 8, 64],
+        metavar="N",
+        help="for these numbers of workers (2 8 64)",
+    )
     methods.set_defaults(run=_methods)
 
     demo = commands.add_parser("demo", help="plan, train, switch, train on, merge: in about a minute")

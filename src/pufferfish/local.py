@@ -79,6 +79,11 @@ class LocalSteps:
     ) -> None:
         if isinstance(h, bool) or not isinstance(h, int) or h < 1:
             raise ValueError(f"LocalSteps: h={h!r} is not a number of updates; take 1 or more")
+        if outer is not None and not callable(outer):
+            raise TypeError(
+                f"LocalSteps: outer is a {type(outer).__name__}, not a function that makes one of the parameters it is "
+                "given, such as lambda params: torch.optim.SGD(params, lr=0.7)"
+            )
         self.h = h
         self.method: table.Methods = NoCompression() if method is None else method
         self._group = Group(group)

@@ -47,7 +47,8 @@ class Workers:
             result = check()
         except Exception as error:
             problem = error
-        self.agree(repr(problem), 0, f"what keeps them from going on; on rank {self.rank}: {problem}")
+        told = "nothing, see the messages of the others" if problem is None else problem
+        self.agree(repr(problem), 0, f"what keeps them from going on; on rank {self.rank}: {told}")
         if problem is not None:
             raise problem
         return result

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pufferfish.compress import (
+    DGC,
     QSGD,
     Aggregator,
     BFloat16,
+    BlockInt8,
+    EFSignSGD,
     Gather,
     Meter,
     Method,
@@ -22,6 +26,7 @@ from pufferfish.compress import (
     RandomK,
     Scatter,
     SignSGD,
+    Signum,
     Simulated,
     Sum,
     TopK,
@@ -154,6 +159,42 @@ def test_units_scale_the_memory(scope: str) -> None:
     assert torch.equal(memory(aggregator, "b.weight"), before["b.weight"])
 
 
+@dataclass(frozen=True)
+class Plain(NoCompression):
+    """Keeps nothing at all."""
+
+    in_units = ()
+
+
+def test_units_count_where_something_is_kept_in_them() -> None:
+    """From before the first step on; also where another method, or a file, has left a memory."""
+    left, plain, own = (Aggregator(m, Simulated(1), smallest=0) for m in (TopK(0.1), Plain(), TwoMemories()))
+    assert [a.remembers for a in (left, plain, own)] == [True, False, True]
+    assert Aggregator({"a": Plain(), "*": TopK()}).remembers
+    left(gradients(1)[0])
+    left.use(Plain())
+    plain.load_state_dict(left.state_dict())
+    warnings.simplefilter("ignore")  # of another method than the saved one
+    for aggregator in (left, plain):
+        assert aggregator.remembers
+        aggregator({name: torch.zeros_like(g) for name, g in gradients(1)[0].items()})
+        assert aggregator.remembers  # it waits: nothing was sent
+        aggregator(gradients(1)[0])
+        assert not aggregator.remembers
+
+
+def test_parameters_may_come_in_any_order() -> None:
+    """The state is theirs, not their places'."""
+    ends = []
+    for other in (False, True):
+        aggregator = Aggregator(PowerSGD(1), Simulated(1), smallest=0)
+        for step in range(3):
+            g = gradients(1, step)[0]
+            done = aggregator(dict(reversed(g.items())) if other and step == 1 else g)
+        ends.append(done)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
 def test_another_method_goes_on_with_the_memory_or_sends_it() -> None:
     aggregator = Aggregator(PowerSGD(1), Simulated(2), smallest=0)
     total = {name: torch.zeros_like(g) for name, g in gradients(1)[0].items()}
@@ -243,7 +284,7 @@ def test_another_number_of_workers_drops_memories_and_keeps_what_is_shared() -> 
         again.load_state_dict(now)
         again.load_state_dict(two.state_dict())
     assert two.steps == again.steps == 3
-    with pytest.raises(ValueError, match="no compressor's state: it lacks inside, methods, own"):
+    with pytest.raises(ValueError, match="no compressor's state: it lacks inside, methods, own, scale"):
         two.load_state_dict({"steps": 1, "size": 2, "ranks": [0], "units": {}, "shared": {}})
 
 
@@ -251,7 +292,10 @@ def test_state_of_other_settings_is_not_used() -> None:
     first, second = (Aggregator(PowerSGD(r), Simulated(1), smallest=0) for r in (2, 3))
     first(gradients(1)[0])
     second.load_state_dict(first.state_dict())
-    assert second(gradients(1, 1)[0])["a.weight"].isfinite().all()
+    with pytest.warns(
+        UserWarning, match=r"was saved with PowerSGD\(rank=2\) and goes on with PowerSGD\(rank=3\)"
+    ):
+        assert second(gradients(1, 1)[0])["a.weight"].isfinite().all()
     assert second.state_dict()["shared"]["a.weight"]["Q"].shape == (36, 3)
 
 
@@ -260,6 +304,8 @@ class TwoMemories(Method):
     """Scaled signs to the owners of shards and back, with a memory at both ends."""
 
     second: bool = True
+
+    in_units = ("owner",)
 
     def compress(self, x, turn):  # type: ignore[no-untyped-def]
         d = x.shape[1]
@@ -394,10 +440,102 @@ def test_nonsense_is_refused(make, told: str) -> None:  # type: ignore[no-untype
 
 
 def test_a_class_is_no_method() -> None:
-    with pytest.raises(TypeError, match=r"TopK, for '\*', is not a compression method; write TopK\(\)"):
+    with pytest.raises(TypeError, match=r"TopK is not a compression method; write TopK\(\)"):
         Aggregator(TopK)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"str, for 'a', is not a compression method; write pf\.PowerSGD"):
+        Aggregator({"a": "TopK"})  # type: ignore[dict-item]
 
 
 def test_the_table_knows_every_kind() -> None:
     for method in (NoCompression(), BFloat16(), PowerSGD(), TopK(), RandomK(scale=True), SignSGD(), QSGD()):
         assert method.kind in KINDS
+
+
+def released(first: Method, second: Method, size: int) -> float:
+    """All gradients less all that was applied and what memories hold, beside the gradients."""
+    a = Aggregator(first, Simulated(size), smallest=0)
+    total = torch.zeros(24, 36)
+    for step in range(6):
+        if step == 3:
+            a.use(second)
+        given = gradients(size, step)
+        total += mean(given, "a.weight") - a.together(given)[0]["a.weight"]
+    kept = sum(
+        memory(a, "a.weight", w) if "memory" in own["a.weight"] else 0
+        for w, own in enumerate(a.state_dict()["own"])
+    )
+    return float((total - kept / size).norm() / 6 / 30)
+
+
+@pytest.mark.parametrize("second", [TopK(0.1), TopK(0.5)], ids=repr)
+@pytest.mark.parametrize("first", [DGC(0.9, momentum=0.0), EFSignSGD(), BlockInt8(8), TopK(0.1)], ids=repr)
+def test_nothing_is_lost_between_methods(first: Method, second: Method) -> None:
+    assert released(first, second, 3) < 1e-6
+
+
+def test_without_a_memory_there_is_none() -> None:
+    for method in (EFSignSGD(), BlockInt8(8), TopK(0.1)):
+        a = Aggregator(method, Simulated(2), smallest=0, memory=False)
+        a.together(gradients(2))
+        assert a.state_dict()["own"] == [{}, {}], method
+
+
+def test_an_owner_keeps_nothing_of_what_was_not_used() -> None:
+    a = Aggregator(TopK(0.1), Simulated(1), smallest=0)
+    a(gradients(1)[0])
+    a.use(EFSignSGD())
+    given = gradients(1, 1)[0]
+    a(given | {"b.weight": torch.zeros(24, 36)})
+    own = a.state_dict()["own"][0]
+    assert own["a.weight"]["owner"].any()
+    assert not own["b.weight"]["owner"].any()
+
+
+def test_momenta_stay_when_a_tensor_joins_them() -> None:
+    a = Aggregator(Signum(), Simulated(1), smallest=0)
+    given = gradients(1)[0]
+    a({"a.weight": given["a.weight"]})
+    before = a.state_dict()["own"][0]["a.weight"]["m"]
+    a({"a.weight": torch.zeros(24, 36), "b.weight": given["b.weight"]})
+    after = a.state_dict()["own"][0]["a.weight"]["m"]
+    assert torch.equal(after, before)  # as it was: the tensor was not used
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), Signum(), DGC(), BlockInt8(8)], ids=repr)
+def test_a_name_may_get_another_shape(method: Method) -> None:
+    a = Aggregator(method, Simulated(1), smallest=0)
+    for shape in ((24, 36), (36, 24), (12, 72)):
+        assert a({"w": torch.randn(shape)})["w"].isfinite().all()
+
+
+def test_a_momentum_follows_the_loss_scale_and_not_the_learning_rate() -> None:
+    a = Aggregator(Signum(), Simulated(1), smallest=0)
+    g = {"w": torch.ones(3, 3)}
+    a(g, {"w": 8.0}, scale=4.0)
+    before = a.state_dict()["own"][0]["w"]["m"]
+    a({"w": torch.zeros(3, 3)}, {"w": 1.0}, scale=2.0)
+    assert torch.equal(a.state_dict()["own"][0]["w"]["m"], before / 2)
+
+
+def test_patterns_that_others_hide_are_refused() -> None:
+    hidden = Aggregator({"*": BFloat16(), "a": TopK()}, Simulated(1))
+    with pytest.raises(ValueError, match="'a' comes after others that match all it does"):
+        hidden(gradients(1)[0])
+
+
+def test_what_is_no_method_says_so() -> None:
+    @dataclass(frozen=True)
+    class Silent(Method):
+        def compress(self, x, turn):  # type: ignore[no-untyped-def]
+            return x, None
+
+    with pytest.raises(TypeError, match="must yield what it sends"):
+        Aggregator(Silent(), smallest=0)({"w": torch.ones(2)})
+    with pytest.raises(TypeError, match=r"Gather\(\(x,\)\)"):
+        Gather(torch.ones(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"seed": "a"}, {"smallest": -1}, {"overlap": "yes"}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Aggregator(TopK(), **settings)

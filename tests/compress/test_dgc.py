@@ -95,6 +95,7 @@ def test_what_waits_follows_the_units() -> None:
     for step, scale in enumerate([1.0, 2.0, 0.5]):
         given = gradients(1, step)[0]
         mean = plain.together([given], dict.fromkeys(given, 1.0))[0]
-        other = scaled.together([{n: g * scale for n, g in given.items()}], dict.fromkeys(given, scale))[0]
+        larger = {n: g * scale for n, g in given.items()}
+        other = scaled.together([larger], dict.fromkeys(given, scale), scale)[0]
         for name in given:
             assert torch.equal(other[name], mean[name] * scale)

@@ -305,7 +305,7 @@ def a_static_graph_begins_synchronised(rank: int) -> None:
         ddp.zero_grad()
 
 
-def refusals() -> None:
+def refusals(folder: Path) -> None:
     ddp, _ = wrapped()
     with pytest.raises(ValueError, match="compressed already; change its method by use"):
         compress(ddp)
@@ -323,6 +323,14 @@ def refusals() -> None:
     for method in (DGC(), Signum()):
         with pytest.raises(ValueError, match="has a momentum of its own, and so has the SGD"):
             compress(ddp, method, optimizer=momentum(ddp), smallest=0)
+    with pytest.raises(ValueError, match="the SGD holds none of this model's parameters"):
+        compress(ddp, TopK(), optimizer=momentum(build()))
+    with pytest.raises(TypeError, match="not a GradScaler"):
+        compress(ddp, TopK(), scaler=True)
+    with pytest.raises(ValueError, match=r"give Checkpoint compressor=hook"):
+        pf.Checkpoint(folder / "forgotten", wrapped()[0], None).save(step=0)
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4\) compresses nothing here"):
+        compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, smallest=1000)
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="and so has the Adam"):
         compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), smallest=0)
@@ -352,7 +360,7 @@ def cases(rank: int, size: int, folder: Path) -> None:
         a_broken_backward_leaves_nothing_behind(rank)
         nothing_is_kept(rank)
         a_static_graph_begins_synchronised(rank)
-        refusals()
+        refusals(folder)
 
 
 @pytest.mark.timeout(240)  # the hang guard

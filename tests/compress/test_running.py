@@ -85,11 +85,20 @@ def other_parameters_in_the_middle(rank: int) -> None:
     assert same_everywhere(torch.cat([g.flatten() for g in grads(ddp.module).values()]))
 
 
+def an_aggregator_does_not_mind_the_order(rank: int, size: int) -> None:
+    given = gradients(size)
+    mine = dict(reversed(given[rank].items())) if rank else given[rank]
+    found = Aggregator(NoCompression())(mine)
+    for n, x in Aggregator(NoCompression(), Simulated(size)).together(given)[0].items():
+        torch.testing.assert_close(found[n], x)
+
+
 def overlapping(rank: int, size: int, folder: Path) -> None:
     aggregator.PIECE = 1000  # type: ignore[attr-defined]  # bytes: several in this network
     for name in METHODS:
         gradients_are_the_aggregators(name, rank, size, OVERLAP)
         resumes(name, rank, OVERLAP)
+    an_aggregator_does_not_mind_the_order(rank, size)
     pieces_go_out_early(rank)
     pieces_are_the_models(rank, size)
     through_a_switch(rank, overlap=True)
@@ -168,6 +177,45 @@ def memories_belong_to_machines(rank: int) -> None:
         hook.load_state_dict(flat.state_dict())
 
 
+def memories_find_their_new_owners(rank: int) -> None:
+    """A tensor that the switch left alone, but gave to another worker of its machine, keeps what waits."""
+    node = Aggregator(TopK(0.05), smallest=0, levels="node")
+    given = gradients(4)[rank]
+    node(given)
+    owners = node.nodes.owners(given)
+    fewer = {name: g for name, g in given.items() if name != "c.weight"}  # the largest, so that others move
+    moved = [
+        n
+        for n in fewer
+        for a, b in zip(owners, node.nodes.owners(fewer), strict=True)
+        if n in b and n not in a
+    ]
+    before: list[Any] = [None] * 4
+    dist.all_gather_object(before, {n: s["memory"] for n, s in node.state_dict()["own"][0].items()})
+    node({name: torch.zeros_like(g) for name, g in fewer.items()})  # unused: all memories stay
+    mine = node.state_dict()["own"][0]
+    assert set(moved) & {"a.weight", "b.weight"}
+    for name in [n for n in mine if n in moved]:
+        neighbour = before[rank ^ 1]  # in the same machine
+        assert torch.equal(mine[name]["memory"], neighbour[name]), name
+
+
+def other_levels_start_anew(rank: int) -> None:
+    """Of what all share each worker of a machine has a part only: ranks must not go on with different things."""
+    node, flat = (Aggregator(PowerSGD(2), smallest=0, levels=levels) for levels in ("node", "flat"))
+    node(gradients(4)[rank])
+    with pytest.warns(UserWarning, match="starts with empty memories"):
+        flat.load_state_dict(node.state_dict())
+    assert same_everywhere(flat(gradients(4, 1)[rank])["a.weight"])
+
+
+def ranks_that_disagree_do_not_wait(rank: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
+    with pytest.raises(RuntimeError, match="LOCAL_WORLD_SIZE"):
+        compress(DDP(build()), TopK(), levels="node")
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+
 def given_groups(rank: int) -> None:
     """Ranks that alternate between two machines."""
     machines = [[0, 2], [1, 3]]
@@ -192,9 +240,12 @@ def on_two_levels(rank: int, size: int, folder: Path) -> None:
     bad_steps_leave_no_trace(rank, levels="node")
     through_a_switch(rank, levels="node")
     given_groups(rank)
-    for local in ("3", "", "0"):
+    memories_find_their_new_owners(rank)
+    other_levels_start_anew(rank)
+    ranks_that_disagree_do_not_wait(rank)
+    for local, told in (("3", "workers a machine do not make 4"), ("", "is not set"), ("0", "do not make")):
         os.environ["LOCAL_WORLD_SIZE"] = local
-        with pytest.raises(ValueError, match="workers a machine do not make 4 workers"):
+        with pytest.raises(ValueError, match=told):
             Aggregator(TopK(), levels="node")
     with pytest.raises(ValueError, match="has one level"):
         Aggregator(TopK(), Simulated(4), levels="node")

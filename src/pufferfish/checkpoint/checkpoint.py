@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn, optim
 
+from ..compress.hook import compressor_of
 from ..factorize import plan_of, ranks_of
 from ..names import own_name, unwrap
 from ..optim import Optimizers, as_list
@@ -143,6 +144,7 @@ class Checkpoint:
 
         After any error the older checkpoints are as they were, and all ranks have raised it.
         """
+        self._refuse_forgotten()
         position = ({} if step is None else {"step": step}) | position
         fresh = Path(self._control.first(lambda: str(folders.begin(self.folder))))
         try:
@@ -167,6 +169,7 @@ class Checkpoint:
         Args:
             damaged: what to do when the newest is not whole: "raise", or go on from the "previous" one.
         """
+        self._refuse_forgotten()
         found = self._control.first(lambda: folders.newest(self.folder, damaged))
         if found is None:
             return None
@@ -224,6 +227,13 @@ class Checkpoint:
         }
         return write(fresh, rank, states, own)
 
+    def _refuse_forgotten(self) -> None:
+        if self._own["compressor"] is None and compressor_of(self.model) is not None:
+            raise ValueError(
+                f"{self.folder}: this model is compressed, and what the compression keeps would be lost; "
+                "give Checkpoint compressor=hook, which pf.compress returned"
+            )
+
     def _plan(self) -> str | None:
         """What makes a dense model what this one is now."""
         ranks = ranks_of(self.model)
@@ -246,7 +256,7 @@ class Checkpoint:
             saved.weights(f"average-{i}", expected(*to, average)[0]) for i, average in enumerate(self.also)
         ]
         states = saved.optimizer_states(trial, optimizers, [type(o).__name__ for o in self.optimizers])
-        there = saved.training["parts"] | (saved.own["parts"] if saved.own else {})
+        there = saved.training["parts"] | (saved.own["parts"] if saved.own else saved.common())
 
         def apply() -> Resumed:
             if self.switch is not None and there["switch"] is not None:
@@ -272,12 +282,16 @@ class Checkpoint:
         return apply
 
     def _reset(self, saved: Saved, there: dict[str, Any]) -> list[str]:
-        """What starts anew: all that belongs to single ranks when their number changed, and what one side lacks."""
+        """What starts anew: all that belongs to single ranks when their number changed, and what one side lacks.
+
+        A compressor keeps what its workers shared.
+        """
         given = {"switch": self.switch} | self._shared | self._own
         reset = []
         if saved.own is None:
-            gone = ["random numbers", *(name for name in self._own if given.pop(name) is not None)]
+            gone = ["random numbers", *(name for name in self._own if given[name] is not None)]
             reset += [f"{name} (saved by {saved.world} ranks, now {self._control.size})" for name in gone]
+            given.pop("data")
         for name in given.keys() | there.keys():
             has, gets = there.get(name) is not None, given.get(name) is not None
             if has != gets:

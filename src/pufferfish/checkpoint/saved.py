@@ -66,6 +66,11 @@ class Saved:
         order = sorted(range(self.world), key=lambda r: r != rank)  # our own file first
         self._pieces = Pieces([path / f"{_own(r)}.safetensors" for r in order])
 
+    def common(self) -> dict[str, Any]:
+        """What a compressor of another number of ranks can go on with: what the first one kept, and it knows what of
+        that was shared."""
+        return {"compressor": self._get(_own(0), self._device)["parts"]["compressor"]}
+
     def weights(self, file: str, model: nn.Module) -> dict[str, Any]:
         """A model's tensors by own name, laid out as `model`'s are, if all of them fit."""
         there, here = self._get(file), own_state(model)

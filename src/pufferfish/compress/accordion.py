@@ -40,7 +40,6 @@ class Accordion(Method):
 
     matrix = True
     shared_state = ("light", "count", "total", "norm")
-    in_units = ("low.owner", "high.owner")
 
     def __post_init__(self) -> None:
         for name, method in (("low", self.low), ("high", self.high)):
@@ -64,7 +63,23 @@ class Accordion(Method):
         return "contraction" if self.low.kind == "contraction" else self.high.kind
 
     @property
-    def exchanges(self) -> tuple[str, ...]:  # type: ignore[override]
+    def has_momentum(self) -> bool:
+        return self.low.has_momentum or self.high.has_momentum
+
+    @property
+    def in_units(self) -> tuple[str, ...]:
+        return self._of_both("in_units")
+
+    @property
+    def in_scale(self) -> tuple[str, ...]:
+        return self._of_both("in_scale")
+
+    def _of_both(self, what: str) -> tuple[str, ...]:
+        both = (("low", self.low), ("high", self.high))
+        return tuple(f"{which}.{key}" for which, method in both for key in getattr(method, what))
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
         return tuple(which for which in self.low.exchanges if which in self.high.exchanges)
 
     def fits(self, shape: tuple[int, ...]) -> bool:

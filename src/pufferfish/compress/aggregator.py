@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import table
 from .batch import Batch, batches
-from .levels import Nodes, nodes
+from .levels import Nodes, hand_over, nodes
 from .meter import Meter
 from .step import Step
 from .store import MEMORY, Named, Store
@@ -22,6 +22,8 @@ from .turn import Turn
 
 #: Bytes of gradients that go out together, where they go out while others are still computed.
 PIECE = 25 * 2**20
+#: Of a saved state.
+_KEYS = {"steps", "size", "inside", "ranks", "units", "scale", "methods", "shared", "own"}
 #: "flat", "node", or the groups inside a machine and between machines.
 Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -77,6 +79,11 @@ class Aggregator:
         table.check(method, memory, scope, exchange)
         if nonfinite not in ("nan", "zero"):
             raise ValueError(f'nonfinite={nonfinite!r} is neither "nan" nor "zero"')
+        for name, value in (("seed", seed), ("smallest", smallest)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not a whole number ≥ 0")
+        if overlap not in (None, True, False):
+            raise ValueError(f"overlap={overlap!r} is none of None, True, False")
         if overlap and (scope == "global" or levels != "flat"):
             raise ValueError(
                 'overlap=True: scope="global" and levels="node" need all gradients at once; leave overlap=None'
@@ -89,8 +96,9 @@ class Aggregator:
         else:
             self.transport = group if isinstance(group, Transport) else Group(group)
         self.steps = 0  # calls, finite or not: the random streams go on with them
-        self._stores = [Store() for _ in self.transport.ranks]
+        self._stores = [Store(rank, self.transport.size) for rank in self.transport.ranks]
         self._units: dict[str, float] = {}
+        self._scale = 1.0
         self._seen: list[Any] = []
         self._parts: list[list[Batch]] = []
         self._resumed: dict[str, Any] | None = None  # what was loaded, until the next step
@@ -107,26 +115,30 @@ class Aggregator:
         Whatever else the old one kept is dropped.
         """
         table.check(method, memory, self.scope, self.exchange)
-        self.method, self.memory, self._seen, self._parts = method, memory, [], []
+        self.method, self.memory, self._seen = method, memory, []
 
     def __call__(
-        self, gradients: Mapping[str, Tensor], units: Mapping[str, float] | None = None
+        self, gradients: Mapping[str, Tensor], units: Mapping[str, float] | None = None, scale: float = 1.0
     ) -> dict[str, Tensor]:
         """The mean over the workers, by name, in the gradients' shapes and dtypes.
 
         Call it on all workers alike, each time with all parameters: what is kept of a missing one is forgotten.
 
         `units`: by name, how many of its units a gradient counts for one of the update's; a memory is scaled
-        when they change. For loss scale S and learning rate γ that is S/γ; 0 where it is not known.
+        when they change. For loss scale S and learning rate γ that is S/γ; 0 where it is not known. `scale`: S, which
+        alone counts for a momentum.
 
         >>> from pufferfish.compress import BFloat16
         >>> Aggregator(BFloat16())({"w": torch.ones(2)})
         {'w': tensor([1., 1.])}
         """
-        return self.together([gradients], units)[0]
+        return self.together([gradients], units, scale)[0]
 
     def together(
-        self, gradients: Sequence[Mapping[str, Tensor]], units: Mapping[str, float] | None = None
+        self,
+        gradients: Sequence[Mapping[str, Tensor]],
+        units: Mapping[str, float] | None = None,
+        scale: float = 1.0,
     ) -> list[dict[str, Tensor]]:
         """The same for all the workers of this process: one mapping, and one answer, for each."""
         if len(gradients) != len(self._stores):
@@ -135,33 +147,34 @@ class Aggregator:
             )
         means = [{name: torch.empty_like(g) for name, g in mine.items()} for mine in gradients]
         if any(g.numel() for g in gradients[0].values()):
-            step = self.begin(gradients[0], units)
+            self._arrange(gradients[0], None)
+            step = self.begin(None, units, scale)
             step.add(gradients)
             step.finish(means)
         return means
 
     def begin(
-        self, like: Mapping[str, Tensor] | None = None, units: Mapping[str, float] | None = None
+        self,
+        like: Mapping[str, Tensor] | None = None,
+        units: Mapping[str, float] | None = None,
+        scale: float = 1.0,
     ) -> Step:
         """A step whose gradients come bit by bit: `add` them, then `finish`.
 
-        `like`: tensors of the shapes, dtypes and device of all gradients, in the order in which the parameters are
-        used; None: all as in the step before.
+        `like`: tensors of the shapes, dtypes and device of all gradients, on all workers in the same order, in which
+        the parameters are used; None: all as in the step before.
         """
         if like is not None:
-            self._arrange(like)
-        self._rescale(units or {})
+            self._arrange(like, self.overlap_bytes)
+        assert self._parts, "a first step, or one after `use`, has to be told what its gradients are like"
+        own = [part for i, part in enumerate(self._parts) if self.nodes is None or i == self.nodes.rank]
+        for store in self._stores:
+            store.arrange([batch for part in own for batch in part], self._device)
+        self._rescale(units or {}, scale)
         instead = float("nan") if self.nonfinite == "nan" else 0.0
         return Step(
-            self._parts,
-            self.transport,
-            self._stores,
-            self._turn,
-            self.nodes,
-            instead,
-            self._device,
-            self._ended,
-        )
+            self._parts, self.transport, self._stores, self._turn, self.nodes, instead, self._device, self._ended,
+        )  # fmt: skip
 
     def _ended(self) -> None:
         self.steps += 1
@@ -169,36 +182,51 @@ class Aggregator:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything kept is in the gradients' units."""
-        return any(
-            key == MEMORY or key in batch.method.in_units
-            for store in self._stores
-            for batch, kept in store.kept.items()
-            for key in kept
-        )
+        """Whether anything is kept in the gradients' units, or will be: else nobody needs to know them."""
+        kept = [
+            method.in_units
+            or method.in_scale
+            or (self.memory is not False and table.has_memory(method, None))
+            for method in table.by_pattern(self.method).values()
+        ]
+        return any(kept) or any(store.remembers for store in self._stores)
 
-    def _arrange(self, like: Mapping[str, Tensor]) -> None:
-        """What goes together, in the order of names: nothing else decides where a number stands in a message."""
-        seen = [(name, g.shape, g.dtype, g.device) for name, g in like.items()]
-        if seen != self._seen:
-            self._device = seen[0][3]
-            for name, _, dtype, place in seen:
-                if not dtype.is_floating_point or place != self._device:
-                    raise ValueError(
-                        f"{name}: a {dtype} gradient on {place}; all must be floats on {self._device}"
-                    )
-            if not self._seen:
-                table.refuse_unmatched(self.method, like)
-            self._parts = [
-                batches(
-                    self.method, {name: like[name] for name in names}, self.memory, self.scope, self.smallest
+    def _arrange(self, like: Mapping[str, Tensor], nbytes: int | None) -> None:
+        """What goes together: pieces in the order given, whatever is in one in the order of names."""
+        seen = [nbytes, *((name, g.shape, g.dtype, g.device) for name, g in like.items())]
+        if seen == self._seen:
+            return
+        device = next(iter(like.values())).device
+        for name, g in like.items():
+            if not g.is_floating_point() or g.device != device:
+                raise ValueError(
+                    f"{name}: a {g.dtype} gradient on {g.device}; all must be floats on {device}"
                 )
-                for names in (self.nodes.owners(like) if self.nodes else pieces(like, self.overlap_bytes))
-            ]
-            self._seen = seen
-        own = [part for i, part in enumerate(self._parts) if self.nodes is None or i == self.nodes.rank]
-        for store in self._stores:
-            store.arrange([batch for part in own for batch in part], self._device)
+        if not self._seen and self._resumed is None:  # a switch may have come between
+            table.refuse_unmatched(self.method, like)
+        before = self._parts
+        self._parts = [
+            batches(self.method, {name: like[name] for name in names}, self.memory, self.scope, self.smallest)
+            for names in (self.nodes.owners(like) if self.nodes else pieces(like, nbytes))
+        ]
+        self._device, self._seen = device, seen
+        if self.nodes and before:
+            hand_over(self.nodes, self._stores[0], before, self._parts, device)
+        if self._resumed is not None:
+            self._tell_of_others(self._resumed["methods"])
+
+    def _tell_of_others(self, saved: Mapping[str, str]) -> None:
+        """A state that was saved with another method is a mistake of whoever starts the job again."""
+        for batch in (batch for part in self._parts for batch in part):
+            for name in batch.names:
+                before = saved.get(name, "").rpartition(" (")[0]  # what follows is the shape
+                if before and before != repr(batch.method):
+                    warnings.warn(
+                        f"compression: {name} was saved with {before} and goes on with {batch.method!r}; to go on as "
+                        "before, give that method, or call use() with it after loading",
+                        stacklevel=5,
+                    )
+                    return
 
     @property
     def overlap_bytes(self) -> int | None:
@@ -208,11 +236,14 @@ class Aggregator:
             return PIECE if cheap and self.scope == "layer" and self.nodes is None else None
         return PIECE if self.overlap else None
 
-    def _rescale(self, units: Mapping[str, float]) -> None:
-        factors = {name: u / self._units[name] for name, u in units.items() if u and self._units.get(name)}
-        for store in self._stores:
-            store.rescale(factors)
-        self._units = dict(units) or self._units
+    def _rescale(self, units: Mapping[str, float], scale: float) -> None:
+        if (units and units != self._units) or scale != self._scale:
+            factors = {
+                name: u / self._units[name] for name, u in units.items() if u and self._units.get(name)
+            }
+            for store in self._stores:
+                store.rescale(factors, scale / self._scale)
+            self._units, self._scale = dict(units) or self._units, scale
 
     def _turn(self, rank: int, store: Store, batch: Batch) -> Turn:
         return Turn(
@@ -224,6 +255,7 @@ class Aggregator:
             device=self._device,
             seed=self.seed,
             exchange=self.exchange,
+            memory=batch.memory,
             state={key: x for key, x in store.kept[batch].items() if key != MEMORY},
             scratch=store.scratch[batch],
         )
@@ -231,7 +263,7 @@ class Aggregator:
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by parameter name. Each worker has a memory of its own: save it on all of them."""
         if self._resumed is not None:
-            return self._resumed
+            return self._resumed | {"steps": self.steps}
         shared: Named = {}
         own: list[Named] = []
         for store in self._stores:
@@ -245,6 +277,7 @@ class Aggregator:
             "steps": self.steps,
             **self._place(),
             "units": dict(self._units),
+            "scale": self._scale,
             "methods": self._stores[0].methods(),
             "shared": shared,
             "own": own,
@@ -252,7 +285,7 @@ class Aggregator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. What another number of workers, or another worker, kept for itself is dropped, with a warning."""
-        missing = {"steps", "size", "inside", "ranks", "units", "methods", "shared", "own"} - state.keys()
+        missing = _KEYS - state.keys()
         if missing:
             raise ValueError(f"this is no compressor's state: it lacks {', '.join(sorted(missing))}")
         here = self._place()
@@ -266,11 +299,13 @@ class Aggregator:
                 f"those saved are of rank {', '.join(map(str, state['ranks']))} of {_workers(state)}",
                 stacklevel=2,
             )
-        loaded = [_copied(state["shared"], mine) for mine in own]
-        self.steps, self._units = state["steps"], dict(state["units"])
+        # of a machine's workers each has only what it owned
+        shared = state["shared"] if same or state["inside"] == 1 else {}
+        loaded = [_copied(shared, mine) for mine in own]
+        self.steps, self._units, self._scale = state["steps"], dict(state["units"]), state["scale"]
         for store, named in zip(self._stores, loaded, strict=True):
             store.load(named, dict(state["methods"]))
-        self._resumed = {**state, **here, "own": own}
+        self._resumed = {**state, **here, "shared": shared, "own": own}
 
     def _place(self) -> dict[str, Any]:
         """How many workers there are, in all and inside a machine, and which of them live here."""

@@ -45,7 +45,7 @@ class BlockRandomK(Method):
         return "unbiased" if self.scale else "contraction"
 
     @property
-    def exchanges(self) -> tuple[str, ...]:  # type: ignore[override]
+    def exchanges(self) -> tuple[str, ...]:
         return ("all_reduce",) if self.coordinates == "shared" else ("all_gather",)
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:

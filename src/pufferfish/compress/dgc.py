@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class DGC(Method):
     exchanges = ("all_gather",)
     kind = "own"
     has_momentum = True
-    in_units = ("u", "v")
+    in_units = ("v",)
+    in_scale = ("u",)
 
     def __post_init__(self) -> None:
         for name in ("sparsity", "momentum"):
@@ -54,6 +56,9 @@ class DGC(Method):
         if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
             raise ValueError(f"DGC: warm_up={self.warm_up!r} is not a whole number of steps ≥ 0")
         check_sample("DGC", self.sample)
+
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, rank: int, size: int) -> Tensor | None:
+        return state.get("v")
 
     def sparsity_at(self, step: int) -> float:
         """The share that is not sent in this step."""

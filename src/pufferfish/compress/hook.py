@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,15 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets import AtLastBucket, refuse_hookless, register, wrapper
+from ..ddp import find_ddp
 from ..names import own_name
-from ..optim import Optimizers, as_list
+from ..optim import Optimizers, as_list, check
 from ..ranks import Workers
 from . import table
 from .aggregator import Aggregator, Levels
 from .batch import batches
 from .casts import BFloat16
 from .meter import Meter
-from .sharded import ShardedHook, compress_sharded
+from .sharded import ShardedHook, attached, compress_sharded
 from .step import Step
 from .table import Methods
 
@@ -53,7 +56,7 @@ def compress(
         method: one method, or a mapping name pattern → method; `BFloat16()` by default.
         optimizer: under SGD a memory is in the units of the update: when the learning rate falls, what was left
             over at the old rate counts as much as it would have then. Other optimizers make no difference.
-        scaler: a `GradScaler`, so that the memory follows its scale. Its scale is read in every step.
+        scaler: a `GradScaler`, so that the memory follows its scale, which is read in every step while there is a memory.
         memory, scope, exchange, levels, seed, smallest, nonfinite: see `Aggregator`.
         overlap: True: pieces of 25 MiB go out while the backward pass goes on, the further rounds of methods that have
             some after it. False: all goes out after it, in the fewest messages. None: True for plain and 16-bit
@@ -70,6 +73,7 @@ def compress(
                 "compress: scope, levels, smallest and overlap are for DDP; shards of FSDP2 have no layers, go out one by "
                 "one and are averaged inside a replica already"
             )
+        check_given(model, optimizer, scaler)
         return compress_sharded(
             model, method, replicas,
             optimizer=optimizer, scaler=scaler, memory=memory, exchange=exchange, seed=seed, nonfinite=nonfinite,
@@ -80,23 +84,55 @@ def compress(
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
 
     def sound() -> Aggregator:
-        _refuse(ddp)
         return Aggregator(
             BFloat16() if method is None else method, ddp.process_group,
             memory=memory, scope=scope, exchange=exchange, levels=levels, seed=seed, smallest=smallest,
             nonfinite=nonfinite, overlap=overlap,
         )  # fmt: skip
 
+    workers.together(lambda: _refuse(ddp, optimizer, scaler))
+    # Before groups are made: making one waits for all its ranks.
+    machine = os.environ.get("LOCAL_WORLD_SIZE") if levels == "node" else None
+    where = levels if isinstance(levels, str) else "groups"
+    facts = (method, memory, scope, exchange, where, machine, seed, smallest, nonfinite, overlap)
+    workers.agree(repr(facts), 0, "method, LOCAL_WORLD_SIZE or other settings; all must call it alike")
     hook = Hook(ddp.module, workers, workers.together(sound), optimizer, scaler)
     hook.use(hook.method, memory)
     register(ddp, hook)
     return hook
 
 
-def _refuse(ddp: DistributedDataParallel) -> None:
-    if ddp._comm_hooks and isinstance(ddp._comm_hooks[0][1], Hook):
+def _refuse(ddp: DistributedDataParallel, optimizer: Optimizers, scaler: Any) -> None:
+    check_given(ddp.module, optimizer, scaler)
+    if compressor_of(ddp) is not None:
         raise ValueError("compress: this DDP is compressed already; change its method by use() of that hook")
     refuse_hookless(ddp, "compress")
+
+
+def check_given(model: nn.Module, optimizer: Optimizers, scaler: Any) -> None:
+    """Refuse an optimizer that trains something else, and what is no optimizer or scaler."""
+    if optimizer is not None and not isinstance(optimizer, optim.Optimizer | Iterable):
+        raise TypeError(f"compress: optimizer is a {type(optimizer).__name__}, not an optimizer")
+    optimizers = as_list(optimizer)
+    check(optimizers)
+    mine = {id(p) for p in model.parameters()}
+    for o in optimizers:
+        if not any(id(p) in mine for group in o.param_groups for p in group["params"]):
+            raise ValueError(
+                f"compress: the {type(o).__name__} holds none of this model's parameters; give the one that trains it"
+            )
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(f"compress: scaler is a {type(scaler).__name__}, not a GradScaler")
+
+
+def compressor_of(model: nn.Module) -> Hook | ShardedHook | None:
+    """What compresses this model's gradients, if something does.
+
+    >>> compressor_of(nn.Linear(2, 2))
+    """
+    ddp = find_ddp(model)
+    state = ddp._comm_hooks[0][1] if ddp is not None and ddp._comm_hooks else None
+    return state if isinstance(state, Hook) else attached(model)
 
 
 class Hook(AtLastBucket):
@@ -116,8 +152,12 @@ class Hook(AtLastBucket):
         self.scaler = scaler
         self._step: Step | None = None  # under way
         self._places: list[dict[str, Tensor]] = []  # the gradients that came in it
-        self._names: dict[int, str] = {}  # of the parameters in the buckets, by id
+        self._names: dict[int, str] = {}  # of the parameters in the buckets, by id, once all is arranged
+        self._turned: set[int] = set()  # those whose elements lie in another order, such as channels-last
         self._params: list[weakref.ref[Tensor]] = []  # whose ids those are
+
+    def __repr__(self) -> str:
+        return f"Hook({self.method!r}, {self.aggregator.steps} steps)"
 
     @property
     def method(self) -> Methods:
@@ -141,25 +181,18 @@ class Hook(AtLastBucket):
         def sound() -> None:
             table.check(method, memory, a.scope, a.exchange)
             table.refuse_unmatched(method, named)
-            for batch in batches(method, named, memory, a.scope, a.smallest):
+            found = batches(method, named, memory, a.scope, a.smallest)
+            for batch in found:
                 if batch.method.has_momentum:
                     self._refuse_momentum(type(batch.method).__name__, {n: named[n] for n in batch.names})
+            table.warn_of_idle(method, {batch.method for batch in found}, a.smallest)
 
         self.workers.together(sound)
         inside = a.nodes.size if a.nodes else 1
         facts = (
-            method,
-            memory,
-            a.scope,
-            a.exchange,
-            a.overlap,
-            inside,
-            a.seed,
-            a.smallest,
-            a.nonfinite,
-            a.steps,
+            method, memory, a.scope, a.exchange, a.overlap, inside, a.seed, a.smallest, a.nonfinite, a.steps,
             list(named),
-        )
+        )  # fmt: skip
         self.workers.agree(
             repr(facts), 0, "the compression's method, settings or parameters; all must call it alike"
         )
@@ -168,6 +201,12 @@ class Hook(AtLastBucket):
 
     def _refuse_momentum(self, method: str, compressed: Mapping[str, nn.Parameter]) -> None:
         """A method's own momentum and an optimizer's would multiply."""
+        if not self.optimizers:
+            warnings.warn(
+                f"{method} has a momentum of its own, and an optimizer's would multiply it; give compress optimizer= to "
+                "have that checked",
+                stacklevel=5,
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 with_momentum = group["params"] if group.get("momentum") or "betas" in group else []
@@ -176,7 +215,7 @@ class Hook(AtLastBucket):
                     if id(p) in held:
                         raise ValueError(
                             f"{name}: {method} has a momentum of its own, and so has the "
-                            f"{type(optimizer).__name__} for this parameter; give it an optimizer without"
+                            f"{type(optimizer).__name__} for this parameter; take it out there, such as by momentum=0"
                         )
 
     def arrived(self, bucket: Any) -> None:
@@ -189,34 +228,46 @@ class Hook(AtLastBucket):
             if not known:  # the first pass, or a switch has replaced some
                 self._params, self._names = [weakref.ref(p) for p in params], {}
             early = bool(self._names) and self.aggregator.overlap_bytes is not None
-            self._step = self.aggregator.begin(units=self._units()) if early else None
+            self._step = self.aggregator.begin(None, *self._units(self._names)) if early else None
             self._places = []
         if self._step is not None:
-            self._places.append(self._named([bucket]))
+            self._places.append(self._gradients([bucket], self._names))
             self._step.add(self._places[-1:])
 
     def average(self, buckets: list[Any]) -> None:
         """All gradients, in place."""
-        if not self._names:
-            held = {id(p) for b in buckets for p in b.parameters()}
-            self._names = {id(p): own_name(n) for n, p in self.module.named_parameters() if id(p) in held}
         if self._step is None:
-            gradients = self._named(buckets)
-            self._places = [{name: gradients[name] for name in self._names.values()}]  # as the model has them
-            self._step = self.aggregator.begin(self._places[0], self._units())
+            names = self._names or self._found(buckets)
+            gradients = self._gradients(buckets, names)
+            like = None if self._names else {name: gradients[name] for name in names.values()}
+            self._step = self.aggregator.begin(like, *self._units(names))
+            self._names, self._places = names, [gradients]  # only now: what was refused is asked about again
             self._step.add(self._places)
         self._step.finish([{name: g for some in self._places for name, g in some.items()}])
         self._step, self._places = None, []
 
-    def _named(self, buckets: list[Any]) -> dict[str, Tensor]:
-        return {
-            self._names[id(p)]: _seen_as(p, g)
-            for b in buckets
-            for p, g in zip(b.parameters(), b.gradients(), strict=True)
-        }
+    def _found(self, buckets: list[Any]) -> dict[int, str]:
+        """The names of all parameters in the buckets, in the model's order."""
+        held = {id(p): p for b in buckets for p in b.parameters()}
+        self._turned = {i for i, p in held.items() if _turned(p)}
+        return {id(p): own_name(n) for n, p in self.module.named_parameters() if id(p) in held}
 
-    def _units(self) -> dict[str, float]:
-        return units(self._names, self.optimizers, self.scaler)
+    def _gradients(self, buckets: list[Any], names: Mapping[int, str]) -> dict[str, Tensor]:
+        """By name, with the strides of their parameters, in which DDP has filled the buckets."""
+        found: dict[str, Tensor] = {}
+        for b in buckets:
+            for p, g in zip(b.parameters(), b.gradients(), strict=True):
+                turned = id(p) in self._turned
+                found[names[id(p)]] = g.as_strided(p.shape, p.stride(), g.storage_offset()) if turned else g
+        return found
+
+    def _units(self, names: Mapping[int, str]) -> tuple[dict[str, float], float]:
+        """And the loss scale. Read only where they count: to ask a scaler is to wait for the device."""
+        if not self.aggregator.remembers:
+            return {}, 1.0
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        known = self.scaler is not None or any(isinstance(o, optim.SGD) for o in self.optimizers)
+        return units(names, self.optimizers, scale) if known else {}, scale
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by parameter name. Each rank has a memory of its own: save it on all of them."""
@@ -228,24 +279,20 @@ class Hook(AtLastBucket):
         self._names = {}  # the next pass arranges all anew
 
 
-def _seen_as(p: Tensor, g: Tensor) -> Tensor:
-    """A bucket's gradient with the strides of its parameter, such as channels-last, in which DDP has filled it."""
-    dense = not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()
-    return g.as_strided(p.shape, p.stride(), g.storage_offset()) if dense else g
+def _turned(p: Tensor) -> bool:
+    """Whether it fills its memory, but in another order."""
+    return not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride()
 
 
 def units(
-    names: Mapping[int, str], optimizers: Sequence[optim.Optimizer], scaler: Any = None
+    names: Mapping[int, str], optimizers: Sequence[optim.Optimizer], scale: float = 1.0
 ) -> dict[str, float]:
-    """Loss scale over learning rate for each parameter (`names`: by id); nothing where neither is known.
+    """Loss scale over learning rate for each parameter (`names`: by id). Only SGD's rates count.
 
     >>> p = nn.Parameter(torch.ones(1))
     >>> units({id(p): "w"}, [optim.SGD([p], lr=0.5)])
     {'w': 2.0}
     """
     sgd = [o for o in optimizers if isinstance(o, optim.SGD)]
-    if not sgd and scaler is None:
-        return {}
-    scale = 1.0 if scaler is None else float(scaler.get_scale())
     rates = {id(p): float(g["lr"]) for o in sgd for g in o.param_groups for p in g["params"]}
     return {name: scale / rate if (rate := rates.get(i, 1.0)) else 0.0 for i, name in names.items()}

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ranks import balanced
+from .batch import Batch
 from .meter import Meter
+from .store import MEMORY, Store
 from .transport import Group, reduce_scatter
 
 
@@ -74,15 +76,46 @@ class Nodes:
         return everything
 
 
+def hand_over(
+    nodes: Nodes,
+    store: Store,
+    before: Sequence[Sequence[Batch]],
+    after: Sequence[Sequence[Batch]],
+    device: torch.device,
+) -> None:
+    """Memories go along where a tensor gets another owner in its machine. `before` and `after`: what each owns."""
+    named, methods = store.named(), store.methods()
+    was = {
+        name: (owner, shape)
+        for owner, part in enumerate(before)
+        for batch in part
+        if batch.memory
+        for name, shape in zip(batch.names, batch.shapes, strict=True)
+    }
+    now = {name: owner for owner, part in enumerate(after) for batch in part for name in batch.names}
+    for name in sorted(name for name in was.keys() & now.keys() if was[name][0] != now[name]):
+        owner, shape = was[name]
+        x = named.get(name, {}).get(MEMORY, torch.zeros(shape, device=device)).contiguous()
+        dist.broadcast(x, group=nodes.inside.group, group_src=owner)
+        if nodes.rank == now[name]:
+            named.setdefault(name, {})[MEMORY] = x
+    store.load(named, methods)
+
+
 def nodes(group: dist.ProcessGroup | None) -> Nodes:
     """The machines of a job that torchrun started: LOCAL_WORLD_SIZE workers on each, with consecutive ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError('levels="node" needs torch.distributed; start the job with torchrun')
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     world = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if not text:
+        raise ValueError(
+            'levels="node": LOCAL_WORLD_SIZE is not set; start the job with torchrun, or give two groups: '
+            "levels=(inside, between)"
+        )
     if not text.isdigit() or int(text) < 1 or len(world) % int(text):
         raise ValueError(
-            f'levels="node": LOCAL_WORLD_SIZE={text or None} workers a machine do not make {len(world)} workers; '
+            f'levels="node": LOCAL_WORLD_SIZE={text} workers a machine do not make {len(world)} workers; '
             "start the job with torchrun, or give two groups: levels=(inside, between)"
         )
     local, rank = int(text), dist.get_rank(group)

@@ -40,6 +40,7 @@ class Meter:
         self.steps = 0
         self.messages = 0
         self.gradient_bytes = 0  # what would be handed over uncompressed
+        self.plain_wire_bytes = 0.0  # what a ring all-reduce would make of that
         self.handed = dict.fromkeys(_WIRE, 0)
         self.wire_bytes = 0.0
         self.inside_wire_bytes = 0.0
@@ -67,10 +68,11 @@ class Meter:
         if len(self._waiting) > 100 and _over(self._waiting[0][-1]):
             self._read(self._waiting.pop(0))
 
-    def step(self, gradient_bytes: int) -> None:
-        """A step with gradients of so many bytes is over."""
+    def step(self, gradient_bytes: int, size: int) -> None:
+        """A step of `size` workers with gradients of so many bytes is over."""
         self.steps += 1
         self.gradient_bytes += gradient_bytes
+        self.plain_wire_bytes += _WIRE["all_reduce"](gradient_bytes, size)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -96,6 +98,7 @@ class Meter:
             "steps": self.steps,
             "messages": self.messages,
             "gradient_bytes": self.gradient_bytes,
+            "plain_wire_bytes": self.plain_wire_bytes,
             **{f"{kind}_bytes": nbytes for kind, nbytes in self.handed.items()},
             "wire_bytes": self.wire_bytes,
             "inside_wire_bytes": self.inside_wire_bytes,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from .turn import Turn
@@ -25,6 +26,10 @@ class Gather:
 
     tensors: tuple[Tensor, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensors, tuple):
+            raise TypeError("Gather takes a tuple of tensors, also for one: Gather((x,))")
+
 
 @dataclass(frozen=True)
 class Scatter:
@@ -34,6 +39,10 @@ class Scatter:
     """
 
     pieces: tuple[tuple[Tensor, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pieces, tuple) or not all(isinstance(piece, tuple) for piece in self.pieces):
+            raise TypeError("Scatter takes a tuple of tensors for each worker, in a tuple")
 
 
 Message = Sum | Gather | Scatter
@@ -66,21 +75,43 @@ class Method:
     elementwise: ClassVar[bool] = False
     #: Whether it may choose among all tensors at once (scope="global") and not only inside each.
     sparse: ClassVar[bool] = False
-    #: Whether it has a momentum of its own, which an optimizer's would double.
-    has_momentum: ClassVar[bool] = False
-    #: Of "all_reduce", "all_gather", "all_to_all": what a user may ask for by `exchange=`, its own choice first. The
-    #: method follows `turn.exchange`.
-    exchanges: ClassVar[tuple[str, ...]] = ()
     #: What it keeps in `turn.state` that is equal on all workers and means something to another number of them.
     shared_state: ClassVar[tuple[str, ...]] = ()
-    #: What it keeps there in the gradients' units, to be scaled with the memory when those change. "owner" is by
-    #: convention the second memory of two-stage methods, (b, s) at the owner of each shard, in units of the mean.
-    in_units: ClassVar[tuple[str, ...]] = ("owner",)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether it has a momentum of its own, which an optimizer's would multiply."""
+        return False
+
+    @property
+    def in_scale(self) -> tuple[str, ...]:
+        """What it keeps there that follows the loss scale, but not the learning rate: momenta."""
+        return ()
+
+    @property
+    def in_units(self) -> tuple[str, ...]:
+        """What it keeps there in the gradients' units, to be scaled with the memory when those change."""
+        return ()
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Of "all_reduce", "all_gather", "all_to_all": what a user may ask for by `exchange=`, its own choice first.
+
+        The method follows `turn.exchange`.
+        """
+        return ()
 
     @property
     def kind(self) -> str:
         """Its row in `table.KINDS`: whether a memory goes with it."""
         return "contraction"
+
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, rank: int, size: int) -> Tensor | None:
+        """What `state` holds of one parameter's gradients that was not sent yet, besides the memory.
+
+        It becomes a memory when another method follows.
+        """
+        return None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape becomes smaller; else it travels as it is."""

@@ -34,9 +34,9 @@ class QSGD(TwoStage):
     kind = "unbiased"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 127:
+        if type(self.levels) is not int or not 1 <= self.levels <= 127:
             raise ValueError(f"QSGD: levels={self.levels!r} is not a whole number from 1 to 127")
-        if self.bucket < 8 or self.bucket % 8:
+        if type(self.bucket) is not int or self.bucket < 8 or self.bucket % 8:
             raise ValueError(f"QSGD: bucket={self.bucket!r} is not a multiple of 8")
 
     @property

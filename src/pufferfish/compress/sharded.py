@@ -298,7 +298,8 @@ class _Part:
                 "attach(model) of the hook"
             )
         self.numel = flat.numel()
-        flat.copy_(self.aggregator({self.key: flat}, self.hook._units(self))[self.key])
+        units = self.hook._units(self) if self.aggregator.remembers else {}
+        flat.copy_(self.aggregator({self.key: flat}, units, self.hook._scale or 1.0)[self.key])
         keeps |= not self.method.elementwise
         self.hook._staged.append(_Staged(self, before, keeps, flat[:1].isnan(), stream))
         Variable._execution_engine.queue_callback(self.hook._finish)  # the first of them settles all

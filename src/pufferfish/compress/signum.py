@@ -30,6 +30,7 @@ class Signum(SignSGD):
     momentum: float = 0.9
 
     has_momentum = True
+    in_scale = ("m",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,23 +54,21 @@ class Step:
         ]
         self.lockstep = Lockstep(transport)
         self.gradients: list[dict[str, Tensor]] = [{} for _ in stores]
-        self.norms: list[dict[str, Tensor]] = [{} for _ in stores]
+        self.norms: list[dict[int, Tensor]] = [{} for _ in stores]  # of what goes out together
         every = [batch for part in parts for batch in part]
         self.number = {batch: i for i, batch in enumerate(every, 1)}  # of its task; 0: how all are
         self.owners = [[name for batch in part for name in batch.names] for part in parts]
-        missing = [set(names) for names in self.owners]
-        if nodes is not None:
-            missing = [set().union(*missing)]  # nobody's part is complete before everything is there
-        self.missing = dict(enumerate(missing))
+        # on two levels nobody's part is complete before everything is there
+        together = self.owners if nodes is None else [[name for names in self.owners for name in names]]
+        self.together = {i: names for i, names in enumerate(together) if names}
+        self.missing = {i: set(names) for i, names in self.together.items()}
 
     @torch.no_grad()
     def add(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         """Some tensors of every worker here. Their first messages leave as soon as all of their part are there."""
         with self._working():
-            for mine, norms, more in zip(self.gradients, self.norms, gradients, strict=True):
-                full = {name: g for name, g in more.items() if g.numel()}
-                mine |= full
-                norms |= _norms(full)
+            for mine, more in zip(self.gradients, gradients, strict=True):
+                mine |= {name: g for name, g in more.items() if g.numel()}
             for names in self.missing.values():
                 names.difference_update(gradients[0])
             for i in [i for i, names in self.missing.items() if not names]:
@@ -89,7 +87,8 @@ class Step:
             ended = self.lockstep.finish()
             for worker in zip(ended, self.turns, self.stores, self.gradients, out, strict=True):
                 self._settle(*worker)
-        self.transport.meter.step(sum(g.nbytes for g in self.gradients[0].values()))
+        size = self.transport.size * (self.nodes.size if self.nodes else 1)
+        self.transport.meter.step(sum(g.nbytes for g in self.gradients[0].values()), size)
         self.ended()
 
     @contextmanager
@@ -99,9 +98,12 @@ class Step:
 
     def _start(self, i: int) -> None:
         part = self.parts[i if self.nodes is None else self.nodes.rank]
+        for gradients, norms in zip(self.gradients, self.norms, strict=True):
+            norms[i] = _norms([gradients[name] for name in self.together[i]])
+        each = [norms[i] for norms in self.norms]
         tasks = [
             self._tasks(part, *worker)
-            for worker in zip(self.gradients, self.turns, self.stores, self.norms, strict=True)
+            for worker in zip(self.gradients, self.turns, self.stores, each, strict=True)
         ]
         agreements = [] if self.missing else [self._agreement(norms) for norms in self.norms]
         if len(self.parts) == 1:  # else it would go with whichever part is last, which may differ
@@ -111,9 +113,9 @@ class Step:
         if agreements and len(self.parts) > 1:
             self.lockstep.start([{0: agreement} for agreement in agreements])
 
-    def _agreement(self, norms: Mapping[str, Tensor]) -> Steps:
+    def _agreement(self, norms: Mapping[int, Tensor]) -> Steps:
         """How many workers have something that is not finite, and for how many each tensor is not zero."""
-        each = torch.stack([norms[name] for part in self.parts for batch in part for name in batch.names])
+        each = torch.cat([norms[i] for i in self.together])
         flags = torch.cat([_bad(each)[None], each > 0]).float()
         if self.nodes is not None:
             flags = self.nodes.inside.sum([flags])()[0]
@@ -125,14 +127,12 @@ class Step:
         gradients: Mapping[str, Tensor],
         turns: Mapping[Batch, Turn],
         store: Store,
-        norms: Mapping[str, Tensor],
+        norms: Tensor,
     ) -> dict[int, Steps]:
         """The methods' work, on finite numbers only."""
+        bad = _bad(norms)
         if self.nodes is not None:
-            bad = _bad(torch.stack(list(norms.values())))
             gradients, bad = self.nodes.down(self.owners, gradients, bad), torch.zeros_like(bad)
-        elif part:
-            bad = _bad(torch.stack([norms[name] for batch in part for name in batch.names]))
         tasks = {}
         for batch in part:
             x = turns[batch].empty(batch.shape, batch.precision)
@@ -141,7 +141,12 @@ class Step:
                 x += store.kept[batch][MEMORY]
             if bad.device.type != "cpu" or bad:  # a GPU is not asked: that would take longer
                 x.masked_fill_(bad, 0)
-            tasks[self.number[batch]] = batch.method.compress(x, turns[batch])
+            steps = batch.method.compress(x, turns[batch])
+            if not isinstance(steps, Generator):
+                raise TypeError(
+                    f"{type(batch.method).__name__}.compress must yield what it sends, and it does not yield"
+                )
+            tasks[self.number[batch]] = steps
         return tasks
 
     def _settle(
@@ -154,7 +159,8 @@ class Step:
     ) -> None:
         """Keep what a worker's step leaves, if all are well; put out the means."""
         count = ended[0][0]
-        ok, used = count[0] == 0, count[1:] > 0
+        ok = count[0] == 0
+        used = ok & (count[1:] > 0)
         instead = torch.where(ok, 0.0, self.instead)
         means: dict[str, Tensor] = {}
         each = dict(zip(self.number, used.split([len(batch.names) for batch in self.number]), strict=True))
@@ -167,22 +173,22 @@ class Step:
                     )
             store.commit(batch, turns[batch], rest if batch.memory else None, ok, each[batch])
             # what loses nothing, or no more than rounding, has zero for all zeros anyhow
-            mask = ok if batch.method.kind in ("exact", "rounding") else ok & each[batch]
+            mask = ok if batch.method.kind in ("exact", "rounding") else each[batch]
             mean = batch.where(mask, mean, instead.to(mean.dtype))
-            means |= dict(zip(batch.names, batch.split(mean), strict=True))
+            means.update(zip(batch.names, batch.split(mean), strict=True))
         if self.nodes is not None:
             means = self.nodes.up(self.owners, means, gradients)
         torch._foreach_copy_([out[name] for name in means], list(means.values()))
 
 
-def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of each, the fastest thing that tells zeros and non-finite numbers."""
-    found: dict[str, Tensor] = {}
-    for dtype in {g.dtype for g in gradients.values()}:
-        some = {name: g for name, g in gradients.items() if g.dtype == dtype}
+    found: dict[int, Tensor] = {}
+    for dtype in {g.dtype for g in gradients}:
+        some = {i: g for i, g in enumerate(gradients) if g.dtype == dtype}
         norms = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
-        found |= zip(some, [norm.float() for norm in norms], strict=True)
-    return found
+        found.update(zip(some, norms, strict=True))
+    return torch.stack([found[i] for i in range(len(gradients))]).float()
 
 
 def _bad(norms: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ Named = dict[str, dict[str, Tensor]]
 class Store:
     """In the methods' batches while training, by parameter name in files."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self.kept: dict[Batch, dict[str, Tensor]] = {}
         self.scratch: dict[Batch, list[Tensor]] = {}  # see `Turn.empty`
         self._loaded: Named = {}
@@ -32,22 +33,40 @@ class Store:
         """
         if self._loaded or list(self.kept) != list(batches):
             named, methods = self.named(), self.methods()
+            self._release(named, batches)
             self.kept = {batch: _collected(batch, named, methods, device) for batch in batches}
             self._loaded, self.scratch = {}, {batch: [] for batch in batches}
 
-    def commit(self, batch: Batch, turn: Turn, rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
-        """Keep a step's state: nothing of a step that is not `ok`, and of parameters in use only.
+    def _release(self, named: Named, batches: Sequence[Batch]) -> None:
+        """What a method has not sent becomes a memory where another one follows."""
+        after = {name: whose for batch in batches for name, whose in _whose(batch).items()}
+        for batch in self.kept:
+            for (name, whose), shape in zip(_whose(batch).items(), batch.shapes, strict=True):
+                if name in named and after.get(name, whose) != whose:
+                    left = batch.method.unsent(named[name], shape, self.rank, self.size)
+                    if left is not None:
+                        old = named[name].get(MEMORY)
+                        named[name][MEMORY] = left if old is None else left + old
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a memory."""
+        return any(MEMORY in kept for kept in (*self.kept.values(), *self._loaded.values()))
+
+    def commit(self, batch: Batch, turn: Turn, rest: Tensor | None, ok: Tensor, each: Tensor) -> None:
+        """Keep a step's state: nothing of a step that is not `ok`, and of `each` parameter for which that is true.
 
         Without asking the device, save when there is something for the first time.
         """
         kept = self.kept[batch]
-        self._remember(batch, kept, turn, rest, ok & used)
+        self._remember(batch, kept, turn, rest, each)
         for key, value in turn.state.items():
             old = kept.get(key)
             if old is not None and old.shape == value.shape:
-                kept[key] = value if value is old else batch.where(ok & used, value, old)
-            elif bool(ok):
-                kept[key] = value
+                kept[key] = value if value is old else batch.where(each, value, old)
+            elif bool(ok):  # what is in units of gradients that nobody had stays at zero
+                ours = key in batch.method.in_units
+                kept[key] = batch.where(each, value, torch.zeros_like(value)) if ours else value
 
     def _remember(
         self, batch: Batch, kept: dict[str, Tensor], turn: Turn, rest: Tensor | None, each: Tensor
@@ -68,9 +87,11 @@ class Store:
         else:
             old.copy_(rest)
 
-    def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply what is in the gradients' units, by parameter name."""
+    def rescale(self, factors: Mapping[str, float], scale: float) -> None:
+        """Multiply what is in the gradients' units, by parameter name, and what follows the loss scale."""
         for batch, kept in self.kept.items():
+            for key in kept.keys() & set(batch.method.in_scale if scale != 1 else ()):
+                kept[key].mul_(scale)
             mine = [factors.get(name, 1.0) for name in batch.names]
             if all(f == 1 for f in mine):
                 continue
@@ -98,11 +119,19 @@ class Store:
         """Whose state it is, by parameter name."""
         if self._loaded:
             return dict(self._methods)
-        return {name: repr(batch.method) for batch in self.kept for name in batch.names}
+        return {name: whose for batch in self.kept for name, whose in _whose(batch).items()}
 
     def load(self, named: Named, methods: Mapping[str, str]) -> None:
         """Go on from this, once the batches are known."""
         self.kept, self._loaded, self._methods = {}, named, methods
+
+
+def _whose(batch: Batch) -> dict[str, str]:
+    """By parameter name: state is for the same method and shape only."""
+    return {
+        name: f"{batch.method!r} {tuple(shape)}"
+        for name, shape in zip(batch.names, batch.shapes, strict=True)
+    }
 
 
 def _collected(
@@ -110,15 +139,19 @@ def _collected(
 ) -> dict[str, Tensor]:
     """What a batch finds of its own among everything kept."""
     mine = []
+    whose = _whose(batch)
     for name, shape in zip(batch.names, batch.shapes, strict=True):
-        same = methods.get(name) == repr(batch.method)
+        same = methods.get(name) == whose[name]
         state = {key: x.to(device) for key, x in named.get(name, {}).items() if same or key == MEMORY}
         if MEMORY in state and state[MEMORY].shape != shape:
             del state[MEMORY]
         mine.append(state)
     found = {}
     for key in sorted({key for state in mine for key in state}):
-        if key in (MEMORY, *batch.method.in_units):  # nothing kept is nothing left over
+        like_gradients = all(
+            s[key].shape == shape for s, shape in zip(mine, batch.shapes, strict=True) if key in s
+        )
+        if like_gradients or key in batch.method.in_units:  # nothing kept is nothing left over
             x, like = next((s[key], shape) for s, shape in zip(mine, batch.shapes, strict=True) if key in s)
             for state, shape in zip(mine, batch.shapes, strict=True):
                 state.setdefault(key, x.new_zeros(shape if x.shape == like else x.shape))

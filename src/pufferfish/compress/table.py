@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from .casts import NoCompression
@@ -66,8 +67,10 @@ def check(methods: Methods, memory: bool | None, scope: str, exchange: str | Non
     for pattern, method in by_pattern(methods).items():
         name: Any = getattr(method, "__name__", type(method).__name__)
         if not isinstance(method, Method) or not dataclasses.is_dataclass(method):
+            place = f", for {pattern!r}," if isinstance(methods, Mapping) else ""
             hint = f"; write {name}()" if isinstance(method, type) else ""
-            raise TypeError(f"{name}, for {pattern!r}, is not a compression method{hint}")
+            hint = "; write pf.PowerSGD(…) or alike" if isinstance(method, str) else hint
+            raise TypeError(f"{name}{place} is not a compression method{hint}")
         if method.kind not in KINDS:
             raise ValueError(f"{name}: kind {method.kind!r} is not one of {', '.join(KINDS)}")
         has_memory(method, memory)
@@ -108,8 +111,26 @@ def choose(methods: Methods, names: Iterable[str]) -> dict[str, Method]:
 def refuse_unmatched(methods: Methods, names: Iterable[str]) -> None:
     """A pattern that means nothing here is a mistake."""
     names = list(names)
+    left = set(names)
     for pattern in by_pattern(methods) if names and isinstance(methods, Mapping) else ():
-        if not any(matches(name, pattern) for name in names):
+        mine = {name for name in names if matches(name, pattern)}
+        if mine and not mine & left and pattern != "*":  # which is for what others have left, if anything
+            raise ValueError(
+                f"the pattern {pattern!r} comes after others that match all it does, and the first counts; put it before"
+            )
+        left -= mine
+        if not mine:
             raise ValueError(
                 f"the pattern {pattern!r} matches no parameter; there are {', '.join(names[:5])} …"
+            )
+
+
+def warn_of_idle(methods: Methods, used: Set[Method], smallest: int) -> None:
+    """A method that nothing goes through is a mistake too, but of what a model has."""
+    for method in by_pattern(methods).values():
+        if method not in used:
+            warnings.warn(
+                f"{method!r} compresses nothing here: what it is for is 1-D, below smallest={smallest} elements or would "
+                "not become smaller, and travels as it is",
+                stacklevel=5,
             )

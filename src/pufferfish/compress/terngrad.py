@@ -58,5 +58,5 @@ class TernGrad(Method):
         for (theirs,) in received[1:]:
             total += unpack(theirs, 2)
         totals = yield Gather((pack(total, bits) if bits <= 8 else total,))
-        sums = turn.whole([unpack(t, bits).view(torch.int8) if bits <= 8 else t for (t,) in totals], d)
+        sums = turn.whole([unpack(t, bits) if bits <= 8 else t for (t,) in totals], d)
         return spare.copy_(sums).sub_(turn.size).mul_(s / turn.size), None

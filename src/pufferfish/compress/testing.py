@@ -40,7 +40,7 @@ def check_compressor(
     nothing of a step that is not finite, and go on from a saved state as if it had never stopped.
 
     A second memory, at the owners of shards, is looked for in `turn.state["owner"]`: (b, s) as `turn.shards` cuts,
-    in units of the mean.
+    in units of the mean. The method names it in `in_units`.
 
     Args:
         sizes: numbers of workers.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .method import Gather, Method, Scatter, Steps
@@ -22,6 +24,18 @@ class TwoStage(Method):
 
     exchanges = ("all_to_all", "all_gather")
 
+    @property
+    def in_units(self) -> tuple[str, ...]:
+        return ("owner",) if self.kind == "contraction" else ()
+
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, rank: int, size: int) -> Tensor | None:
+        if "owner" not in state:
+            return None
+        mine = state["owner"].reshape(-1)
+        whole = mine.new_zeros(size, len(mine))
+        whole[rank] = mine * size  # it is in units of the mean
+        return whole.view(-1)[: shape.numel()].view(shape)
+
     def shard(self, d: int, shards: int) -> int:
         """The elements of a shard, so that `shards` of them hold d; a multiple of 8."""
         return -(-d // (8 * shards)) * 8
@@ -39,7 +53,7 @@ class TwoStage(Method):
         alone = turn.exchange == "all_gather"
         shards, rank = (1, 0) if alone else (turn.size, turn.rank)
         s = self.shard(d, shards)
-        remembers = self.kind == "contraction"
+        remembers = self.kind == "contraction" and turn.memory
         spare = turn.empty((b, shards, s), x.dtype)
         sent = self.encode(_filled(x, shards * s, turn).view(b, shards, s), d, spare, turn)
         if remembers:
