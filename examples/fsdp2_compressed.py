@@ -45,8 +45,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     if dist.get_rank() == 0:
-        plain = 2 * hook.meter.gradient_bytes * (REPLICAS - 1) / REPLICAS  # of a ring all-reduce
-        print(f"{plain / hook.meter.wire_bytes:.2f} times fewer bytes between replicas")
+        fewer = hook.meter.plain_wire_bytes / hook.meter.wire_bytes
+        print(f"{fewer:.2f} times fewer bytes between replicas")
 
 
 if __name__ == "__main__":

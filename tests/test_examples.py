@@ -83,6 +83,12 @@ def test_workers_that_train_alone(tmp_path: Path) -> None:
     assert sent * 70 < every  # a quarter of the bits, once in 20 steps, and what workers tell each other
 
 
+def test_compressed_gradients(tmp_path: Path) -> None:
+    output = run(*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "compressed.py", "runs", cwd=tmp_path)
+    assert accuracies(output)[0] >= 95, output
+    assert "31.6 times fewer bytes" in output
+
+
 def test_sharded_replicas(tmp_path: Path) -> None:
     output = run(*TORCHRUN, "--nproc-per-node", "4", EXAMPLES / "fsdp2_compressed.py", cwd=tmp_path)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]

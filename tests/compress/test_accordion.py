@@ -5,7 +5,7 @@ import torch
 from driver import State, drive, normal
 from torch import Tensor
 
-from pufferfish.compress import Method, NoCompression, PowerSGD, SignSGD, TopK
+from pufferfish.compress import Aggregator, Method, NoCompression, PowerSGD, SignSGD, Simulated, TopK
 from pufferfish.compress.accordion import Accordion
 from pufferfish.compress.blocks import BlockInt8
 from pufferfish.compress.dgc import DGC
@@ -35,6 +35,18 @@ def test_light_where_the_gradient_moves() -> None:
         dense.append([bool((x != 0).sum() > 1) for x in mean])
         torch.testing.assert_close(mean[dense[-1]], g[dense[-1]])
     assert dense == [[True, True]] * 6 + [[False, True]] * 3
+
+
+def test_light_again_when_the_learning_rate_falls() -> None:
+    """To half of its highest; not while it rises, and not where it is unknown."""
+    two = Aggregator(Accordion(NoCompression(), TopK(k=1), every=1), Simulated(2), smallest=0)
+    g = {"w": torch.tensor([[100.0, 1.0], [1.0, 1.0]])}  # so that its norm does not depend on the method
+    rates = [0.1, 0.2, 0.4, 0.3, 0.2, 0.2, 0.0, 0.2, 0.15, 0.1]
+    dense = []
+    for rate in rates:
+        mean = two.together([g, g], {"w": 1 / rate if rate else 0.0})[0]["w"]
+        dense.append(bool((mean != 0).sum() > 1))
+    assert dense == [True, True, False, False, True, True, False, False, False, True]
 
 
 def test_decides_by_the_norm_of_the_sum() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -367,3 +368,43 @@ def cases(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
     in_processes(cases, size, tmp_path, tmp_path)
+
+
+def on_so_many(rank: int, size: int, folder: Path) -> None:
+    """Saved by two, resumed by four: what all share goes on, memories start empty; an anchor is the model's."""
+    ddp, hook = wrapped(PowerSGD(2))
+    alone, local = build(), pf.LocalSteps(100)
+    with (
+        pf.Checkpoint(folder / "ddp", ddp, momentum(ddp), compressor=hook) as checkpoint,
+        pf.Checkpoint(folder / "alone", alone, momentum(alone), compressor=local) as other,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UserWarning)
+        if size == 2:
+            train(ddp, momentum(ddp), range(3), rank)
+            checkpoint.save(step=3)
+            local.start(alone)
+            train(alone, momentum(alone), range(2), rank)
+            local.step(alone)
+            local.sync(alone)
+            other.save(step=3)
+            return
+        local.start(alone)
+        for at in (checkpoint.resume(), other.resume()):
+            assert at is not None
+            assert any(text.startswith("compressor (saved by 2 ranks, now 4)") for text in at.reset)
+    state = hook.state_dict()
+    assert state["steps"] == 3
+    assert state["shared"]["middle.weight"]["Q"].any()
+    assert state["own"] == [{}]
+    before = weights(alone)
+    local.updates = 1  # as if each had made an update that changed nothing
+    local.start(alone)
+    local.sync(alone)
+    torch.testing.assert_close(weights(alone), before)
+
+
+@pytest.mark.timeout(120)
+def test_another_number_of_workers(tmp_path: Path) -> None:
+    for size in (2, 4):
+        in_processes(on_so_many, size, tmp_path, tmp_path)

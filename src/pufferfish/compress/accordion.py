@@ -19,8 +19,9 @@ class Accordion(Method):
 
     The averaged gradients of a period are added up, on all workers alike. Where the norm of this sum moved by half or
     more from one period to the next, and until it is known for two, the light method is used; else the strong one.
-    That keeps one more tensor for each gradient. A drop of the learning rate is not seen until the gradient follows;
-    another loss scale is a change. The flags are read back in every step, for which the host waits.
+    When the learning rate has fallen to half (SGD's, where `compress` is given the optimizer), all starts anew.
+    That keeps one more tensor for each gradient. Another loss scale is a change. The flags are read back in every
+    step, for which the host waits.
 
     Args:
         low: the method that compresses lightly.
@@ -39,7 +40,7 @@ class Accordion(Method):
     change: float = 0.5
 
     matrix = True
-    shared_state = ("light", "count", "total", "norm")
+    shared_state = ("light", "count", "total", "norm", "units")
 
     def __post_init__(self) -> None:
         for name, method in (("low", self.low), ("high", self.high)):
@@ -87,6 +88,7 @@ class Accordion(Method):
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         fresh = turn.state.get("fresh", x.new_ones(len(x), 2, dtype=torch.bool))
+        self._start_anew(x, turn)
         light = turn.state.get("light", x.new_ones(len(x), dtype=torch.bool))
         mean = turn.empty(x.shape, x.dtype)
         # Tensors without state of a method yet cannot go together with those that have some.
@@ -98,6 +100,21 @@ class Accordion(Method):
         turn.state["fresh"] = fresh & torch.stack([~light, light], 1)
         self._decide(mean, light, turn)
         return mean, x  # each method's rest in the place of what it was given
+
+    def _start_anew(self, x: Tensor, turn: Turn) -> None:
+        """Forget the tensors whose learning rate has fallen to half of its highest since the last time."""
+        now = x.new_tensor(turn.units or [0.0] * len(x))
+        lowest = turn.state.get("units", now)
+        fell = (now >= 2 * lowest) & (lowest > 0)
+        follow = fell | (lowest == 0) | ((now > 0) & (now < lowest))
+        turn.state["units"] = torch.where(follow, now, lowest)
+        if "light" in turn.state:
+            turn.state |= {
+                "light": turn.state["light"] | fell,
+                "count": turn.state["count"].masked_fill(fell, 0),
+                "total": turn.state["total"].masked_fill(fell[:, None, None], 0),
+                "norm": turn.state["norm"].masked_fill(fell, -1.0),
+            }
 
     def _part(
         self, x: Tensor, turn: Turn, rows: list[int], strong: bool, fresh: bool

@@ -256,6 +256,7 @@ class Aggregator:
             seed=self.seed,
             exchange=self.exchange,
             memory=batch.memory,
+            units=tuple(self._units.get(name, 0.0) for name in batch.names),
             state={key: x for key, x in store.kept[batch].items() if key != MEMORY},
             scratch=store.scratch[batch],
         )
