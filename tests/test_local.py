@@ -278,7 +278,9 @@ def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
         with pytest.raises(RuntimeError, match=rf"LocalSteps: ranks \[{size - 1}\] differ from rank 0 in h"):
             different()
     ddp = DDP(build())
-    with pytest.raises(RuntimeError, match="every gradient already" if last else r"differ.*on rank \d: nothing"):
+    with pytest.raises(
+        RuntimeError, match="every gradient already" if last else r"differ.*on rank \d: nothing"
+    ):
         LocalSteps(2).start(ddp if last else ddp.module)
     sharded = build()
     fully_shard(sharded)

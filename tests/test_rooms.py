@@ -14,7 +14,7 @@ ROOMS = [
     "names", "layers", "svd", "rank", "budget", "profile", "timing", "cost", "plan", "table", "candidates",
     "planning", "fit", "change", "optim", "decay", "factorize", "when", "lr", "updates", "ranks", "ddp", "buckets", "exact", "compress", "testing",
     "average", "spread", "trial", "report", "fsdp", "job", "finite", "switch", "state", "files", "convert", "checkpoint",
-    "local", "measure", "integrations", "lab", "cli",
+    "local", "measure", "integrations", "lab", "cli", "__main__",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

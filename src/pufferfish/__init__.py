@@ -35,6 +35,7 @@ from .finite import FiniteGuard
 from .layers import register
 from .local import LocalSteps
 from .lr import Rewarm
+from .measure import Breakdown, RunLog, diagnose
 from .plan import Entry, Plan
 from .planning import plan, resolve, spectra
 from .rank import Budget, Energy, Fixed, Ratio, Rule, StableRank
@@ -59,6 +60,7 @@ __all__ = [
     "BlockFP8",
     "BlockInt8",
     "BlockRandomK",
+    "Breakdown",
     "Budget",
     "Checkpoint",
     "EFSignSGD",
@@ -81,6 +83,7 @@ __all__ = [
     "Resumed",
     "Rewarm",
     "Rule",
+    "RunLog",
     "SignSGD",
     "Signum",
     "StableRank",
@@ -90,6 +93,7 @@ __all__ = [
     "TopK",
     "Totals",
     "compress",
+    "diagnose",
     "exact_",
     "factorize_",
     "factorize_state_dict",

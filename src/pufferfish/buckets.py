@@ -93,4 +93,6 @@ def refuse_hookless(ddp: DistributedDataParallel, who: str) -> None:
         )
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(f"{who}: {own_name(name) or 'the model'} has sparse gradients; build it with sparse=False")
+            raise ValueError(
+                f"{who}: {own_name(name) or 'the model'} has sparse gradients; build it with sparse=False"
+            )

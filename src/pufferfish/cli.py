@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,17 +24,28 @@ A built-in name alone prints the paper's hybrid plan: ratio 0.25, ranks not roun
 """
 
 
+TRAIN_HELP = """\
+Train a task, alone or under torchrun. Start the same command again and it goes on where it was.
+
+TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k, imagefolder, text, or one of
+yours: file.py:task. Data comes from --data or $PUFFERFISH_DATA; a message says what to put where.
+
+  pufferfish train digits --method pufferfish
+  torchrun --nproc-per-node 4 -m pufferfish train cifar10 --method auto --compress powersgd-4
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 2 for bad input, with one line that says what to do."""
     arguments = _parser().parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
+    except BrokenPipeError:
+        return 0
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pufferfish {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
     return 0
 
 
@@ -113,6 +125,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     methods.set_defaults(run=_methods)
 
+    train = commands.add_parser(
+        "train", help="train a task; goes on by itself", formatter_class=raw, description=TRAIN_HELP
+    )
+    train.add_argument("task", metavar="TASK")
+    train.add_argument(
+        "--method", default="dense", metavar="M", help="dense, pufferfish (the paper's recipe), auto, …"
+    )
+    train.add_argument(
+        "--compress", metavar="C", help="a compression method on top, such as powersgd-4 or bf16"
+    )
+    train.add_argument("--recipe", default="short", help="short (default) or paper")
+    train.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/TASK-METHOD-SEED")
+    train.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
+    train.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    train.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, else fp32"
+    )
+    for name, kind in (("epochs", int), ("batch", int), ("lr", float)):
+        train.add_argument(f"--{name}", type=kind, metavar="N", help="in place of the recipe's")
+    train.add_argument("--seed", type=int, default=0, metavar="N")
+    train.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
+    train.add_argument(
+        "--save-every", type=int, metavar="N", help="updates between checkpoints (default: an epoch)"
+    )
+    train.add_argument("--compile", action="store_true", help="torch.compile")
+    train.set_defaults(run=_train)
+
+    fetch = commands.add_parser("fetch", help="download a task's data, checked; goes on where it was cut")
+    fetch.add_argument("task", metavar="TASK")
+    fetch.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
+    fetch.set_defaults(run=_fetch)
+
+    network = commands.add_parser("network", help="remove what killed runs on emulated networks left")
+    network.add_argument("action", choices=["clean"])
+    network.set_defaults(run=_network)
+
     report = commands.add_parser("report", help="compare runs on one page, or as CSV, LaTeX, Markdown")
     report.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or folders that hold some")
     report.add_argument(
@@ -189,6 +237,58 @@ def _methods(arguments: argparse.Namespace) -> None:
     from .lab.methods import named, table
 
     print(table(named(arguments.methods), arguments.workers))
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from .lab.choice import choice
+    from .lab.tasks.find import find
+    from .lab.train import Settings, train
+
+    task = find(arguments.task)
+    word = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
+    changed = {
+        key: value for key in ("epochs", "batch", "lr") if (value := getattr(arguments, key)) is not None
+    }
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    given = Settings(
+        choice(word),
+        replace(task.recipe(arguments.recipe), **changed),
+        arguments.out or Path("runs") / f"{task.name}-{word}-{arguments.seed}",
+        data=arguments.data,
+        seed=arguments.seed,
+        device=device,
+        precision=arguments.precision or ("bf16" if device == "cuda" else "fp32"),
+        accumulate=arguments.accumulate,
+        compile=arguments.compile,
+        save_every=arguments.save_every,
+    )
+    found = train(task, given)
+    if found is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"{word}: {task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters; {given.folder}"
+        )
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    from .lab.data.fetch import fetch
+    from .lab.tasks.find import find
+
+    task, folder = find(arguments.task), arguments.data or os.environ.get("PUFFERFISH_DATA")
+    if task.dataset is None:
+        raise ValueError(f"{task.name} has nothing to download")
+    if not folder:
+        raise ValueError("say where to: --data FOLDER, or PUFFERFISH_DATA")
+    print(fetch(task.dataset, Path(folder)))
+
+
+def _network(arguments: argparse.Namespace) -> None:
+    from .lab.network import clean
+
+    print(f"{clean()} processes of killed runs ended")
 
 
 def _report(arguments: argparse.Namespace) -> None:

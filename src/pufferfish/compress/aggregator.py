@@ -111,8 +111,8 @@ class Aggregator:
     def use(self, method: Methods, memory: bool | None = None) -> None:
         """Another method from the next call on; call it on all workers alike.
 
-        Where the new one has a memory too, it goes on with the old one's; else that is sent with the next gradient.
-        Whatever else the old one kept is dropped.
+        What the old one has not sent stays in the new one's memory, or is sent with the next gradient where it has
+        none. Whatever else the old one kept is dropped.
         """
         table.check(method, memory, self.scope, self.exchange)
         self.method, self.memory, self._seen = method, memory, []

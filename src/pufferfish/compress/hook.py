@@ -172,8 +172,8 @@ class Hook(AtLastBucket):
     def use(self, method: Methods, memory: bool | None = None) -> None:
         """Another method from the next backward pass on. Call it on all ranks.
 
-        Where the new one has a memory too, it goes on with the old one's; else that is sent with the next gradient.
-        Whatever else the old one kept is dropped.
+        What the old one has not sent stays in the new one's memory, or is sent with the next gradient where it has
+        none. Whatever else the old one kept is dropped.
         """
         a = self.aggregator
         named = {own_name(name): p for name, p in self.module.named_parameters() if p.requires_grad}

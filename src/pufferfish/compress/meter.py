@@ -44,9 +44,13 @@ class Meter:
         self.handed = dict.fromkeys(_WIRE, 0)
         self.wire_bytes = 0.0
         self.inside_wire_bytes = 0.0
-        self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0}
+        self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0, "hidden": 0.0}
         self._marks: list[float | torch.cuda.Event] = []
         self._waiting: list[list[float | torch.cuda.Event]] = []  # marks of finished steps, not yet read
+        self._begun: float | torch.cuda.Event | None = (
+            None  # since when something is under way that nobody waits for
+        )
+        self._hidden: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []  # not yet read
 
     def count(self, kind: str, nbytes: int, size: int, inside: bool = False) -> None:
         """A collective of `size` ranks, all `inside` one machine or not, is handed so many bytes by each."""
@@ -67,6 +71,8 @@ class Meter:
         self._waiting.append(self._marks)
         if len(self._waiting) > 100 and _over(self._waiting[0][-1]):
             self._read(self._waiting.pop(0))
+        while len(self._hidden) > 100 and _over(self._hidden[0][1]):
+            self._seconds["hidden"] += _between(*self._hidden.pop(0))
 
     def step(self, gradient_bytes: int, size: int) -> None:
         """A step of `size` workers with gradients of so many bytes is over."""
@@ -74,10 +80,18 @@ class Meter:
         self.gradient_bytes += gradient_bytes
         self.plain_wire_bytes += _WIRE["all_reduce"](gradient_bytes, size)
 
+    def begin(self) -> None:
+        """A collective has begun."""
+        if self._begun is None:
+            self._begun = self._now(self._device)
+
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Around one collective."""
+        """Around waiting for one collective."""
         self._marks.append(self._now(self._device))
+        if self._begun is not None:
+            self._hidden.append((self._begun, self._marks[-1]))
+            self._begun = None
         yield
         self._marks.append(self._now(self._device))
 
@@ -86,6 +100,8 @@ class Meter:
         """Of encode, exchange and decode, in all. Waits for the device."""
         while self._waiting:
             self._read(self._waiting.pop(0))
+        while self._hidden:
+            self._seconds["hidden"] += _between(*self._hidden.pop(0))
         return dict(self._seconds)
 
     def as_dict(self) -> dict[str, float]:

@@ -106,11 +106,11 @@ class Step:
             for worker in zip(self.gradients, self.turns, self.stores, each, strict=True)
         ]
         agreements = [] if self.missing else [self._agreement(norms) for norms in self.norms]
-        if len(self.parts) == 1:  # else it would go with whichever part is last, which may differ
+        if len(self.together) == 1:  # else it would go with whichever part is last, which may differ
             for mine, agreement in zip(tasks, agreements, strict=True):
                 mine[0] = agreement
         self.lockstep.start(tasks)
-        if agreements and len(self.parts) > 1:
+        if agreements and len(self.together) > 1:
             self.lockstep.start([{0: agreement} for agreement in agreements])
 
     def _agreement(self, norms: Mapping[int, Tensor]) -> Steps:

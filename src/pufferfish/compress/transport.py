@@ -50,6 +50,7 @@ class Transport:
         if nbytes == 0:
             return lambda: nothing
         self.meter.count(kind, nbytes, self.size, self.inside)
+        self.meter.begin()
         coming = begin()
 
         def wait() -> T:

@@ -31,7 +31,9 @@ class Turn:
     seed: int = 0
     #: The collective the user asks for, of the method's `exchanges`; None: its own choice.
     exchange: str | None = None
-    units: tuple[float, ...] = ()  # loss scale over learning rate, of each; 0, or nothing at all, where it is not known
+    units: tuple[
+        float, ...
+    ] = ()  # loss scale over learning rate, of each; 0, or nothing at all, where it is not known
     memory: bool = True  # whether what is not sent may be kept
     #: Tensors of leading dimension b, kept from step to step. Put new ones in, never change old ones in place:
     #: they take effect only if the step turns out finite on all workers.

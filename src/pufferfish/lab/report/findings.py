@@ -1,0 +1,89 @@
+"""What a reader wants to know first: a few large figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .groups import Comparison, Group
+from .headline import difference, median, run_ratio, step, step_ratio
+from .numbers import faster, nbytes, seconds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One figure, whose it is, and what it means."""
+
+    what: str
+    figure: str
+    method: str
+    note: str
+
+
+def findings(comparison: Comparison) -> list[Finding]:
+    """The fastest step, the fastest run, the fewest bytes, what the fastest costs; none without a reference."""
+    reference = comparison.reference
+    others = [group for group in comparison.groups if group is not reference]
+    if reference is None:
+        return []
+    pairs = {group.name: pair for group in others if (pair := step_ratio(reference, group))}
+    measured = {name: speed for name, (speed, said) in pairs.items() if not said}
+    steps = measured or {
+        name: speed for name, (speed, _) in pairs.items()
+    }  # a prediction never beats a measurement
+    runs = {group.name: found for group in others if (found := run_ratio(reference, group))}
+    by_name = {group.name: group for group in others}
+    made = []
+    if steps:
+        best = by_name[max(steps, key=lambda name: steps[name])]
+        note = (
+            f"{step(best).text} instead of {step(reference).text}"
+            if measured
+            else "by the cost model, not measured"
+        )
+        made.append(
+            _fastest("a step" if measured else "a step, predicted", steps[best.name], best, reference, note)
+        )
+    if runs:
+        best = by_name[max(runs, key=lambda name: runs[name])]
+        ours, theirs = (median(group.wholes(), seconds).text for group in (best, reference))
+        made.append(
+            _fastest("the whole run", runs[best.name], best, reference, f"{ours} instead of {theirs}")
+        )
+    made += _fewest(others, reference)
+    speeds = runs or steps
+    if speeds:
+        made += _price(comparison, by_name[max(speeds, key=lambda name: speeds[name])])
+    return made
+
+
+def _fastest(what: str, speed: float, group: Group, reference: Group, note: str) -> Finding:
+    if round(speed, 2) <= 1:
+        return Finding(what, "nothing faster", reference.name, f"the next is {group.name}, {faster(speed)}")
+    return Finding(what, f"{faster(speed)} as fast", group.name, note)
+
+
+def _fewest(others: list[Group], reference: Group) -> list[Finding]:
+    sent = {group.name: median(group.results("bytes_a_step"), nbytes) for group in (*others, reference)}
+    base = sent.pop(reference.name)
+    values = {name: cell.value for name, cell in sent.items() if cell.value}
+    if not values or not base.value:
+        return []
+    best = min(values, key=lambda name: values[name])
+    if values[best] >= base.value:
+        return [Finding("bytes a step", "nothing sends less", reference.name, base.text)]
+    figure = f"{base.value / values[best]:.1f}× fewer"
+    return [Finding("bytes a step", figure, best, f"{sent[best].text} instead of {base.text}")]
+
+
+def _price(comparison: Comparison, group: Group) -> list[Finding]:
+    """How good the fastest is."""
+    gap = difference(comparison, group)
+    if gap.value is None:
+        return []
+    if gap.half is None:
+        note = "one seed, so no interval"
+    elif gap.tone:
+        note = f"{'better' if gap.tone == 'good' else 'worse'}: the interval leaves 0 out"
+    else:
+        note = "not settled: the interval holds 0"
+    return [Finding(f"{comparison.measure.name} of the fastest", gap.text.split(",")[0], group.name, note)]

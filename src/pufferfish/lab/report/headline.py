@@ -1,0 +1,160 @@
+"""The table that people look at first, and what has to be known to read it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+
+from .curves import first_to
+from .groups import Comparison, Group, seed_of
+from .numbers import count, faster, interval, nbytes, seconds
+from .statistics import Estimate, differences, estimate, ratio
+from .tables import Cell, Table, flat
+
+
+def headline(comparison: Comparison, target: float | None = None) -> Table:
+    """A line for each method: how large, how good, how fast, how much on the wire."""
+    measure, reference = comparison.measure, comparison.reference
+    against = reference.name if reference else ""
+    columns = ["method", "parameters", measure.label]
+    columns += [f"difference to {against}"] * bool(reference) + ["a step"]
+    columns += [f"step against {against}"] * bool(reference) + ["whole run"]
+    columns += [f"run against {against}"] * bool(reference)
+    columns += [] if target is None else [f"time to {target:g}"]
+    columns += ["bytes a step", "peak memory", "seeds"]
+    speeds = {group.name: step_ratio(reference, group) for group in comparison.groups}
+    fastest = max((s[0] for s in speeds.values() if s), default=1.0)
+    rows = []
+    for group in comparison.groups:
+        good = estimate([x * measure.scale for x in group.results(measure.name).values()])
+        row = [Cell(group.name), median(group.results("parameters"), count)]
+        row.append(_estimated(good, measure.places))
+        if reference:
+            row.append(difference(comparison, group))
+        row.append(step(group))
+        if reference:
+            row.append(_speed(speeds[group.name], fastest) if group is not reference else Cell())
+        row.append(median(group.wholes(), seconds))
+        if reference:
+            whole = run_ratio(reference, group)
+            row.append(_speed((whole, False) if whole else None) if group is not reference else Cell())
+        if target is not None:
+            row.append(_target(group, comparison, target))
+        row += [median(group.results(key), nbytes) for key in ("bytes_a_step", "peak_memory")]
+        rows.append([*row, Cell(str(len(group.finished)), len(group.finished))])
+    return Table("Methods side by side", columns, rows, _notes(comparison))
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    measure, reference = comparison.measure, comparison.reference
+    notes = [
+        f"± is half of a 95 % interval (Student's t) over seeds; {'more' if measure.higher else 'less'} is better."
+    ]
+    if reference is None:
+        notes.append(
+            "Nothing to compare with: none of the runs is named bf16 or dense (--against takes another)."
+        )
+    else:
+        notes.append(
+            f"Differences to {reference.name} are paired by seed; “better” and “worse” stand only where the "
+            f"interval leaves 0 out. Speed against {reference.name} is the median of the seeds' ratios, for one step and for "
+            "the whole run, warm-up included; below 1 it is slower."
+        )
+    for group in comparison.groups:
+        late = [str(seed_of(run)) for run in group.runs if not run.finished]
+        if late:
+            notes.append(f"{group.name}: seed {', '.join(late)} did not finish; in the curves only.")
+        if (
+            reference
+            and group.finished
+            and not {*map(seed_of, group.finished)} & {*map(seed_of, reference.finished)}
+        ):
+            notes.append(
+                f"{group.name}: no finished seed in common with {reference.name}, so nothing is paired."
+            )
+        if reference and group.wholes() and reference.wholes() and group.steps() != reference.steps():
+            notes.append(
+                f"{group.name}: another number of steps than {reference.name}; whole runs are not compared."
+            )
+        broken = [str(seed_of(run)) for run in group.finished if run.results.get(measure.name, 0.0) is None]
+        if broken:
+            notes.append(f"{group.name}: seed {', '.join(broken)} ended with no number for {measure.name}.")
+        notes += _differing(group)
+    return notes
+
+
+def _differing(group: Group) -> list[str]:
+    """Seeds are replicas: what else differs between a method's runs is said."""
+    found = [flat(run.settings) for run in group.runs]
+    keys = [key for key in dict.fromkeys(k for run in found for k in run) if key != "seed"]
+    differing = [key for key in keys if len({run.get(key) for run in found}) > 1]
+    return [f"{group.name}: its runs differ in {', '.join(differing)}, not in the seed alone."] * bool(
+        differing
+    )
+
+
+def median(values: Mapping[int, float], show: Callable[[float], str]) -> Cell:
+    if not values:
+        return Cell()
+    middle = statistics.median(values.values())
+    return Cell(show(middle), middle)
+
+
+def _estimated(value: Estimate | None, places: int) -> Cell:
+    return Cell() if value is None else Cell(interval(value, places), value.mean, value.half)
+
+
+def difference(comparison: Comparison, group: Group) -> Cell:
+    measure, reference = comparison.measure, comparison.reference
+    assert reference is not None
+    gaps = differences(group.results(measure.name), reference.results(measure.name))
+    value = estimate([gap * measure.scale for gap in gaps])
+    if value is None or group is reference:
+        return Cell()
+    text = interval(value, measure.places, sign=True)
+    if not value.settled:
+        return Cell(text, value.mean, value.half)
+    better = (value.mean > 0) == measure.higher
+    return Cell(
+        f"{text}, {'better' if better else 'worse'}", value.mean, value.half, "good" if better else "bad"
+    )
+
+
+def step(group: Group) -> Cell:
+    measured = group.results("seconds_a_step")
+    if measured:
+        return median(measured, seconds)
+    said = median(group.predictions("seconds_a_step"), seconds)
+    return Cell(f"{said.text} predicted", said.value) if said.value is not None else said
+
+
+def step_ratio(reference: Group | None, group: Group) -> tuple[float, bool] | None:
+    """How many times as fast a step is, and whether that is predicted."""
+    if reference is None:
+        return None
+    for key, said in (("results", False), ("predictions", True)):
+        found = ratio(getattr(reference, key)("seconds_a_step"), getattr(group, key)("seconds_a_step"))
+        if found is not None:
+            return found, said
+    return None
+
+
+def run_ratio(reference: Group, group: Group) -> float | None:
+    return ratio(reference.wholes(), group.wholes()) if group.steps() == reference.steps() else None
+
+
+def _speed(found: tuple[float, bool] | None, fastest: float | None = None) -> Cell:
+    if found is None:
+        return Cell()
+    value, said = found
+    tone = "bad" if round(value, 2) < 1 else "good" if round(value, 2) > 1 else ""
+    text = faster(value) + (" predicted" if said else "")
+    return Cell(text, value, tone=tone, share=value / fastest if fastest else None)
+
+
+def _target(group: Group, comparison: Comparison, target: float) -> Cell:
+    times = {seed_of(run): first_to(run, comparison.measure, target) for run in group.runs}
+    reached = {seed: at for seed, at in times.items() if at is not None}
+    cell = median(reached, seconds)
+    missed = len(times) - len(reached)
+    return Cell(f"{cell.text} ({missed} not)", cell.value) if reached and missed else cell

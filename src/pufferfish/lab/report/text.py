@@ -1,0 +1,112 @@
+"""The tables as CSV, LaTeX and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from .tables import Table
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "–": "--",
+    "→": r"$\to$", "…": r"\dots{}", "µ": r"\textmu{}", "“": "``", "”": "''", "<": r"$<$", ">": r"$>$", "|": r"$|$",
+}  # fmt: skip
+
+
+def as_csv(tables: Sequence[Table]) -> str:
+    """Long form, a line for each cell, numbers in full; half of a 95 % interval is a column of its own.
+
+    >>> from pufferfish.lab.report.tables import Cell
+    >>> print(as_csv([Table("T", ["method", "a step"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
+    table,row,column,value
+    T,1,method,dense
+    T,1,a step,1.5
+    """
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["table", "row", "column", "value"])
+    for table in tables:
+        for n, row in enumerate(table.rows, 1):
+            for column, cell in zip(table.columns, row, strict=True):
+                value = repr(cell.value) if cell.value is not None else "" if cell.text == "–" else cell.text
+                writer.writerow([table.title, n, column, value])
+                if cell.half is not None:
+                    writer.writerow([table.title, n, f"{column} ±", repr(cell.half)])
+    return out.getvalue()
+
+
+def as_markdown(tables: Sequence[Table]) -> str:
+    """
+    >>> from pufferfish.lab.report.tables import Cell
+    >>> print(as_markdown([Table("T", ["method", "a step"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
+    ## T
+    <BLANKLINE>
+    | method | a step |
+    |---|--:|
+    | dense | 1.5 s |
+    """
+    parts = []
+    for table in tables:
+        lines = [f"## {table.title}", "", _line(table.columns)]
+        lines.append("|" + "|".join("--:" if right else "---" for right in to_right(table)) + "|")
+        lines += [_line([cell.text for cell in row]) for row in table.rows]
+        parts.append("\n".join(lines + [text for note in table.notes for text in ("", note)]) + "\n")
+    return "\n".join(parts)
+
+
+def as_latex(tables: Sequence[Table]) -> str:
+    r"""For the packages booktabs and textcomp.
+
+    >>> from pufferfish.lab.report.tables import Cell
+    >>> print(as_latex([Table("T", ["method", "of all"], [[Cell("a_b"), Cell("15 %", 0.15)]])]), end="")
+    \begin{table}
+    \centering
+    \caption{T.}
+    \begin{tabular}{lr}
+    \toprule
+    method & of all \\
+    \midrule
+    a\_b & 15 \% \\
+    \bottomrule
+    \end{tabular}
+    \end{table}
+    """
+    parts = []
+    for table in tables:
+        caption = " ".join([f"{latex(table.title)}.", *map(latex, table.notes)])
+        lines = [r"\begin{table}", r"\centering", rf"\caption{{{caption}}}"]
+        lines += [
+            rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in to_right(table))}}}",
+            r"\toprule",
+        ]
+        lines += [
+            _row(table.columns),
+            r"\midrule",
+            *(_row([cell.text for cell in row]) for row in table.rows),
+        ]
+        parts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n")
+    return "\n".join(parts)
+
+
+def latex(text: str) -> str:
+    r"""
+    >>> latex("93.4 ± 0.1 %")
+    '93.4 $\\pm$ 0.1 \\%'
+    """
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def to_right(table: Table) -> list[bool]:
+    """Which columns hold numbers."""
+    columns = [[row[n] for row in table.rows] for n in range(len(table.columns))]
+    return [any(cell.value is not None for cell in column) for column in columns]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " & ".join(map(latex, cells)) + r" \\"

@@ -1,0 +1,38 @@
+"""Moments that can be subtracted later: of the host, or on a GPU of its stream, without waiting for it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Moment = float | torch.cuda.Event
+
+
+def now(device: torch.device) -> Moment:
+    """This moment, on the device.
+
+    >>> cpu = torch.device("cpu")
+    >>> between(now(cpu), now(cpu)) >= 0
+    True
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def passed(moment: Moment) -> bool:
+    """Whether the device has come so far."""
+    return isinstance(moment, float) or bool(moment.query())
+
+
+def between(start: Moment, end: Moment) -> float:
+    """Seconds; waits until the device has come so far."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

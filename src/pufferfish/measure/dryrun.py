@@ -1,0 +1,99 @@
+"""`dry_run`: what one worker of many sends in a step of a compression method, and how long it computes, without a network."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compress.aggregator import Aggregator
+from ..compress.table import Methods
+from ..compress.transport import Coming, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One step of one worker."""
+
+    messages: tuple[tuple[str, int], ...]  # kind of collective and bytes handed to it, in their order
+    encode: float = 0.0  # seconds, up to the last message
+    decode: float = 0.0  # and after it
+    overlaps: bool = False  # whether messages leave while the backward pass goes on
+
+    @property
+    def nbytes(self) -> int:
+        """Handed to collectives in all."""
+        return sum(nbytes for _, nbytes in self.messages)
+
+
+def dry_run(
+    method: Methods,
+    like: Mapping[str, Tensor],
+    size: int,
+    *,
+    device: torch.device | str | None = None,
+    steps: int = 3,
+) -> Sent:
+    """A method on random gradients of the shapes and dtypes of `like`, as if there were `size` workers.
+
+    All of them send what we send, so that the work on what arrives is done too. Random numbers are our own. Times
+    are medians over `steps` after a first one; the messages are those of the last.
+
+    >>> from pufferfish.compress import BFloat16
+    >>> sent = dry_run(BFloat16(), {"w": torch.empty(64, 64)}, 4, steps=1)
+    >>> sent.messages[0], sent.overlaps
+    (('all_reduce', 8192), True)
+    """
+    here = torch.device(device) if device is not None else next(iter(like.values())).device
+    generator = torch.Generator(here).manual_seed(0)
+    gradients = {
+        name: torch.empty(x.shape, dtype=x.dtype, device=here).normal_(generator=generator)
+        for name, x in like.items()
+    }
+    worker = OneOf(size)
+    aggregator = Aggregator(method, worker)
+    laps: dict[str, list[float]] = {"encode": [], "decode": []}
+    for step in range(1 + steps):
+        worker.sent.clear()
+        before = worker.meter.seconds
+        aggregator(gradients)
+        if step:
+            after = worker.meter.seconds
+            for name, seen in laps.items():
+                seen.append(after[name] - before[name])
+    return Sent(
+        messages=tuple(worker.sent),
+        encode=statistics.median(laps["encode"]),
+        decode=statistics.median(laps["decode"]),
+        overlaps=aggregator.overlap_bytes is not None,
+    )
+
+
+class OneOf(Transport):
+    """Worker 0 of `size`: the bytes and the work of a real job's worker.
+
+    All send what it sends. Sums are left as they are: what they come to is no matter here, and would take time.
+
+    >>> OneOf(8).size
+    8
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.ranks = size, (0,)
+        self.sent: list[tuple[str, int]] = []
+
+    def _sum(self, mine: list[Tensor]) -> Coming[list[Tensor]]:
+        self.sent.append(("all_reduce", mine[0].nbytes))
+        return lambda: mine
+
+    def _gather(self, mine: list[Tensor]) -> Coming[list[list[Tensor]]]:
+        self.sent.append(("all_gather", mine[0].nbytes))
+        return lambda: [mine * self.size]
+
+    def _scatter(self, mine: list[list[Tensor]]) -> Coming[list[list[Tensor]]]:
+        self.sent.append(("all_to_all", sum(piece.nbytes for piece in mine[0])))
+        return lambda: [[mine[0][0]] * self.size]

@@ -1,0 +1,202 @@
+"""`fetch` against a real server that breaks in all the usual ways."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from pufferfish.lab.data import cifar10, multi30k, wikitext2
+from pufferfish.lab.data.fetch import fetch
+from pufferfish.lab.data.folders import Dataset, Download, read
+
+pytestmark = pytest.mark.timeout(60)
+CONTENT = bytes(range(256)) * 2000
+HALF = len(CONTENT) // 2
+
+
+@dataclass
+class Server:
+    """Serves one file. `cuts` says after how many bytes each of the next replies breaks off."""
+
+    content: bytes = CONTENT
+    ranges: bool = True
+    cuts: list[int] = field(default_factory=list)
+    asked: list[str | None] = field(default_factory=list)
+    port: int = 0
+
+    def dataset(self, **settings: object) -> Dataset:
+        known = {"size": len(self.content), "sha256": hashlib.sha256(self.content).hexdigest()}
+        known |= {"url": f"http://127.0.0.1:{self.port}/it.bin"}
+        download = Download(file="it.bin", **(known | settings))  # type: ignore[arg-type]
+        return Dataset(name="tiny", files={"it": ("it.bin",)}, archives=(), downloads=(download,))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    it = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            wanted = self.headers.get("Range")
+            it.asked.append(wanted)
+            first = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and it.ranges else 0
+            if self.path != "/it.bin":
+                self.send_error(404)
+                return
+            if first >= len(it.content):
+                self.send_error(416)
+                return
+            self.send_response(206 if first else 200)
+            if first:
+                self.send_header("Content-Range", f"bytes {first}-{len(it.content) - 1}/{len(it.content)}")
+            self.send_header("Content-Length", str(len(it.content) - first))
+            self.end_headers()
+            self.wfile.write(it.content[first:][: it.cuts.pop(0) if it.cuts else None])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        it.port = http.server_port
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield it
+        http.shutdown()
+        thread.join()
+
+
+def left(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "tiny").iterdir()}
+
+
+def test_whole_and_only_once(server: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert fetch(server.dataset(), tmp_path) == tmp_path / "tiny"
+    assert left(tmp_path) == {"it.bin": CONTENT}
+    assert server.asked == [None]
+    assert read(server.dataset(), tmp_path)["it"].data == CONTENT
+
+
+def test_cut_in_the_middle_goes_on_by_itself(server: Server, tmp_path: Path) -> None:
+    server.cuts = [HALF]
+    fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {"it.bin": CONTENT}
+    assert server.asked == [None, f"bytes={HALF}-"]
+
+
+def test_what_came_is_kept_for_the_next_attempt(server: Server, tmp_path: Path) -> None:
+    server.cuts = [HALF, 0]
+    with pytest.raises(OSError, match=rf"it\.bin: .*broke.*{HALF:,} bytes are kept"):
+        fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {"it.bin.part": CONTENT[:HALF]}
+    fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {"it.bin": CONTENT}
+    assert server.asked[-1] == f"bytes={HALF}-"
+
+
+def test_a_server_that_cannot_go_on(server: Server, tmp_path: Path) -> None:
+    server.cuts, server.ranges = [HALF], False
+    fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {"it.bin": CONTENT}
+
+
+def test_all_came_but_was_not_renamed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "it.bin.part").write_bytes(CONTENT)
+    fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {"it.bin": CONTENT}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [({"sha256": "0" * 64}, "SHA-256"), ({"size": 5}, "512,000 bytes instead of 5")]
+)
+def test_what_is_not_the_known_file_is_removed(
+    server: Server, tmp_path: Path, wrong: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"it\.bin: .*{says}.*removed"):
+        fetch(server.dataset(**wrong), tmp_path)
+    assert left(tmp_path) == {}
+
+
+def test_a_part_of_another_file_is_removed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "it.bin.part").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="SHA-256"):
+        fetch(server.dataset(), tmp_path)
+    assert left(tmp_path) == {}
+
+
+def test_the_text_in_a_gzip_file_is_checked(server: Server, tmp_path: Path) -> None:
+    server.content = gzip.compress(b"a\nb\n\n")  # an empty line at the end is no difference
+    known = {"sha256": None, "size": None}
+    fetch(server.dataset(**known, content=hashlib.sha256(b"a\nb\n").hexdigest()), tmp_path / "right")
+    with pytest.raises(ValueError, match="SHA-256 of its text"):
+        fetch(server.dataset(**known, content=hashlib.sha256(b"a\nc\n").hexdigest()), tmp_path / "wrong")
+    server.content = server.content[:-3]
+    with pytest.raises(ValueError, match="damaged"):
+        fetch(server.dataset(**known, content="0" * 64), tmp_path / "broken")
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["it.bin"]
+
+
+def test_no_such_address(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the server says 404") as raised:
+        fetch(server.dataset(url=f"http://127.0.0.1:{server.port}/other"), tmp_path)
+    assert "put it.bin into" in str(raised.value)
+    assert left(tmp_path) == {}
+
+
+def test_no_network(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(OSError, match=r"not reachable .*put it\.bin into") as raised:
+        fetch(server.dataset(url=f"http://127.0.0.1:{port}/it.bin"), tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_progress_only_on_a_terminal(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def __init__(self, terminal: bool) -> None:
+            super().__init__()
+            self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+    for terminal in (True, False):
+        screen = Screen(terminal)
+        monkeypatch.setattr("sys.stderr", screen)
+        fetch(server.dataset(), tmp_path / str(terminal))
+        assert ("100 %" in screen.getvalue()) == terminal
+
+
+def test_an_archive_is_read_as_it_came(server: Server, tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        info = tarfile.TarInfo("deep/inside/it")
+        info.size = len(CONTENT)
+        tar.addfile(info, io.BytesIO(CONTENT))
+    server.content = packed.getvalue()
+    dataset = Dataset(
+        name="tiny", files={"it": ("it",)}, archives=("it.bin",), downloads=server.dataset().downloads
+    )
+    fetch(dataset, tmp_path)
+    assert read(dataset, tmp_path)["it"].data == CONTENT
+
+
+@pytest.mark.parametrize(
+    "dataset", [cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET], ids=lambda d: d.name
+)
+def test_what_is_fetched_is_what_is_read(dataset: Dataset) -> None:
+    readable = {*dataset.archives, *(name for names in dataset.files.values() for name in names)}
+    assert {download.file for download in dataset.downloads} <= readable
+    for download in dataset.downloads:
+        assert download.url.startswith("https://")
+        assert download.sha256 or download.content

@@ -1,0 +1,232 @@
+"""Data in folders: found in every official form, and one line about what is missing or broken."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from pufferfish.lab.data import cifar10, multi30k, wikitext2
+from pufferfish.lab.data.folders import Dataset, read
+from pufferfish.lab.tasks import find
+
+
+@pytest.fixture(autouse=True)
+def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PUFFERFISH_DATA", raising=False)
+
+
+WRITE = {"cifar10": tiny.cifar10, "wikitext2": tiny.wikitext2, "multi30k": tiny.multi30k}
+DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET)}
+
+
+def problem(dataset: Dataset, folder: Path | None) -> str:
+    with pytest.raises(ValueError) as raised:
+        read(dataset, folder)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = DATASETS[name]
+    made = tmp_path / "made"
+    made.mkdir()
+    WRITE[name](made)
+    expected = {file: (made / file).read_bytes() for file in dataset.files}
+
+    def same(folder: Path | None) -> bool:
+        return {file: found.data for file, found in read(dataset, folder).items()} == expected
+
+    assert same(made)
+    for inside in (dataset.name, *dataset.folders):
+        (tmp_path / "in" / inside).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / inside).symlink_to(made)
+        assert same(tmp_path / "in")
+        (tmp_path / "in" / inside).unlink()
+    for archive in dataset.archives:
+        path = tmp_path / "packed" / archive
+        path.parent.mkdir(exist_ok=True)
+        if archive.endswith(".zip"):
+            with zipfile.ZipFile(path, "w") as file:
+                for each in expected:
+                    file.write(made / each, f"some/{each}")
+        else:
+            with tarfile.open(path, f"w:{path.suffix[1:]}") as tar:
+                tar.add(made, "some")
+        assert same(path)
+        monkeypatch.setenv("PUFFERFISH_DATA", str(path.parent))
+        assert same(None)
+        path.unlink()
+
+
+def test_other_names_of_the_files(tmp_path: Path) -> None:
+    tiny.multi30k(tmp_path)
+    expected = multi30k.pairs(read(multi30k.DATASET, tmp_path))
+    for language in ("de", "en"):
+        plain = tmp_path / f"test2016.{language}"
+        (tmp_path / f"test_2016_flickr.{language}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
+        plain.unlink()
+    assert multi30k.pairs(read(multi30k.DATASET, tmp_path)) == expected
+
+
+def test_no_data(tmp_path: Path) -> None:
+    assert "give --data or set PUFFERFISH_DATA" in problem(cifar10.DATASET, None)
+    assert "pufferfish fetch cifar10" in problem(cifar10.DATASET, None)
+    assert "there is no" in problem(cifar10.DATASET, tmp_path / "nowhere")
+    told = problem(cifar10.DATASET, tmp_path)
+    assert "data_batch_1.bin" in told
+    assert "cifar-10-binary.tar.gz" in told
+    assert f"`pufferfish fetch cifar10 --data {tmp_path}`" in told
+
+
+def test_some_files_are_missing(tmp_path: Path) -> None:
+    tiny.cifar10(tmp_path)
+    (tmp_path / "data_batch_3.bin").unlink()
+    assert problem(cifar10.DATASET, tmp_path) == f"cifar10: {tmp_path} lacks data_batch_3.bin"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.xz"])
+def test_broken_archives(kind: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    tiny.wikitext2(made)
+    archive = tmp_path / {"zip": "wikitext-2-v1.zip", "tar.xz": "wikitext-2.tar.xz"}[kind]
+    if kind == "zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+            for path in made.iterdir():
+                file.write(path, path.name)
+    else:
+        with tarfile.open(archive, "w:xz") as tar:
+            tar.add(made, "it")
+    whole = archive.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"not an archive", b""):
+        archive.write_bytes(broken)
+        assert str(archive) in problem(wikitext2.DATASET, tmp_path)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 3] ^= 0xFF
+    archive.write_bytes(flipped)
+    assert str(archive) in problem(wikitext2.DATASET, tmp_path)
+
+
+def test_an_archive_without_a_file(tmp_path: Path) -> None:
+    tiny.wikitext2(tmp_path)
+    with zipfile.ZipFile(tmp_path / "wikitext-2-v1.zip", "w") as file:
+        file.write(tmp_path / "train.txt", "train.txt")
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").unlink()
+    assert problem(wikitext2.DATASET, tmp_path).endswith("wikitext-2-v1.zip lacks valid.txt, test.txt")
+
+
+def broken(task: str, folder: Path, file: str) -> str:
+    """What loading says, which names the file."""
+    with pytest.raises(ValueError) as raised:
+        find(task).load(folder)
+    told = str(raised.value)
+    assert "\n" not in told
+    assert str(folder / file) in told
+    return told
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    batch = tiny.cifar10(tmp_path) / "data_batch_2.bin"
+    rows = batch.read_bytes()
+    batch.write_bytes(rows[:-1])
+    assert "49,167 bytes are no whole records" in broken("cifar10", tmp_path, "data_batch_2.bin")
+    batch.write_bytes(b"\x0a" + rows[1:])
+    assert "label 10" in broken("cifar10", tmp_path, "data_batch_2.bin")
+    batch.write_bytes(b"")
+    broken("cifar10", tmp_path, "data_batch_2.bin")
+
+    (tiny.wikitext2(tmp_path) / "valid.txt").write_bytes(b" a b \xff\n")
+    assert "not UTF-8 text, byte 5" in broken("wikitext2", tmp_path, "valid.txt")
+    (tmp_path / "train.txt").write_text(" ".join(map(str, range(33_278))))
+    assert "33,279 different words" in broken("wikitext2", tmp_path, "train.txt")
+    (tmp_path / "train.txt").write_text("a b\n")
+    (tmp_path / "valid.txt").write_text("a z\n")
+    assert "'z'" in broken("wikitext2", tmp_path, "valid.txt")
+
+    german = tiny.multi30k(tmp_path) / "train.de"
+    text = german.read_text()
+    german.write_text(text + "noch einer\n")
+    assert "41 lines" in broken("multi30k", tmp_path, "train.de")
+    german.write_text("\n" + text.partition("\n")[2])
+    assert "line 1 is empty" in broken("multi30k", tmp_path, "train.de")
+    german.rename(tmp_path / "train.de.gz")
+    assert "damaged" in broken("multi30k", tmp_path, "train.de.gz")
+
+
+def test_text_files(tmp_path: Path) -> None:
+    def told(task: str, folder: Path) -> str:
+        with pytest.raises(ValueError) as raised:
+            find(task).load(folder)
+        return str(raised.value)
+
+    assert "no .txt file" in told("text", tmp_path)
+    tiny.text(tmp_path)
+    assert "900 bytes are too few" in told("text", tmp_path)
+    small = find("text:context=8")
+    assert torch.equal(
+        small.load(tmp_path).on("test", "cpu")[0], small.load(tmp_path / "some.txt").on("test", "cpu")[0]
+    )
+    (tmp_path / "other.txt").write_text("x" * 1000)
+    assert "2 text files" in told("text", tmp_path)
+    assert find("text:context=8,file=other.txt").load(tmp_path).size("train") == 900
+    assert "there is no file third.txt" in told("text:file=third.txt", tmp_path)
+
+
+def test_cifar10_images_are_the_records(tmp_path: Path) -> None:
+    tiny.cifar10(tmp_path)
+    pixels, labels = cifar10.images(read(cifar10.DATASET, tmp_path), test=True)
+    raw = (tmp_path / "test_batch.bin").read_bytes()
+    for i in (0, 7):
+        record = raw[3073 * i : 3073 * (i + 1)]
+        assert labels[i] == record[0]
+        for y, x, channel in np.ndindex(32, 32, 3):
+            assert pixels[i, y, x, channel] == record[1 + 1024 * channel + 32 * y + x]
+
+
+def test_wikitext2_words_are_numbered_as_they_appear(tmp_path: Path) -> None:
+    for split, text in (("train", " \n = A = \n \n b <unk> A \n"), ("valid", " b new \n"), ("test", "A\n")):
+        (tmp_path / f"{split}.txt").write_text(text)
+    found = wikitext2.tokens(read(wikitext2.DATASET, tmp_path))
+    # <eos> = A b <unk>
+    assert found["train"].tolist() == [0, 1, 2, 1, 0, 0, 3, 4, 2, 0]
+    assert found["valid"].tolist() == [3, 4, 0]
+    assert found["test"].tolist() == [2, 0]
+
+
+REAL = {
+    "cifar10:held=0": {"train": 50_000, "test": 10_000},
+    "wikitext2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
+    "multi30k": {"train": 29_000, "valid": 1_014, "test": 1_000},
+}
+REAL_FOLDER = os.environ.get("PUFFERFISH_DATA")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_data(name: str) -> None:
+    if not REAL_FOLDER:
+        pytest.skip("PUFFERFISH_DATA names no folder with the real data")
+    task = find(name)
+    try:
+        data = task.load(Path(REAL_FOLDER))
+    except ValueError as error:
+        if "no data in" not in str(error):
+            raise
+        pytest.skip(str(error))
+    rows = data.rows if name == "multi30k" else data
+    assert {split: rows.size(split) for split in REAL[name]} == REAL[name]
+    if name == "wikitext2":
+        words = [data.on(split, "cpu")[0] for split in REAL[name]]
+        assert int(torch.cat(words).max()) + 1 == len(torch.cat(words).unique()) == 33_278
+    if name == "multi30k":
+        assert len(data.bpe.pieces) == 9521
+        assert all(data.bpe.decode(data.bpe.encode(s)) == s for s in data.targets["test"])

@@ -1,0 +1,221 @@
+"""Where a step's time goes, in one process: the parts add up, whatever the loop looks like."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pufferfish.measure import Breakdown, breakdown
+from pufferfish.measure.breakdown import PARTS
+from pufferfish.measure.ready import Ready
+
+
+def setting() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, accumulate: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            model(torch.ones(16, 64)).square().mean().backward()
+        optimizer.step()
+
+
+def sums(times: Breakdown) -> float:
+    return sum(times.parts[name] for name in PARTS)
+
+
+def test_parts_add_up_to_the_wall_clock() -> None:
+    model, optimizer = setting()
+    start = time.perf_counter()
+    with Breakdown(model, optimizer) as times:
+        train(model, optimizer, 20)
+    wall = time.perf_counter() - start
+    assert times.steps == 20
+    assert sums(times) == pytest.approx(times.parts["step"])
+    assert 0 < 20 * times.parts["step"] <= wall
+    assert all(times.parts[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+    assert times.parts["encode"] == times.parts["decode"] == times.parts["hidden"] == 0
+    assert "backward" in str(times)
+
+
+def test_time_lands_where_it_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only work at one place moves."""
+    clock = [0.0]
+    monkeypatch.setattr(breakdown, "now", lambda device: clock[0])
+
+    def work(x: Tensor, at: bool) -> Tensor:
+        clock[0] += at
+        return x.clone()
+
+    class SlowBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            return work(g, where == "backward")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return SlowBackward.apply(work(self.inner(x), where == "forward"))
+
+    for where in ("data", "forward", "loss", "backward", "clipping"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Breakdown(model) as times:
+            for _ in range(3):
+                x = work(torch.ones(2, 8), where == "data")
+                loss = work(model(x), where == "loss").sum()
+                loss.backward()
+                work(x, where == "clipping")
+                optimizer.step()
+        part = {"loss": "forward", "clipping": "optimizer"}.get(where, where)
+        assert {name: x for name, x in times.parts.items() if x} == {part: 1.0, "step": 1.0}
+
+
+def test_accumulation_and_validation_inside_a_loop() -> None:
+    model, optimizer = setting()
+    with Breakdown(model) as times:
+        train(model, optimizer, 4, accumulate=3)
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        train(model, optimizer, 1)
+    assert times.steps == 5
+
+
+def test_read_begins_anew() -> None:
+    model, optimizer = setting()
+    with Breakdown(model) as times:
+        train(model, optimizer, 3)
+        first = times.read()
+        assert times.steps == 3
+        assert times.read()["step"] == 0
+        train(model, optimizer, 2)
+    assert times.steps == 2
+    assert times.parts["step"] != first["step"]
+
+
+def test_many_steps_are_folded_on_the_way() -> None:
+    model, optimizer = setting()
+    with Breakdown(model) as times:
+        train(model, optimizer, 130)
+        assert len(times._waiting) <= 101
+    assert times.steps == 130
+
+
+def test_only_the_models_optimizers_count() -> None:
+    model, optimizer = setting()
+    other, others = setting()
+    second = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with Breakdown(model) as own, Breakdown(model, second) as given:
+        train(model, optimizer, 2)
+        train(other, others, 3)
+        train(model, second, 1)
+    assert own.steps == 3
+    assert given.steps == 1
+
+
+def test_nothing_stays_behind() -> None:
+    from torch.optim import optimizer as module
+
+    model, _ = setting()
+    outs = []
+
+    def broken() -> None:
+        with Breakdown(model):
+            outs.append(model(torch.ones(2, 64)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    outs[0].sum().backward()  # its hook finds nobody
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not module._global_optimizer_pre_hooks
+    assert not module._global_optimizer_post_hooks
+
+
+def test_a_backward_that_breaks_off() -> None:
+    model, optimizer = setting()
+
+    def fail(g: Tensor) -> None:
+        raise KeyError("mine")
+
+    with Breakdown(model) as times:
+        x = torch.ones(2, 64, requires_grad=True)
+        x.register_hook(fail)
+        with pytest.raises(KeyError):
+            model(x).sum().backward()
+        optimizer.zero_grad()
+        train(model, optimizer, 2)
+    assert times.steps == 2
+    assert times.parts["backward"] > 0
+
+
+def test_outputs_of_any_form() -> None:
+    @dataclass
+    class Out:
+        logits: Tensor
+        extra: dict[str, Tensor]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Out:
+            y = self.inner(x)
+            return Out(y, {"more": y * 2})
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Breakdown(model) as times:
+        out = model(torch.ones(2, 4))
+        (out.logits.sum() + out.extra["more"].sum()).backward()
+        optimizer.step()
+    assert times.steps == 1
+    assert times.parts["backward"] > 0
+
+
+def test_ready_follows_the_order_of_backward() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
+    with Ready(model) as ready:
+        for _ in range(4):
+            model(torch.ones(1, 8)).sum().backward()
+    curve = ready.curve()
+    assert [share for share, _ in curve] == [0, 0.75, 1]  # the last layer's gradient comes first
+    assert [when for _, when in curve] == sorted(when for _, when in curve)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert Ready(model).curve() == ((0, 0), (1, 1))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_until_read() -> None:
+    model, _ = setting()
+    model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(16, 64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Breakdown(model) as times:
+            for _ in range(5):
+                model(x).square().mean().backward()
+                optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert times.steps == 5
+    assert sums(times) == pytest.approx(times.parts["step"])
+    assert all(times.parts[name] >= 0 for name in PARTS)

@@ -1,0 +1,191 @@
+"""The cost model against numbers worked out by hand and against data made with known α, β and toll."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from pufferfish.compress import BFloat16, NoCompression, PowerSGD, TopK
+from pufferfish.measure import CostModel, Line, Link, Work, buckets, dry_run
+from pufferfish.measure.link import KINDS
+
+SIZES = [2**k for k in range(10, 26, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(1e-4, 8e-9), (5e-3, 8e-8), (1e-6, 1e-11), (0.0, 1e-9), (1e-4, 0.0)]
+)
+def test_fit_finds_alpha_and_beta(kind: str, size: int, alpha: float, beta: float) -> None:
+    true = Line(alpha=alpha, beta=beta)
+    found = Line.fit(kind, size, [(b, true.seconds(kind, b, size)) for b in SIZES])
+    assert found.alpha == pytest.approx(alpha, rel=1e-6, abs=1e-12)
+    assert found.beta == pytest.approx(beta, rel=1e-6, abs=1e-17)
+    assert found.error < 1e-6
+
+
+def test_fit_of_noisy_times_is_close_and_says_its_error() -> None:
+    rng = random.Random(0)
+    true = Line(alpha=2e-4, beta=1e-8)
+    times = [(b, true.seconds("all_reduce", b, 4) * rng.uniform(0.9, 1.1)) for b in SIZES]
+    found = Line.fit("all_reduce", 4, times)
+    assert found.alpha == pytest.approx(true.alpha, rel=0.1)
+    assert found.beta == pytest.approx(true.beta, rel=0.1)
+    deviations = [abs(found.seconds("all_reduce", b, 4) / t - 1) for b, t in times]
+    assert found.error == pytest.approx(sum(deviations) / len(deviations))
+    assert 0 < found.error < 0.1
+
+
+def test_fit_never_goes_below_zero() -> None:
+    falling = [(1024, 1e-3), (2**20, 5e-4)]
+    assert Line.fit("all_reduce", 2, falling).beta == 0
+    steep = [(1024, 1e-9), (2**20, 1e-2)]
+    assert Line.fit("all_reduce", 2, steep).alpha == 0
+    with pytest.raises(ValueError, match="it takes two of each"):
+        Line.fit("all_reduce", 1, falling)
+
+
+def test_ring_by_hand() -> None:
+    """METHODS: 2α(p−1) + 2b(p−1)/(p·BW)."""
+    link = Link.of(bandwidth=1e9, latency=1e-3, size=4, goodput=1)
+    assert link.seconds("all_reduce", 10**8) == pytest.approx(6e-3 + 2 * 1e8 * 0.75 / 1.25e8)
+    assert link.seconds("all_gather", 10**6) == pytest.approx(3e-3 + 3e6 / 1.25e8)
+    assert link.seconds("all_to_all", 10**6) == pytest.approx(3e-3 + 0.75e6 / 1.25e8)
+    assert link.seconds("all_reduce", 10**8, size=1) == 0
+    assert link.extrapolated
+    with pytest.raises(ValueError, match="above 0"):
+        Link.of(bandwidth=0, latency=0, size=2)
+
+
+def test_the_slower_of_software_and_line_counts() -> None:
+    here = Link(size=2, lines={"all_reduce": Line(alpha=1e-4, beta=1e-8)})
+    assert here.at(bandwidth=1e12).lines == here.lines
+    assert here.at(bandwidth=1e8).bandwidth == pytest.approx(0.949e8)
+    assert not here.extrapolated
+    assert here.at(bandwidth=1e12).extrapolated
+
+
+def slow_step(work: Work, link: Link, ticks: int = 20000) -> float:
+    """The same as the model by going through backward in small steps: messages queue up for the link."""
+    waiting = list(work.messages)
+    total, gone, busy_until, tick = sum(n for _, n in waiting), 0, 0.0, work.backward / ticks
+    for i in range(1, ticks + 1):
+        while waiting and (gone + waiting[0][1]) / total <= i / ticks + 1e-12:
+            kind, n = waiting.pop(0)
+            gone += n
+            busy_until = max(busy_until, i * tick) + link.seconds(kind, n)
+    assert not waiting
+    return work.data + work.forward + max(work.backward, busy_until) + work.optimizer
+
+
+@pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e11])
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_overlap_equals_a_simulation(bandwidth: float, pieces: int) -> None:
+    link = Link.of(bandwidth=bandwidth, latency=1e-4, size=4)
+    messages = tuple(("all_reduce", 10**6 * (1 + i % 3)) for i in range(pieces))
+    work = Work(forward=0.1, backward=0.3, optimizer=0.02, data=0.01, messages=messages, overlaps=True)
+    predicted = CostModel(link=link).predict(work)
+    assert predicted.step == pytest.approx(slow_step(work, link), rel=1e-3)
+    exchanges = sum(link.seconds(kind, n) for kind, n in messages)
+    assert predicted.exchange + predicted.hidden == pytest.approx(exchanges, rel=1e-3)
+
+
+def test_gradients_that_come_early_hide_more() -> None:
+    link = Link.of(bandwidth=1e9, latency=0, size=2)
+    work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),) * 2, overlaps=True)
+    early = Work(**{**vars(work), "ready": ((0.0, 0.0), (0.5, 0.1), (1.0, 1.0))})
+    steps = [CostModel(link=link).predict(w).step for w in (early, work)]
+    assert steps[0] <= steps[1]
+    assert CostModel(link=link).predict(early).hidden >= CostModel(link=link).predict(work).hidden
+
+
+def test_without_overlap_all_adds_up() -> None:
+    link = Link.of(bandwidth=1e9, latency=1e-3, size=4)
+    messages = (("all_to_all", 10**6), ("all_gather", 10**5))
+    work = Work(forward=1, backward=2, optimizer=3, data=4, encode=5, decode=6, messages=messages)
+    predicted = CostModel(link=link, toll=1.0).predict(work)
+    assert predicted.exchange == pytest.approx(sum(link.seconds(*m) for m in messages))
+    assert predicted.step == pytest.approx(21 + predicted.exchange)
+    assert predicted.hidden == 0
+
+
+def test_extrapolation_is_marked() -> None:
+    work = Work(forward=0.1, backward=0.2, messages=(("all_gather", 10**6),))
+    model = CostModel(link=Link(size=4, lines={"all_reduce": Line(alpha=1e-4, beta=1e-9)}))
+    assert not model.predict(work).extrapolated
+    assert model.predict(work, workers=64).extrapolated
+    assert model.predict(work, workers=64).step > model.predict(work).step
+    assert CostModel(link=model.link.at(bandwidth=1e8)).predict(work).extrapolated
+
+
+def test_two_levels_by_hand() -> None:
+    lines = {"all_reduce": Line(alpha=1e-3, beta=1e-8)}
+    link = Link(
+        size=8, per_node=4, lines=lines,
+        inside={"all_reduce": Line(alpha=1e-5, beta=1e-10)}, between={"all_reduce": Line(alpha=1e-3, beta=4e-8)},
+    )  # fmt: skip
+    work = Work(forward=0.0, backward=0.0, messages=(("all_reduce", 10**6),), inside=4 * 10**6)
+    inside = 3 * 1e-5 + 3e6 * 1e-10 + 3 * 1e-5 + 3e6 * 1e-10  # reduce-scatter, all-gather
+    assert CostModel(link=link).predict(work).step == pytest.approx(inside + 2e-3 + 1e6 * 4e-8)
+    assert CostModel(link=link).predict(work, workers=16).step == pytest.approx(inside + 6e-3 + 1.5e6 * 4e-8)
+    slow = link.at(bandwidth=1e8)
+    assert slow.inside == link.inside
+    assert slow.between is not None
+    assert slow.between["all_reduce"].beta == pytest.approx(4 * slow.lines["all_reduce"].beta)
+
+
+def test_toll_is_found_and_the_error_told() -> None:
+    link = Link.of(bandwidth=1e9, latency=1e-4, size=4)
+    works = [
+        Work(forward=0.1, backward=0.3, messages=(("all_reduce", n),) * 3, overlaps=True)
+        for n in (10**6, 5 * 10**6, 2 * 10**7)
+    ]
+    true = CostModel(link=link, toll=7e-9)
+    measured = [(w, true.predict(w).step) for w in works]
+    found = CostModel.fit(link, measured)
+    assert found.toll == pytest.approx(7e-9, rel=1e-3)
+    assert found.error == pytest.approx(0, abs=1e-4)
+    assert CostModel.fit(link, [(works[0], 1e-3)]).toll == 0  # faster than it can be
+    off = CostModel.fit(link, [(works[0], 1e-3)]).errors([(works[0], 1e-3)])
+    assert off[0] > 1
+    with pytest.raises(ValueError, match="no step"):
+        CostModel.fit(link, [])
+
+
+def test_buckets_are_ddps() -> None:
+    """As torch itself assigns them."""
+    sizes = [4 * n for n in (300_000, 10, 2_000_000, 64, 7_000_000, 1_000, 500_000, 3)]
+    tensors = [torch.empty(n // 4, device="meta") for n in sizes]
+    caps = [2**20, 25 * 2**20]
+    indices, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors))
+    theirs = [sum(sizes[i] for i in bucket) for bucket in indices]
+    assert buckets(sizes) == theirs
+    assert sum(buckets(sizes)) == sum(sizes)
+
+
+def test_dry_run_counts_what_a_worker_sends() -> None:
+    like = dict(nn.Linear(128, 64).named_parameters())
+    plain = 4 * (128 * 64 + 64)
+    state = torch.get_rng_state()
+    for method, most, kind in (
+        (NoCompression(), plain + 16, "all_reduce"),
+        (BFloat16(), plain / 2 + 16, "all_reduce"),
+        (PowerSGD(rank=2), 4 * (2 * (128 + 64) + 64) + 16, "all_reduce"),
+        (TopK(0.01), plain / 20, "all_gather"),
+    ):
+        sent = dry_run(method, like, 8, steps=1)
+        assert 0 < sent.nbytes <= most, method
+        assert kind in {kind for kind, _ in sent.messages}
+        assert sent.encode > 0
+        assert sent.decode > 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in like.values())
+    meta = {name: p.detach().to("meta") for name, p in like.items()}
+    assert (
+        dry_run(PowerSGD(rank=2), meta, 8, device="cpu").messages
+        == dry_run(PowerSGD(rank=2), like, 8).messages
+    )
