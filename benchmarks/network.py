@@ -18,6 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -83,7 +84,7 @@ def work(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def stepper(name: str, batch: int):  # type: ignore[no-untyped-def]
+def stepper(name: str, batch: int) -> Callable[[bool], None]:
     """A step of one method, with the exchange or without."""
     chosen = choice(name)
     torch.manual_seed(0)

@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 import pufferfish as pf
+from pufferfish.lab.report.statistics import differences as paired
+from pufferfish.lab.report.statistics import student
 from pufferfish.table import aligned
 
 Line = dict[str, Any]
-# Two-sided 97.5 % quantiles of Student's t by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 class Run(ABC):
@@ -228,15 +228,11 @@ def table(benchmark: Benchmark, lines: list[Line]) -> str:
     return text
 
 
-def paired(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
-    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-
-
 def half_width(gaps: list[float]) -> float:
     """Of the 95 % interval of the mean."""
     if len(gaps) < 2:
         return math.inf
-    return STUDENT[min(len(gaps) - 1, 9)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return student(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 def interval(gaps: list[float], digits: int) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .method import Gather, Method, Steps, Sum, check_count, count
+from .method import Gather, Steps, Sum, count
+from .sparse import RandomK
 from .turn import Turn
 
 
 @dataclass(frozen=True)
-class BlockRandomK(Method):
+class BlockRandomK(RandomK):
     """k consecutive elements from a start drawn uniformly in every step; behind the last comes the first.
 
     The wrap-around gives every element the same chance k/d. Reading and writing a run is cheaper than picking
@@ -28,25 +28,6 @@ class BlockRandomK(Method):
     >>> BlockRandomK(k=100, coordinates="own")
     BlockRandomK(k=100, coordinates='own', scale=False)
     """
-
-    k: float | int = 0.01
-    coordinates: Literal["shared", "own"] = "shared"
-    scale: bool = False
-
-    sparse = True
-
-    def __post_init__(self) -> None:
-        check_count("BlockRandomK", self.k)
-        if self.coordinates not in ("shared", "own"):
-            raise ValueError(f'BlockRandomK: coordinates={self.coordinates!r} is neither "shared" nor "own"')
-
-    @property
-    def kind(self) -> str:
-        return "unbiased" if self.scale else "contraction"
-
-    @property
-    def exchanges(self) -> tuple[str, ...]:
-        return ("all_reduce",) if self.coordinates == "shared" else ("all_gather",)
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         b, d = x.shape

@@ -64,9 +64,10 @@ class RandomK(Method):
     sparse = True
 
     def __post_init__(self) -> None:
-        check_count("RandomK", self.k)
+        who = type(self).__name__
+        check_count(who, self.k)
         if self.coordinates not in ("shared", "own"):
-            raise ValueError(f'RandomK: coordinates={self.coordinates!r} is neither "shared" nor "own"')
+            raise ValueError(f'{who}: coordinates={self.coordinates!r} is neither "shared" nor "own"')
 
     @property
     def kind(self) -> str:
