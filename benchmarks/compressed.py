@@ -10,7 +10,8 @@ process simulates (`pufferfish.lab.simulated`, tested equal to real DDP workers)
 therefore, and `plain`, which sends all, is not quite the dense run of `cifar10.py`.
 
 The peak of the learning rate is chosen for each arm from the same few (--lrs), on the last training images (--held-out),
-which are then not trained on. The final runs train on all images and are scored on the test set after the last epoch.
+which are then not trained on. Where the best is at the edge, more may be tried beyond; it is taken if it gains more than
+half a point. The final runs train on all images and are scored on the test set after the last epoch.
 A result is written as soon as it is there; what is in --out already is not trained again. Several processes may share
 the work by --arms or --seeds, each with its own --out.
 
@@ -115,9 +116,6 @@ def main() -> None:
     ask.add_argument("--workers", type=int, default=4)
     ask.add_argument("--batch", type=int, default=512, help="of all workers together")
     ask.add_argument("--limit", type=int, help="use only so many images of each batch file, to try it out")
-    ask.add_argument(
-        "--units", choices=["gradient", "update"], default="update", help="what a memory keeps its size in"
-    )
     ask.add_argument("--eager", action="store_true", help="no CUDA graph")
     given = ask.parse_args()
     if given.choose:
@@ -142,7 +140,6 @@ def train(given: argparse.Namespace) -> None:
         "workers": given.workers,
         "batch": given.batch,
         "held_out": given.held_out,
-        "units": given.units,
         "limit": given.limit,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
@@ -210,9 +207,8 @@ class Compressed(Training):
     ) -> None:
         super().__init__(data, seed, given.batch, device)
         self.optimizer = optimizer(self.model, arm.method)
-        follow = self.optimizer if given.units == "update" else None
         self.workers = SimulatedDDP(
-            self.model, arm.method, given.workers, optimizer=follow, scope=arm.scope, seed=seed
+            self.model, arm.method, given.workers, optimizer=self.optimizer, scope=arm.scope, seed=seed
         )
         self.lr = lr
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -304,16 +300,24 @@ def choose(lines: list[Line], out: Path | None) -> None:
     for line in lines:
         scores.setdefault(line["arm"], {}).setdefault(line["lr"], {})[line["seed"]] = line["score"]
     rates = sorted({lr for tried in scores.values() for lr in tried})
+    common = [lr for lr in rates if all(lr in tried for tried in scores.values())]
+    if not common:
+        raise SystemExit("no rate was tried for all arms")
     rows = [["held-out accuracy, %", *[f"{lr:g}" for lr in rates], "best", ""]]
     best = {}
     for arm, tried in scores.items():
-        if tried.keys() != set(rates) or len({frozenset(seeds) for seeds in tried.values()}) != 1:
-            raise SystemExit(f"{arm!r} was not tried with the same seeds for each of {rates}")
+        if len({frozenset(seeds) for seeds in tried.values()}) != 1:
+            raise SystemExit(f"{arm!r} was not tried with the same seeds for each of {sorted(tried)}")
         means = {lr: statistics.mean(seeds.values()) for lr, seeds in sorted(tried.items())}
-        best[arm] = max(means, key=means.__getitem__)
-        edge = len(rates) > 1 and best[arm] in (rates[0], rates[-1])
-        row = [f"{mean:.2f}" for mean in means.values()]
-        rows.append([arm, *row, f"{best[arm]:g}", "at the edge" if edge else ""])
+        best[arm] = max(common, key=means.__getitem__)
+        above = [lr for lr in means if lr > common[-1]] if best[arm] == common[-1] else []
+        below = [lr for lr in reversed(means) if lr < common[0]] if best[arm] == common[0] else []
+        for lr in above + below:
+            if means[lr] > means[best[arm]] + POINTS:
+                best[arm] = lr
+        row = [f"{means[lr]:.2f}" if lr in means else "" for lr in rates]
+        last = len(means) > 1 and best[arm] in (min(means), max(means))
+        rows.append([arm, *row, f"{best[arm]:g}", "at the edge" if last else ""])
     print(aligned(rows, left=(0, len(rows[0]) - 1)))
     text = json.dumps(best, indent=1)
     if out:

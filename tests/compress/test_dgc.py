@@ -89,7 +89,19 @@ def test_settings(wrong: dict[str, float]) -> None:
         DGC(**wrong)
 
 
-def test_what_waits_follows_the_units() -> None:
+def test_what_waits_is_a_gradient() -> None:
+    """A lower learning rate leaves it as it is."""
+    plain, other = (Aggregator(DGC(sparsity=0.9), Simulated(1), smallest=0) for _ in range(2))
+    for step, rate in enumerate([1.0, 0.5, 0.1]):
+        given = gradients(1, step)[0]
+        means = [
+            one.together([given], units)[0]
+            for one, units in ((plain, None), (other, dict.fromkeys(given, 1 / rate)))
+        ]
+        assert all(torch.equal(means[0][name], means[1][name]) for name in given)
+
+
+def test_what_waits_follows_the_loss_scale() -> None:
     """Twice the loss scale: with gradients twice as large, all is twice as large."""
     plain, scaled = (Aggregator(DGC(sparsity=0.9), Simulated(1), smallest=0) for _ in range(2))
     for step, scale in enumerate([1.0, 2.0, 0.5]):

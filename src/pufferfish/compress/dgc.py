@@ -19,7 +19,8 @@ class DGC(Method):
     """u = m·u + g, v = v + u; the largest of v are sent, and v and u become zero there.
 
     v is a memory that momentum flows into; zeroing u stops the momentum of what was just sent. The optimizer's own
-    momentum must be off. Tensors that travel as they are (1-D and small ones) get no momentum from here.
+    momentum must be off. Tensors that travel as they are (1-D and small ones) get no momentum from here. As in the paper u
+    and v are sums of gradients: when the learning rate falls, what waited comes out with the lower one.
 
     Args:
         sparsity: the share of elements that is not sent. Higher → fewer bytes.
@@ -44,8 +45,7 @@ class DGC(Method):
     exchanges = ("all_gather",)
     kind = "own"
     has_momentum = True
-    in_units = ("v",)
-    in_scale = ("u",)
+    in_scale = ("u", "v")
 
     def __post_init__(self) -> None:
         for name in ("sparsity", "momentum"):
