@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,30 @@ def grads(one: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def test_passes_add_up() -> None:
+    """Several passes of each worker are one on all its rows; each worker draws from its own generator."""
+    layout = torch.contiguous_format
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.Dropout(0.5))
+    workers = SimulatedDDP(model, NoCompression(), 2, seeds=[5, 6])
+    parts = [part(0, rank, layout) for rank in range(2)]
+
+    def losses(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+        for half in range(2):
+            yield nn.functional.cross_entropy(model(x[half::2]), y[half::2]) / 2
+
+    before = torch.get_rng_state()
+    found = workers.gradients(losses, parts)
+    assert torch.equal(before, torch.get_rng_state())
+    for seed, own, (x, y) in zip((5, 6), found, parts, strict=True):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        for loss in losses(x, y):
+            loss.backward()
+        assert all(
+            torch.equal(own[name], p.grad) for name, p in model.named_parameters() if p.grad is not None
+        )
+
+
 def test_refusals() -> None:
     model = build()
     with pytest.raises(ValueError, match="has a momentum of its own, and so has the SGD"):
@@ -164,10 +190,10 @@ def test_passes_in_a_graph() -> None:
     images = torch.randn(96, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(10, (96,), device=device)
     data = (images, labels, images, labels)
-    runs = [
-        compressed.Compressed(data, 0, ARMS["top-k 1 %"], 0.1, 4, 32, device, eager)
-        for eager in (True, False)
-    ]
+    runs = []
+    for eager in (True, False):
+        given = argparse.Namespace(batch=32, workers=4, units="update", eager=eager)
+        runs.append(compressed.Compressed(data, 0, ARMS["top-k 1 %"], 0.1, given, device))
     for x, y in zip(images.split(32), labels.split(32), strict=True):
         eager, graphed = (run._gradients(x, y) for run in runs)
         for one, other in zip(eager, graphed, strict=True):

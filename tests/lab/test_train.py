@@ -1,36 +1,45 @@
-"""The loop, as the command runs it: alone, under torchrun, killed and started again."""
+"""The loop in one process, as the command runs it: its records, stopped and started again, and what it refuses."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
-import subprocess
-import sys
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
+import torch
+from torch import Tensor, nn
 
 from pufferfish.cli import main
 from pufferfish.compress import BFloat16, PowerSGD
 from pufferfish.lab.choice import choice
 from pufferfish.lab.report import report
+from pufferfish.lab.tasks import Task, find
+from pufferfish.lab.tasks.digits import Digits
+from pufferfish.lab.tasks.wikitext2 import Wikitext2
+from pufferfish.lab.train import Settings, train
+from pufferfish.lab.train.spectra import sampled
 from pufferfish.measure import Run, read
 
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "pufferfish",
-]
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SMALL = ["train", "digits:mlp,width=16", "--epochs", "3", "--device", "cpu"]
 
 
-def losses(run: Run) -> list[tuple[int, float]]:
-    return [(step, value) for _, step, value in run.metrics["loss"]]
+def values(run: Run, name: str) -> list[tuple[int, float]]:
+    return [(step, value) for _, step, value in run.metrics[name]]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    newest = max((folder / "checkpoints").iterdir(), key=lambda path: path.name)
+    (file,) = newest.glob("model*.safetensors")
+    return load_file(file)
 
 
 def test_choices() -> None:
@@ -49,63 +58,146 @@ def test_choices() -> None:
 def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for method in ("dense", "pufferfish"):
         out = tmp_path / method
-        words = [
-            "train",
-            "digits:mlp,width=16",
-            "--epochs",
-            "3",
-            "--method",
-            method,
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-        ]
-        assert main(words) == 0
-        assert f"{method}: accuracy" in capsys.readouterr().out
+        assert main([*SMALL, "--method", method, "--out", str(out), "--jsonl"]) == 0
+        said = capsys.readouterr()
+        assert f"{method}: accuracy" in said.out
+        assert said.err.count("epoch 3/3, validation accuracy") == 1  # no terminal: a line an epoch
+        assert "\r" not in said.err
         run = read(out)
         assert run.results["accuracy"] > 60
-        assert {
-            "loss",
-            "lr",
-            "bytes",
-            "valid/accuracy",
-            "time/forward",
-            "time/backward",
-        } <= run.metrics.keys()
-    assert (
-        read(tmp_path / "pufferfish").results["parameters"] < read(tmp_path / "dense").results["parameters"]
-    )
-    assert any(layer["rank"] for layer in read(tmp_path / "pufferfish").layers)
-    assert (
-        main(["train", "digits:mlp,width=16", "--epochs", "3", "--out", str(tmp_path / "dense")]) == 0
-    )  # it is done
+        for key in ("parameters", "low_rank_layers", "bytes_a_step", "seconds_a_step", "peak_memory"):
+            assert run.results[key] >= 0, key
+        assert {"loss", "lr", "bytes", "valid/accuracy", "time/forward", "time/step"} <= run.metrics.keys()
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == values(run, "loss")
+    dense, small = (read(tmp_path / name) for name in ("dense", "pufferfish"))
+    assert small.results["parameters"] < dense.results["parameters"]
+    for layer in small.layers:
+        before, after = layer["spectrum_before"], layer["spectrum_after"]
+        if layer["rank"] is None:
+            assert before is after is None
+        else:
+            assert before[0] == after[0] == 1.0
+            assert len(before) == len(after) == min(64, layer["full_rank"])
+            assert sum(x > 0 for x in after) == layer["rank"] < sum(x > 0 for x in before)
+    first = dense.results
+    assert main([*SMALL, "--out", str(tmp_path / "dense")]) == 0  # it is done
+    assert read(tmp_path / "dense").results == first
     page = report([tmp_path])
     assert "pufferfish" in page
     assert "accuracy" in page
 
 
-@pytest.mark.timeout(200)
-def test_killed_workers_go_on(tmp_path: Path) -> None:
-    """With a switch and compression: the losses of a run that was killed are those of one that was not."""
-    words = ["train", "digits:mlp,width=16", "--epochs", "6", "--method", "pufferfish", "--compress", "powersgd-2",
-             "--save-every", "7", "--device", "cpu"]  # fmt: skip
-    command = [*TORCHRUN, *words, "--out"]
-    subprocess.run([*command, "straight"], cwd=tmp_path, env=ENV, check=True, capture_output=True, timeout=90)
-    killed = subprocess.Popen([*command, "killed"], cwd=tmp_path, env=ENV, start_new_session=True,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    try:
-        while not list(tmp_path.glob("killed/checkpoints/*-step-*")):
-            assert killed.poll() is None
-    finally:
-        os.killpg(killed.pid, signal.SIGKILL)
-        killed.wait()
-    assert read(tmp_path / "killed").finished is None
-    subprocess.run([*command, "killed"], cwd=tmp_path, env=ENV, check=True, capture_output=True, timeout=90)
-    straight, again = (read(tmp_path / name) for name in ("straight", "killed"))
-    assert losses(again) == losses(straight)
-    assert again.results == straight.results
-    assert again.metrics["bytes"][-1][2] == straight.metrics["bytes"][-1][2] > 0
+def test_many_singular_values() -> None:
+    found = sampled(torch.linspace(2, 0.02, 100))
+    assert found is not None
+    assert len(found) == 64
+    assert (found[0], found[-1]) == (1.0, 0.01)
+
+
+@dataclass(frozen=True)
+class Stopped(Digits):
+    """Somebody asks to stop at the `at`-th batch; dropout and BatchNorm are in it."""
+
+    model: str = "cnn"
+    width: int = 4
+    at: int = 0
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.act1 = nn.Dropout(0.3)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any, recipe: Any) -> Tensor:
+        return _stopping(self, super().loss(model, batch, recipe))
+
+
+@dataclass(frozen=True)
+class StoppedLSTM(Wikitext2):
+    """The same for a task that carries a state from batch to batch."""
+
+    at: int = 0
+
+    def loss(self, model: nn.Module, batch: Any, recipe: Any) -> Tensor:
+        return _stopping(self, super().loss(model, batch, recipe))
+
+
+_seen: dict[Any, int] = {}
+
+
+def _stopping(task: Any, loss: Tensor) -> Tensor:
+    _seen[task] = _seen.get(task, 0) + 1
+    if _seen[task] == task.at:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return loss
+
+
+@pytest.mark.parametrize("simulate", [None, 2])
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) -> None:
+    """A run that was stopped in the middle of an epoch and went on is, bit for bit, one that was not."""
+    if kind == "images":
+        task: Any = Stopped()
+        recipe = replace(task.recipe("short"), epochs=3, switch_at=1)
+    else:
+        tiny.wikitext2(tmp_path)
+        task = StoppedLSTM(d=8, bptt=5, dropout=0.2)
+        recipe = replace(task.recipe("short"), epochs=3, batch=8, lr=1.0, switch_at=1)
+    passes = (simulate or 1) * 2
+    given = Settings(
+        choice("pufferfish+powersgd-2" if simulate else "pufferfish"), recipe, tmp_path / "straight",
+        data=tmp_path, accumulate=2, simulate=simulate, quiet=True,
+    )  # fmt: skip
+    straight = train(task, given)
+    steps = task.steps(task.load(tmp_path), recipe.batch)
+    assert steps > 4
+    _seen.clear()
+    stopping = replace(task, at=passes * (2 * steps + steps // 2))
+    given = replace(given, folder=tmp_path / "stopped")
+    assert train(stopping, given) is None
+    assert read(given.folder).finished is None
+    again = train(stopping, given)
+    assert straight is not None
+    assert again is not None
+    timed = {"seconds_a_step", "peak_memory"}
+    assert {k: v for k, v in again.items() if k not in timed} == {
+        k: v for k, v in straight.items() if k not in timed
+    }
+    one, other = (read(tmp_path / name) for name in ("straight", "stopped"))
+    for name in ("loss", "bytes", f"valid/{task.measure}"):
+        assert values(one, name) == values(other, name)
+    for (name, a), (other_name, b) in zip(
+        weights(tmp_path / "straight").items(), weights(tmp_path / "stopped").items(), strict=True
+    ):
+        assert name == other_name
+        assert torch.equal(a, b), name
+
+
+def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times of simulated workers are predicted, and say so."""
+    words = [
+        "--method",
+        "pufferfish",
+        "--compress",
+        "topk",
+        "--workers",
+        "4",
+        "--simulate",
+        "--network",
+        "1gbit",
+    ]
+    assert main([*SMALL, *words, "--out", str(tmp_path / "run")]) == 0
+    assert "predicted, not measured" in capsys.readouterr().err
+    run = read(tmp_path / "run")
+    assert (run.workers, run.settings["simulated"], run.link and run.link["asked"]) == (4, True, "1gbit")
+    assert "seconds_a_step" not in run.results
+    small, dense = run.predicted["seconds_a_step"], run.predicted["warm_up_seconds_a_step"]
+    assert small > 0
+    assert run.metrics["loss"][-1][:2] == (
+        pytest.approx(40 * dense + 20 * small, rel=0.05),
+        60,
+    )  # its time, too
+    assert not any(name.startswith("time/") for name in run.metrics)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +208,27 @@ def test_killed_workers_go_on(tmp_path: Path) -> None:
         (["digits", "--recipe", "long"], "it has short"),
         (["digits", "--batch", "0"], "batch=0"),
         (["digits", "--batch", "10000"], "training images"),
+        (["digits", "--out", "/dev/null/run"], "/dev/null is no folder"),
+        (["digits", "--accumulate", "3"], "does not go to 1 workers in 3 equal parts"),
+        (["digits", "--save-every", "0"], "--save-every 0"),
+        (["digits", "--held", "-1"], "--held -1"),
+        (["wikitext2", "--held", "5"], "validation data of its own"),
+        (["digits", "--graph", "--device", "cpu"], "CUDA graphs need a GPU"),
         (["cifar10", "--data", "nowhere"], "nowhere"),
+        (["digits", "--workers", "3"], "does not go to 3 workers"),
+        (["digits", "--workers", "65"], "choose 1 to 64"),
+        (["digits", "--workers", "2", "--batch", "10000"], "training images"),
+        (["digits", "--workers", "2", "--network", "1gbit"], "say --hosts N"),
+        (["digits", "--workers", "2", "--out", "/dev/null/run"], "/dev/null is no folder"),
+        (["cifar10", "--workers", "2", "--data", "nowhere"], "nowhere"),
+        (["digits", "--network", "1gbit"], "between how many"),
+        (["digits", "--network", "fast", "--hosts", "2"], "network 'fast'"),
+        (["digits", "--network", "10gbit", "--hosts", "2"], "predicted, not emulated"),
+        (["digits", "--simulate"], "say how many"),
+        (["digits", "--simulate", "--workers", "3"], "does not go to 3 workers"),
+        (["digits", "--simulate", "--workers", "2", "--hosts", "2"], "are for real workers"),
+        (["digits", "--simulate", "--workers", "2", "--network", "1"], "network '1'"),
+        (["digits", "--simulate", "--workers", "2", "--compress", "dgc"], "momentum"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -132,3 +244,75 @@ def test_bad_input_is_one_line(
     assert told in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_another_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "digits:mlp,width=4", "--device", "cpu", "--out", str(tmp_path)]
+    assert main([*words, "--epochs", "1"]) == 0
+    capsys.readouterr()
+    for other, told in (
+        (["--epochs", "2"], "epochs 1, not 2"),
+        (["--epochs", "1", "--method", "auto"], "dense"),
+    ):
+        assert main([*words, *other]) == 2
+        error = capsys.readouterr().err
+        assert told in error
+        assert "choose another --out" in error
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--tensorboard"]) == 2
+    assert "pip install tensorboard" in capsys.readouterr().err
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert main([*SMALL, "--tensorboard", "--out", str(tmp_path)]) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    found = [(event.step, event.value) for event in seen.Scalars("loss")]
+    assert found == [(step, pytest.approx(x)) for step, x in values(read(tmp_path), "loss")]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("words", "told"), [(["digit"], "did you mean"), (["digits", "--workers", "2"], "under torchrun")]
+)
+def test_under_torchrun_it_is_told_once(
+    words: list[str],
+    told: str,
+    rank: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert main(["train", *words]) == 2
+    error = capsys.readouterr().err
+    assert (told in error) if rank == "0" else not error
+
+
+@pytest.mark.timeout(60)
+def test_port_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in (
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", port),
+        ):
+            monkeypatch.setenv(name, value)
+        assert main([*SMALL, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_tasks_say_whether_graphs_fit() -> None:
+    assert all(isinstance(t.task, Task) and isinstance(t.task.static, bool) for t in tiny.TINY.values())
+    assert not find("multi30k").static

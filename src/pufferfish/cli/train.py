@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .common import Commands
 
+if TYPE_CHECKING:
+    from ..lab.tasks.task import Task
+    from ..lab.train import Settings
+
 TRAIN_HELP = """\
-Train a task, alone or under torchrun. Start the same command again and it goes on where it was.
+Train a task: alone, on workers of this machine, or under torchrun. Start the same command again and it goes on where it
+was; ctrl-C ends it with a checkpoint.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k, imagefolder, text, or one of
 yours: file.py:task. Data comes from --data or $PUFFERFISH_DATA; a message says what to put where.
 
   pufferfish train digits --method pufferfish
+  pufferfish train digits --method auto --compress powersgd-4 --network 100mbit --hosts 4
+  pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate --graph
   torchrun --nproc-per-node 4 -m pufferfish train cifar10 --method auto --compress powersgd-4
 """
 
@@ -28,59 +37,202 @@ def add(commands: Commands) -> None:
         description=TRAIN_HELP,
     )
     train.add_argument("task", metavar="TASK")
-    train.add_argument(
+    what = train.add_argument_group("what")
+    what.add_argument(
         "--method", default="dense", metavar="M", help="dense, pufferfish (the paper's recipe), auto, …"
     )
-    train.add_argument(
+    what.add_argument(
         "--compress", metavar="C", help="a compression method on top, such as powersgd-4 or bf16"
     )
-    train.add_argument("--recipe", default="short", help="short (default) or paper")
-    train.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/TASK-METHOD-SEED")
-    train.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
-    train.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    train.add_argument(
+    what.add_argument("--recipe", default="short", help="short (default) or paper")
+    for name, kind in (("epochs", int), ("batch", int), ("lr", float)):
+        what.add_argument(f"--{name}", type=kind, metavar="N", help="in place of the recipe's")
+    what.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
+    what.add_argument("--seed", type=int, default=0, metavar="N")
+    what.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
+    what.add_argument(
+        "--held",
+        type=float,
+        metavar="N",
+        help="images (or their share) held out for validation; 0: train on all",
+    )
+    where = train.add_argument_group("where")
+    where.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    where.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, else fp32"
     )
-    for name, kind in (("epochs", int), ("batch", int), ("lr", float)):
-        train.add_argument(f"--{name}", type=kind, metavar="N", help="in place of the recipe's")
-    train.add_argument("--seed", type=int, default=0, metavar="N")
-    train.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
-    train.add_argument(
-        "--save-every", type=int, metavar="N", help="updates between checkpoints (default: an epoch)"
+    where.add_argument("--compile", action="store_true", help="torch.compile")
+    where.add_argument(
+        "--graph", action="store_true", help="whole updates in a CUDA graph, for batches of one shape"
     )
-    train.add_argument("--compile", action="store_true", help="torch.compile")
+    where.add_argument("--workers", type=int, metavar="N", help="processes on this machine")
+    where.add_argument(
+        "--simulate",
+        action="store_true",
+        help="play the --workers exactly in one process; times are predicted",
+    )
+    where.add_argument(
+        "--network",
+        metavar="LINK",
+        help="100mbit, 1gbit,delay=5ms …: emulated, with --simulate predicted (10gbit)",
+    )
+    where.add_argument("--hosts", type=int, metavar="N", help="on the emulated network")
+    where.add_argument("--per-host", type=int, metavar="N", help="workers on each (1)")
+    records = train.add_argument_group("records")
+    records.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/TASK-METHOD-SEED")
+    records.add_argument(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="updates between checkpoints (default: at the end of epochs, but not every few seconds)",
+    )
+    records.add_argument("--jsonl", action="store_true", help="metrics.jsonl too, an object a logged step")
+    records.add_argument("--tensorboard", action="store_true", help="TensorBoard's files too")
     train.set_defaults(run=_train)
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
+    if "RANK" in os.environ:
+        return _worker(arguments)
+    task, given = _settings(arguments)
+    network, hosts, per_host = _places(arguments)
+    _refuse_locked(given.folder)
+    if hosts * per_host == 1:
+        return _here(task, given)
+    from ..lab.train.start import start
+
+    _refuse(task, given, hosts * per_host)
+    command = ["-m", "pufferfish", "train", *_words(arguments, given)]
+    return start(command, network=network, hosts=hosts, per_host=per_host)
+
+
+def _here(task: Task, given: Settings, link: Any = None) -> int:
+    from ..lab.train import train
+    from ..lab.train.screen import Screen
+
+    found = train(task, given, link=link)
+    if found is None:
+        return 0 if "RANK" in os.environ else 130
+    silent = int(os.environ.get("RANK", "0")) > 0
+    figures = f"{task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters"
+    Screen(silent).result(f"{given.choice.name}: {figures}; {given.folder}")
+    return 0
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    """One of several: what is wrong with all of them is told once."""
+    from ..lab.train.screen import Screen
+    from ..lab.train.start import told
+
+    rank, settled = os.environ["RANK"], False
+    try:
+        if arguments.workers or arguments.network or arguments.hosts or arguments.simulate:
+            raise ValueError(
+                "--workers, --network, --hosts and --simulate start their own; leave them out under torchrun"
+            )
+        started = told()
+        task, given = _settings(arguments, hosts=started.get("hosts", 1))
+        settled = True
+        return _here(task, given, started.get("link"))
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        shared = not settled or str(error).startswith("rank ")
+        text = str(error).removeprefix("rank 0: ")
+        Screen(silent=shared and rank != "0").refuse(f"pufferfish train: {text}")
+        return 2
+
+
+def _settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Settings]:
     from dataclasses import replace
 
     import torch
 
     from ..lab.choice import choice
     from ..lab.tasks.find import find
-    from ..lab.train import Settings, train
+    from ..lab.train import Settings
 
-    task = find(arguments.task)
+    task: Any = find(arguments.task)
+    if arguments.held is not None:
+        if not hasattr(task, "held"):
+            raise ValueError(f"--held {arguments.held:g}: {task.name} comes with validation data of its own")
+        if arguments.held < 0:
+            raise ValueError(f"--held {arguments.held:g}: take 0 or more")
+        task = replace(task, held=type(task.held)(arguments.held))
     word = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
     changed = {
         key: value for key in ("epochs", "batch", "lr") if (value := getattr(arguments, key)) is not None
     }
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    given = Settings(
+    more = {"network": arguments.network} if arguments.simulate and arguments.network else {}
+    if arguments.simulate and not arguments.workers:
+        raise ValueError("--simulate: say how many by --workers N")
+    return task, Settings(
         choice(word),
         replace(task.recipe(arguments.recipe), **changed),
-        arguments.out or Path("runs") / f"{task.name}-{word}-{arguments.seed}",
+        arguments.out or Path("runs") / re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{word}-{arguments.seed}"),
         data=arguments.data,
         seed=arguments.seed,
         device=device,
         precision=arguments.precision or ("bf16" if device == "cuda" else "fp32"),
         accumulate=arguments.accumulate,
         compile=arguments.compile,
+        graph=arguments.graph,
         save_every=arguments.save_every,
+        simulate=arguments.workers if arguments.simulate else None,
+        sinks=tuple(name for name in ("jsonl", "tensorboard") if getattr(arguments, name)),
+        hosts=hosts,
+        **more,
     )
-    found = train(task, given)
-    if found is not None and int(os.environ.get("RANK", "0")) == 0:
-        print(
-            f"{word}: {task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters; {given.folder}"
+
+
+def _places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:
+    """The network, hosts and workers on each that are to be started."""
+    workers, hosts, per_host = arguments.workers, arguments.hosts, arguments.per_host
+    if arguments.simulate:
+        if hosts or per_host:
+            raise ValueError("--simulate: --hosts and --per-host are for real workers; say --workers N")
+        return None, 1, 1
+    for name, value in (("workers", workers), ("hosts", hosts), ("per-host", per_host)):
+        if value is not None and not 1 <= value <= 64:
+            raise ValueError(f"--{name} {value}: choose 1 to 64")
+    if workers and (arguments.network or hosts or per_host):
+        raise ValueError("--workers is for the loopback; on a network say --hosts N and --per-host M")
+    if arguments.network and not hosts:
+        raise ValueError(f"--network {arguments.network}: say between how many: --hosts N")
+    return arguments.network, hosts or 1, workers or per_host or 1
+
+
+def _refuse(task: Task, given: Settings, size: int) -> None:
+    """What workers would refuse one by one, before they are started."""
+    import torch
+
+    from ..lab.train.records import refuse_other
+
+    given.check(task, size)
+    if given.device == "cuda" and size > torch.cuda.device_count():
+        raise ValueError(
+            f"{size} workers: there are {torch.cuda.device_count()} GPUs; take --simulate or --device cpu"
         )
+    task.steps(task.load(given.data), given.recipe.batch)
+    refuse_other(task, given)
+
+
+def _refuse_locked(out: Path) -> None:
+    folder = out
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out}: {folder} is no folder that can be written to")
+
+
+def _words(arguments: argparse.Namespace, given: Settings) -> list[str]:
+    """The command line of a worker."""
+    known = vars(arguments) | {"device": given.device, "precision": given.precision, "out": given.folder}
+    words = [arguments.task]
+    for name, value in known.items():
+        if name in ("command", "run", "task", "workers", "network", "hosts", "per_host"):
+            continue
+        if value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        elif value is not None and value is not False:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return words

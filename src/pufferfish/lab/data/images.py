@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,13 @@ def moved(pixels: Tensor, rows: Tensor, down: Tensor, right: Tensor, mirror: Ten
 
 def scaled(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """(n, h, w, c) bytes to (n, c, h, w) floats, channels-last in memory."""
-    low, wide = (torch.tensor(x, device=pixels.device) for x in (mean, std))
-    return ((pixels - low) / wide).permute(0, 3, 1, 2)
+    return ((pixels - _there(mean, pixels.device)) / _there(std, pixels.device)).permute(0, 3, 1, 2)
+
+
+@cache
+def _there(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Sent once: each time the device would be waited for."""
+    return torch.tensor(values, device=device)
 
 
 def _reflected(index: Tensor, n: int) -> Tensor:

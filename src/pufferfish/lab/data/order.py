@@ -64,10 +64,19 @@ def even(batch: int, size: int) -> None:
         )
 
 
-def shuffled(n: int, batch: int, generator: torch.Generator | None, what: str = "rows") -> Iterator[Tensor]:
-    """An epoch's whole batches of row numbers, over all workers, in an order drawn from `generator`."""
+def shuffled(
+    n: int,
+    batch: int,
+    generator: torch.Generator | None,
+    what: str = "rows",
+    device: torch.device | str | None = None,
+) -> Iterator[Tensor]:
+    """An epoch's whole batches of row numbers, over all workers, in an order drawn from `generator`.
+
+    They go to `device` all at once: to send a batch's alone would wait for the batch before.
+    """
     count = steps(n, batch, what)
-    order = drawn(n, generator).argsort()
+    order = drawn(n, generator).argsort().to(device)
     return (order[i * batch : (i + 1) * batch] for i in range(count))
 
 
@@ -81,9 +90,9 @@ def drawn(shape: int | tuple[int, ...], generator: torch.Generator | None) -> Te
     return torch.rand(shape, generator=generator, device=generator.device)
 
 
-def in_order(n: int, batch: int) -> Iterator[Tensor]:
+def in_order(n: int, batch: int, device: torch.device | str | None = None) -> Iterator[Tensor]:
     """All rows, batch by batch; the last one may be smaller."""
-    return iter(torch.arange(n).split(batch))
+    return iter(torch.arange(n, device=device).split(batch))
 
 
 def held_out(n: int, held: int) -> tuple[Tensor, Tensor]:

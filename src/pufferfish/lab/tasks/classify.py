@@ -44,17 +44,17 @@ class Classify(Task):
         pixels, labels = data.on(split, device)
         n = len(labels)
         if split != "train":
-            for rows in islice(in_order(n, batch), start, None):
-                mine = rows[share(len(rows), rank, size)].to(device)
+            for rows in islice(in_order(n, batch, device), start, None):
+                mine = rows[share(len(rows), rank, size)]
                 yield scaled(pixels[mine], self.mean, self.std), labels[mine]
             return
         even(batch, size)
-        order = shuffled(n, batch, generator, "training images")
+        order = shuffled(n, batch, generator, "training images", device)
         # All random numbers of the epoch before its first batch, so that a resumed one has the same.
         shifts = (drawn((2, n), generator) * (2 * self.shift + 1)).long().to(device) - self.shift
         mirrored = (drawn(n, generator) < (0.5 if self.mirror else 0.0)).to(device)
         for rows in islice(order, start, None):
-            mine = rows[share(batch, rank, size)].to(device)
+            mine = rows[share(batch, rank, size)]
             images = moved(pixels, mine, shifts[0, mine], shifts[1, mine], mirrored[mine])
             yield scaled(images, self.mean, self.std), labels[mine]
 

@@ -87,8 +87,8 @@ class Windows(Task):
         (text,) = data.on(split, device)
         if split != "train":
             cut = windows(text, self.context)
-            for rows in islice(in_order(len(cut), batch), start, None):
-                yield (cut[rows[share(len(rows), rank, size)].to(device)],)
+            for rows in islice(in_order(len(cut), batch, device), start, None):
+                yield (cut[rows[share(len(rows), rank, size)]],)
             left = (len(text) - 1) % self.context
             if left:  # what fills no window is the last worker's
                 yield (text[None, -left - 1 :][: rank == size - 1],)
@@ -97,8 +97,8 @@ class Windows(Task):
         count = self._count(data)
         first = int(drawn(1, generator) * self.context)  # every epoch cuts the text elsewhere
         cut = windows(text, self.context, first)
-        for rows in islice(shuffled(count, batch, generator, "windows"), start, None):
-            yield (cut[rows[share(batch, rank, size)].to(device)],)
+        for rows in islice(shuffled(count, batch, generator, "windows", device), start, None):
+            yield (cut[rows[share(batch, rank, size)]],)
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         return self._loss(model, batch[0], label_smoothing=recipe.label_smoothing)

@@ -1,0 +1,64 @@
+"""The processes of a job: joining them, each one's device, and how a user stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def job(device: str) -> Iterator[int]:
+    """How many processes: of the group there is, of one made as torchrun says and left afterwards, or alone."""
+    if dist.is_available() and dist.is_initialized():
+        yield dist.get_world_size()
+        return
+    if "RANK" not in os.environ:
+        yield 1
+        return
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise OSError(f"the workers do not meet at {where}: {str(error).splitlines()[0]}") from None
+    try:
+        yield dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def place(device: str) -> torch.device:
+    """This process's device; the groups that it joins afterwards take it too.
+
+    >>> place("cpu")
+    device(type='cpu')
+    """
+    if device != "cuda":
+        return torch.device(device)
+    told = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or ""
+    rank = int(told) if told.isdigit() else dist.get_rank() if dist.is_initialized() else 0
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C asks to stop, as SIGTERM does; a second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

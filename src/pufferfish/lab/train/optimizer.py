@@ -1,0 +1,37 @@
+"""The recipe's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tasks.task import Recipe
+
+
+def optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) -> torch.optim.Optimizer:
+    """The recipe's, with weight decay where it says.
+
+    Args:
+        graph: for a CUDA graph: in one kernel, which reads the learning rate from the device.
+
+    >>> [group["weight_decay"] for group in optimizer(nn.Linear(2, 2), Recipe(epochs=1, batch=1, lr=1.0, weight_decay=0.1)).param_groups]
+    [0.1, 0.0]
+    """
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": recipe.weight_decay},
+        {
+            "params": [p for p in params if p.dim() < 2],
+            "weight_decay": recipe.weight_decay if recipe.decay_vectors else 0.0,
+        },
+    ]
+    groups = [group for group in groups if group["params"]]
+    how: dict[str, Any] = {"fused": True} if graph else {}
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(
+            groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, **how
+        )
+    kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **how)

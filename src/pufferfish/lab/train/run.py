@@ -1,0 +1,252 @@
+"""`Run`: the epochs of a run, in one process: train, validate, save, switch; and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...checkpoint import Checkpoint
+from ...checkpoint.control import Control
+from ...compress import Hook
+from ...factorize import ranks_of
+from ...job import Job
+from ...measure import Breakdown
+from ...names import unwrap
+from ..report.numbers import nbytes, seconds
+from ..tasks.task import Task
+from .build import build
+from .job import interruptible
+from .pace import Pace, forget_peak, peak
+from .predict import tell
+from .records import log_of, refuse_other
+from .screen import Screen
+from .settings import Settings
+from .simulate import Simulated, worker_seed
+from .sinks import Log
+from .spectra import after, layers
+from .updates import Updates
+
+#: From one row of the log to the next, in updates.
+EVERY = 20
+#: From one checkpoint at the end of an epoch to the next, at least.
+SAVE_SECONDS = 10.0
+
+
+class Run:
+    """One run of one process: `go` through its epochs, from where it was."""
+
+    def __init__(
+        self,
+        task: Task,
+        given: Settings,
+        data: Any,
+        control: Control,
+        device: torch.device,
+        link: Mapping[str, Any] | None,
+    ) -> None:
+        self.task, self.given, self.recipe, self.link = task, given, given.recipe, link
+        self.data, self.control, self.device = data, control, device
+        self.screen = Screen(silent=given.quiet or control.rank > 0)
+        forget_peak(device)
+        self.parts = build(task, given, data, control.rank, control.size, device)
+        self.model, self.bare, self.optimizer = self.parts.model, self.parts.bare, self.parts.optimizer
+        self.size, self.hook = self.parts.size, self.parts.hook
+        self.updates = Simulated(self.parts) if given.simulate else Updates(self.parts)
+        if isinstance(self.updates, Simulated):
+            self.hook = self.updates.workers.hook
+        torch.manual_seed(worker_seed(given.seed, control.rank))
+        self.switch = given.choice.switch(self.recipe, task.keep)
+        self.checkpoint = Checkpoint(
+            given.folder / "checkpoints", self.model, self.optimizer,
+            switch=self.switch, scaler=self.parts.scaler, compressor=self.hook, data=self.updates,
+        )  # fmt: skip
+        self.an_epoch = task.steps(data, self.recipe.batch)
+        self.steps = self.recipe.epochs * self.an_epoch
+        self.pace = Pace(device)
+        self.saved = time.monotonic()  # when
+        self.now = 0  # updates done
+        self.best, self.factor = -1e30, 1.0  # of validation, and what a plateau has made of the rate
+        self.sent = 0.0  # bytes on the wire by processes before this one
+        self.plain = 0.0  # by this one, without a hook
+        self.phase, self.phase_sent = 0, 0.0  # updates and bytes before the model became what it is
+        self.predicted: float | None = None  # seconds of a step, where workers are simulated
+        self.elapsed = 0.0  # of all so far
+        self.shown = ""  # the last validation
+
+    def go(self) -> dict[str, Any] | None:
+        self.control.first(lambda: refuse_other(self.task, self.given))
+        at = self.checkpoint.resume()
+        done = self.now = at.position["step"] if at else 0
+        if at:
+            for name in self._position():
+                setattr(self, name, at.position.get(name, getattr(self, name)))
+        if self.size == 1 and self.given.choice.compress is not None:
+            self.screen.say(f"one worker sends nothing: {self.given.choice.compress} changes nothing")
+        with interruptible(), self._log(done if at else None) as log:
+            if self.given.simulate:
+                known = log.data["predicted"].get("seconds_a_step")
+                self.predicted = known or tell(self.parts, log, self.screen, done)
+            for epoch in range(done // self.an_epoch, self.recipe.epochs):
+                if done % self.an_epoch == 0:
+                    self._switch(epoch, log)
+                if not self._timed(epoch, done % self.an_epoch, log) or not self._ended(epoch, log):
+                    self.screen.say(
+                        f"stopped after {self.now} updates, all is saved; the same command goes on"
+                    )
+                    log.close(finished=False)
+                    return None
+                done = self.now
+            with log.paused():
+                return self._results(log)
+
+    def _timed(self, epoch: int, start: int, log: Log) -> bool:
+        """An epoch, and where its time went. Of a graph nobody sees the parts; a simulation's times are nobody's."""
+        parts: dict[str, float] = {}
+        if self.given.simulate:
+            finished = self._epoch(epoch, start, log)
+        elif self.given.graph:
+            finished = self._epoch(epoch, start, log)
+            parts = {"step": self.pace.recent() or 0.0}
+        else:
+            with Breakdown(self.model, self.optimizer) as times:
+                finished = self._epoch(epoch, start, log)
+            parts = times.parts
+        log.log(step=self.now, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
+        return finished
+
+    def _log(self, resume: int | None) -> Log:
+        return self.control.together(lambda: log_of(self.parts, self.link, resume))
+
+    def _epoch(self, epoch: int, start: int, log: Log) -> bool:
+        """False when somebody asked to stop, and all is saved."""
+        self.model.train()
+        self.updates.begin(epoch, start)
+        self.now = epoch * self.an_epoch + start
+        a_step = 2 * (self.size - 1) / self.size * sum(p.nbytes for p in self.bare.parameters())
+        self.pace.tick()
+        for here in range(start, self.an_epoch):
+            loss = self.updates.update(self.recipe.rate(self.now, self.steps) * self.factor)
+            self.pace.tick()
+            self.now += 1
+            self._predicted(log)
+            self.plain += a_step
+            last = here + 1 == self.an_epoch
+            if self.now % EVERY == 0 or last:
+                row = {"loss": float(loss), "lr": self._lr(), "bytes": self._bytes()}
+                log.log(step=self.now, epoch=self.now / self.an_epoch, **row)
+            if self.screen.due():
+                self._show(epoch, float(loss))
+            due = self.given.save_every is not None and self.now % self.given.save_every == 0
+            if due and not last:
+                self.pace.pause()
+                with log.paused():
+                    self.checkpoint.save(step=self.now, **self._position())
+                self.pace.tick()
+            if not last and self.checkpoint.step(step=self.now, **self._position()):
+                return False
+        self.pace.pause()
+        return True
+
+    def _predicted(self, log: Log) -> None:
+        """The time of simulated workers goes on by what a step is predicted to take."""
+        if self.predicted is not None:
+            self.elapsed += self.predicted
+            log.elapsed = self.elapsed
+
+    def _ended(self, epoch: int, log: Log) -> bool:
+        """An epoch is over: validate and save. False when somebody asked to stop."""
+        with log.paused():
+            self._validate(epoch, log)
+            stop = self.checkpoint.step(step=self.now, **self._position())
+            if not stop and self._worth_saving(epoch):
+                self.checkpoint.save(step=self.now, **self._position())
+                self.saved = time.monotonic()
+        return not stop
+
+    def _worth_saving(self, epoch: int) -> bool:
+        """Epochs may be shorter than saving takes; the last one is always kept. Rank 0 decides."""
+        late = epoch + 1 == self.recipe.epochs or self.given.save_every is not None
+        return self.control.first(lambda: late or time.monotonic() > self.saved + SAVE_SECONDS)
+
+    def _show(self, epoch: int, loss: float) -> None:
+        at = f"epoch {epoch + 1}/{self.recipe.epochs}, update {self.now}/{self.steps}: loss {loss:.4f}"
+        sent, left = nbytes(self._bytes()), seconds(self._left())
+        self.screen.progress(f"{at}{self.shown}, {sent} sent, {left} left")
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _left(self) -> float:
+        """Seconds, if updates go on as they did."""
+        return (self.steps - self.now) * (self.pace.recent() or 0.0)
+
+    def _position(self) -> dict[str, float]:
+        """What else a resumed run has to know, by the attributes' names."""
+        known = {name: getattr(self, name) for name in ("best", "factor", "phase", "phase_sent", "elapsed")}
+        return known | {"sent": self._bytes()}
+
+    def _switch(self, epoch: int, log: Log) -> None:
+        total = self.recipe.epochs
+        if self.switch is None or not self.switch.due(self.model, epoch=epoch, total=total):
+            return
+        with log.paused():
+            before = Job(self.model).spectra()
+        self.switch.step(self.model, self.optimizer, epoch=epoch, total=total)
+        assert self.switch.report is not None
+        self.updates.changed()
+        self.pace.restart()
+        self.phase, self.phase_sent = self.now, self._bytes()
+        self.screen.say(str(self.switch.report).splitlines()[0])
+        log.describe(layers=layers(self.switch.report.plan, before))
+        if self.given.simulate:
+            self.predicted = tell(self.parts, log, self.screen, self.now)
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        """By rank 0, for all: buffers differ between workers, and so might decisions."""
+
+        def evaluated() -> dict[str, float]:
+            with self.given.autocast:
+                return self.task.evaluate(unwrap(self.bare), self.data, split, device=self.device)
+
+        return self.control.first(evaluated)
+
+    def _validate(self, epoch: int, log: Log) -> None:
+        at = f"epoch {epoch + 1}/{self.recipe.epochs}"
+        if getattr(self.task, "held", None) == 0:
+            self.screen.say(f"{at}: nothing was held out to validate on")
+            return
+        found = self._evaluate("valid")
+        log.log(step=self.now, epoch=epoch + 1, **{f"valid/{name}": x for name, x in found.items()})
+        score = found[self.task.measure] * (1 if self.task.higher else -1)
+        if self.recipe.schedule == "plateau" and score <= self.best:
+            self.factor *= self.recipe.plateau
+        self.best = max(self.best, score)
+        self.shown = f", validation {self.task.measure} {found[self.task.measure]:.2f}"
+        loss = f", loss {found['loss']:.4f}" if "loss" in found else ""
+        self.screen.say(f"{at}{self.shown}{loss}, {seconds(self._left())} left")
+
+    def _results(self, log: Log) -> dict[str, Any]:
+        found = self._evaluate("test") | {
+            "parameters": sum(p.numel() for p in self.bare.parameters()),
+            "low_rank_layers": len(ranks_of(self.bare)),
+            "bytes_a_step": (self._bytes() - self.phase_sent) / max(self.now - self.phase, 1),
+        }
+        measured: dict[str, Any] = {}
+        if not self.given.simulate:
+            measured = {"seconds_a_step": self.pace.median(), "peak_memory": peak(self.device)}
+            if self.pace.median() is None and log.writes:  # nothing was left to do: what it took then
+                measured = {key: log.data["results"].get(key) for key in measured}
+        results = found | {key: x for key, x in measured.items() if x is not None}
+        log.result(**results)
+        if log.writes and self.switch is not None and self.switch.report is not None:
+            log.describe(layers=after(log.data["layers"], self.switch.report.plan, unwrap(self.bare)))
+        return results
+
+    def _bytes(self) -> float:
+        """On the wire, of this rank. What plain DDP sends is what a ring makes of the gradients."""
+        if isinstance(self.hook, Hook) and self.given.choice.compress is not None:
+            return self.sent + self.hook.meter.wire_bytes
+        return self.sent + self.plain
