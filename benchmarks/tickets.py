@@ -1,0 +1,239 @@
+"""Pruning against low rank on real CIFAR-10: lottery tickets, Early-Bird tickets, Pufferfish; ResNet-18, one GPU.
+
+    python benchmarks/tickets.py --data FOLDER [--seeds 0 1 2] [--epochs 30] [--arms dense 'early-bird*'] [--out FILE]
+    python benchmarks/tickets.py --table FILE...
+
+Recipe, data and seeds are those of `cifar10.py`. All arms train by a CUDA graph of forward and backward, captured anew
+after a change of the model (--eager: none does). A result is written when its run is over; what is in --out already is not
+trained again. Several processes may share the work by --arms or --seeds, each with its own --out, but then they share the
+GPU too: times are worth something only where a process has it for itself.
+
+`pufferfish` is the paper's hybrid at ratio 0.25 after a third of the epochs, `auto` is `pf.Switch()` as it is.
+`early-bird 50 %` removes that share of the channels, rounded to multiples of 8 in each group. `lottery ticket` prunes a
+fifth of the weights a round, over the whole network, and rewinds to the end of the first epoch; its rounds are trained one
+after the other, and every number of rounds in --rounds is a row.
+
+Parameters and MACs (forward, one image) are the trained network's; a lottery ticket's are those that are not zero, though the
+GPU computes with all. Epochs, training MACs and seconds are of the whole way there: all rounds, warm-up, the change itself;
+scoring is left out. Training MACs are what is computed, zeros included. Differences are paired by seed, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import paired
+import torch
+import torch.nn.functional as F
+from cifar10 import RESNET, Data, Training, augmented, load
+from paired import Line
+from torch import Tensor
+
+import pufferfish as pf
+from pufferfish.lab.rivals.driver import LotteryRun, Rival, make
+from pufferfish.lab.rivals.rounds import nonzero_macs
+from pufferfish.lab.train.graph import Graph
+from pufferfish.profile import profile
+from pufferfish.table import aligned
+
+T = TypeVar("T")
+NAME = "tickets"
+ARMS = (
+    "dense", "pufferfish", "auto", "early-bird 30 %", "early-bird 50 %", "early-bird 70 %", "lottery ticket",
+)  # fmt: skip
+
+
+def main() -> None:
+    ask = paired.options(__doc__)
+    ask.add_argument("--epochs", type=int, default=30)
+    ask.add_argument("--batch", type=int, default=512)
+    ask.add_argument("--rounds", type=int, nargs="+", default=[5, 9], help="of the lottery: the rows to show")
+    ask.add_argument("--limit", type=int, help="use only so many images of each batch file, to try it out")
+    ask.add_argument("--eager", action="store_true", help="no CUDA graph")
+    given = ask.parse_args()
+    if given.table:
+        print(table(paired.read(given.table, NAME)))
+    elif given.data is None:
+        raise SystemExit("--data is needed")
+    elif min(given.rounds) < 1 or given.epochs < 2:
+        raise SystemExit("--rounds are 1 or more, --epochs 2 or more")
+    else:
+        train(given)
+
+
+def train(given: argparse.Namespace) -> None:
+    """All that was asked for and is not in --out yet, one after the other; then the table."""
+    wanted = paired.chosen(given.arms, list(ARMS))
+    cuda = torch.cuda.is_available()
+    settings = {
+        "benchmark": NAME,
+        "epochs": given.epochs,
+        "batch": given.batch,
+        "rounds": sorted(given.rounds),
+        "limit": given.limit,
+        "graph": cuda and not given.eager,
+        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+        "torch": torch.__version__,
+        "pufferfish": pf.__version__,
+    }
+    lines: list[Line] = []
+    if given.out and given.out.exists() and given.out.stat().st_size:
+        lines = paired.read([given.out], NAME)
+        if lines[0]["settings"] != settings:
+            raise SystemExit(f"{given.out} has results with {lines[0]['settings']}, not {settings}")
+    done = {(line["of"], line["seed"]) for line in lines}
+    data = load(given.data, torch.device("cuda" if cuda else "cpu"), given.limit)
+    if len(data[0]) < given.batch:
+        raise SystemExit(f"--batch {given.batch}: there are only {len(data[0])} images to train on")
+    print(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in settings.items()), "\n")
+    for seed in given.seeds:
+        for name in [arm for arm in ARMS if arm in wanted and (arm, seed) not in done]:
+            run = Ticketed(data, seed, given.batch, settings["graph"])
+            found = [
+                {"of": name, "seed": seed, **line, "settings": settings}
+                for line in results(name, run, given.epochs, set(given.rounds))
+            ]
+            lines += found
+            if given.out:
+                with given.out.open("a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in found)
+            for line in found:
+                spent = f"{line['parameters']:12,} parameters {line['seconds']:7.1f} s"
+                print(f"seed {seed}  {line['arm']:28} {line['score']:6.2f} {spent}", flush=True)
+    print("\n" + table(lines))
+
+
+class Ticketed(Training):
+    """One run, which counts what it spends."""
+
+    rival: Rival | None = None
+
+    def __init__(self, data: Data, seed: int, batch: int, graph: bool) -> None:
+        super().__init__(data, seed, batch, data[0].device)
+        self.steps = len(self.images) // batch
+        self.graphed = graph
+        self.image = torch.zeros(1, *self.images.shape[1:], device="meta")
+        self.epochs, self.seconds, self.training_macs = 0, 0.0, 0
+        self.changed()
+
+    def changed(self) -> None:
+        """The model is another one now: what was captured is for the old."""
+        self._run: Any = Graph(self._gradients) if self.graphed else self._gradients
+        found = profile(self.model, self.image)
+        self.macs, self._a_row = found.forward_macs, found.forward_macs + found.backward_macs
+
+    def advance(self, turn: int, turns: int) -> None:
+        total, rise = turns * self.steps, max(turns * self.steps // 5, 1)
+        self.model.train()
+        shuffled = torch.randperm(len(self.images), generator=self.generator, device=self.device)
+        seen = augmented(self.images, self.generator)
+        for i in range(self.steps):
+            now = turn * self.steps + i
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.4 * min(now / rise, (total - now) / max(total - rise, 1))
+            some = shuffled[i * self.batch : (i + 1) * self.batch]
+            self._run([seen[some], self.labels[some]], [])
+            self.optimizer.step()
+            if self.rival is not None:
+                self.rival.after_step()
+        self.epochs += 1
+        self.training_macs += self.steps * self.batch * self._a_row
+
+    def timed(self, work: Callable[[], T]) -> T:
+        """What it returns; its time counts."""
+        begun = time.perf_counter()
+        result = work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - begun
+        return result
+
+    def _gradients(self, inputs: list[Tensor], kept: list[Tensor]) -> Tensor:
+        """New ones, not added to old ones: so a replay fills the same tensors again."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._precision():
+            loss = F.cross_entropy(self.model(inputs[0]), inputs[1], label_smoothing=0.1)
+        loss.backward()
+        return loss.detach()
+
+
+def results(name: str, run: Ticketed, epochs: int, rounds: set[int]) -> Iterator[Line]:
+    """Train an arm; a line at its end, or at the end of each round that was asked for."""
+    switch: pf.Switch | None = None
+    if name == "pufferfish":
+        switch = pf.Switch(rank=0.25, keep=RESNET.keep, when=pf.AtEpoch(epochs // 3))
+    elif name == "auto":
+        switch = pf.Switch()
+    elif name != "dense":
+        share = int(name.split()[1]) / 100 if name.startswith("early-bird") else 0
+        word = f"early-bird-{share}" if share else f"lottery-ticket-{max(rounds)}"
+        run.rival = make(word, run.model, run.optimizer, epochs=epochs, an_epoch=run.steps)
+    rival, changed_at = run.rival, None
+
+    def change(epoch: int) -> bool:
+        if switch is not None:
+            return switch.step(run.model, run.optimizer, epoch=epoch, total=epochs)
+        return rival is not None and rival.begin_epoch(epoch)
+
+    def line(row: str) -> Line:
+        lottery = rival.ticket if isinstance(rival, LotteryRun) else None
+        dense = sum(p.numel() for p in run.model.parameters())
+        return {
+            "arm": row, "score": run.score(), "changed": changed_at,
+            "parameters": rival.parameters if rival else dense,
+            "macs": nonzero_macs(run.model, run.image) if lottery else run.macs,
+            "epochs": run.epochs, "seconds": run.seconds, "training_macs": run.training_macs,
+        }  # fmt: skip
+
+    for epoch in range(rival.epochs if rival else epochs):
+        if run.timed(lambda epoch=epoch: change(epoch)):
+            changed_at = epoch
+            run.changed()
+        turn = rival.schedule(epoch * run.steps)[0] // run.steps if rival else epoch
+        run.timed(lambda turn=turn: run.advance(turn, epochs))
+        if isinstance(rival, LotteryRun) and rival.ticket.round in rounds and turn == epochs - 1:
+            yield line(f"{name}, {rival.ticket.round} rounds")
+    if not isinstance(rival, LotteryRun):
+        yield line(name)
+
+
+def table(lines: list[Line]) -> str:
+    """Means, and accuracy and time beside the dense run's."""
+    of: dict[str, dict[int, Line]] = {}
+    for one in lines:
+        if one["seed"] in of.setdefault(one["arm"], {}):
+            raise SystemExit(f"{one['arm']!r}, seed {one['seed']}: more than one result")
+        of[one["arm"]][one["seed"]] = one
+    dense = of.get("dense", {})
+    rows = [[
+        "", "parameters", "MACs", "accuracy, %", "difference to dense", "changed at", "epochs", "training MACs",
+        "seconds", "time of dense", "seeds",
+    ]]  # fmt: skip
+    for arm in sorted(of, key=lambda name: next(i for i, known in enumerate(ARMS) if name.startswith(known))):
+        found = of[arm]
+        mean = {
+            key: statistics.mean(one[key] for one in found.values())
+            for key in ("parameters", "macs", "score", "epochs", "training_macs", "seconds")
+        }
+        both = [seed for seed in found if seed in dense]
+        scores = [{seed: one["score"] for seed, one in x.items()} for x in (found, dense)]
+        at = sorted({one["changed"] for one in found.values()} - {None})
+        slower = [found[seed]["seconds"] / dense[seed]["seconds"] for seed in both]
+        rows.append([
+            arm, f"{mean['parameters']:,.0f}", f"{mean['macs'] / 1e6:.0f} M", f"{mean['score']:.2f}",
+            paired.interval(paired.paired(*scores), 2) if arm != "dense" else "",
+            "–".join(map(str, at[:1] + at[1:][-1:])) if "lottery" not in arm else "", f"{mean['epochs']:.0f}",
+            f"{mean['training_macs']:.2e}", f"{mean['seconds']:.1f}",
+            f"{statistics.mean(slower):.2f}×" if slower else "", str(len(found)),
+        ])  # fmt: skip
+    return aligned(rows, left=(0,))
+
+
+if __name__ == "__main__":
+    main()

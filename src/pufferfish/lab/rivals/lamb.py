@@ -1,0 +1,104 @@
+"""LAMB: AdamW whose update is scaled, layer by layer, to the size of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import ParamsT
+
+from .trust import alike, complete, trust_ratios, wide
+
+
+class LAMB(optim.AdamW):
+    """Layer-wise adaptive moments (You et al. 2020): r = m̂/(√v̂ + ε) + λw, then w ← w − lr · ‖w‖/‖r‖ · r.
+
+    Args:
+        lr: the share of their norm that weights move in a step. A tensor can be changed under a CUDA graph.
+        exclude_vectors: biases and scales of norms (1-D and below) have no weight decay and ratio 1.
+        foreach: False updates one parameter at a time, which needs less memory.
+        capturable: steps are counted on the device, as a CUDA graph needs it.
+
+    A layer whose weights or whose update are all 0 has ratio 1. Everything but the parameters may differ by group.
+
+    >>> layer = torch.nn.Linear(4, 2)
+    >>> optimizer = LAMB(layer.parameters(), lr=0.01)
+    >>> layer(torch.ones(1, 4)).sum().backward()
+    >>> before = layer.weight.detach().clone()
+    >>> optimizer.step()
+    >>> f"{(layer.weight - before).norm() / before.norm():.3f}"
+    '0.010'
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        exclude_vectors: bool = True,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable)
+        complete(self, exclude_vectors=exclude_vectors)
+        for settings in (self.defaults, *self.param_groups):
+            # AdamW would refuse it beside a rate that is a tensor.
+            settings["foreach"] = foreach if settings["foreach"] is None else settings["foreach"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; `closure` computes loss and gradients before it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params, grads, trusted in alike(group):
+                self._update(group, params, grads, trusted)
+        return loss
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool
+    ) -> None:
+        capturable = group["capturable"]
+        if not capturable and params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("LAMB counts its steps on the host; a CUDA graph needs capturable=True")
+        states = [self._state(p, capturable) for p in params]
+        means, squares, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+
+        done = torch.stack(steps).double()  # 1 − 0.999 has four digits in fp32
+        first, second = (
+            list((1 - beta**done).to(wide(params[0])).unbind()) if capturable else (1 - beta**done).tolist()
+            for beta in group["betas"]
+        )
+        sizes = torch._foreach_div(squares, second)
+        torch._foreach_sqrt_(sizes)
+        torch._foreach_add_(sizes, group["eps"])
+        updates = list(torch._foreach_div(means, first))
+        torch._foreach_div_(updates, sizes)
+        if trusted:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            ratios = trust_ratios(params, updates)
+            torch._foreach_mul_(updates, ratios)
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(params, updates)
+
+    def _state(self, p: Tensor, capturable: bool) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device if capturable else "cpu")
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        return state

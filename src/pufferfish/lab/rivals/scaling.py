@@ -1,0 +1,53 @@
+"""Linear scaling of the learning rate for large batches, with the gradual warm-up that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+
+def linear_scaling(
+    optimizer: Optimizer,
+    *,
+    base_batch: int,
+    batch: int,
+    warm_up: int,
+    after: Callable[[Optimizer], LRScheduler] | None = None,
+) -> LRScheduler:
+    """k times the batch, k times the rate (Goyal et al. 2017): it rises from the optimizer's rate to k times that.
+
+    Args:
+        optimizer: with the rate that is right for `base_batch`.
+        batch: what an update sees, over all workers.
+        warm_up: updates until the full rate; call the scheduler's `step` after every update.
+        after: makes the schedule that follows. It sees the full rate, and counts from the end of the warm-up.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    >>> halve = lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)
+    >>> scheduler = linear_scaling(optimizer, base_batch=256, batch=1024, warm_up=3, after=halve)
+    >>> for _ in range(6):
+    ...     print(f"{scheduler.get_last_lr()[0]:.2f}", end=" ")
+    ...     optimizer.step()
+    ...     scheduler.step()
+    0.10 0.20 0.30 0.40 0.20 0.10
+    """
+    for name, value, least in (("base_batch", base_batch, 1), ("batch", batch, 1), ("warm_up", warm_up, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"linear_scaling: {name}={value!r} is not a whole number ≥ {least}")
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            "linear_scaling: the optimizer has a schedule; give that as after=, and load saved state later"
+        )
+    k = batch / base_batch
+    full = [group["lr"] * k for group in optimizer.param_groups]  # all first: groups may share a tensor
+    for group, lr in zip(optimizer.param_groups, full, strict=True):
+        if isinstance(lr, Tensor):
+            group["lr"].copy_(lr)  # captured graphs hold on to the tensor
+        else:
+            group["lr"] = lr
+    rise = LambdaLR(optimizer, lambda done: 1.0 if done >= warm_up else (1 + (k - 1) * done / warm_up) / k)
+    return rise if after is None else SequentialLR(optimizer, [rise, after(optimizer)], [warm_up])
