@@ -149,6 +149,17 @@ def test_memory_format(build: Callable[[], nn.Module], order: torch.memory_forma
     assert not model[0].weight.is_contiguous()
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_gradients_lie_as_their_weights(kernel: int) -> None:
+    """Else optimizers leave their fast paths."""
+    model = nn.Sequential(nn.Conv2d(16, 32, kernel, bias=False)).to(memory_format=torch.channels_last)
+    pf.factorize_(model, pf.plan(model, 4))
+    model(torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)).sum().backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.stride() == p.stride()
+
+
 def test_parameter_attributes() -> None:
     model = Mixed()
     for name, p in model.named_parameters():

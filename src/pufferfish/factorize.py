@@ -221,9 +221,13 @@ def empty_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     """`value` as a parameter with the dtype, memory format, flags and attributes of `like`."""
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
-    if like.is_contiguous() or not like.is_contiguous(memory_format=order):
+    # Strides tell: a 1 × 1 convolution's weight is contiguous in both orders, its gradient is not.
+    if (
+        like.dim() != value.dim()
+        or like.stride() != torch.empty_like(like, device="meta", memory_format=order).stride()
+    ):
         order = torch.contiguous_format
-    return _with_flags(value.to(like.dtype).contiguous(memory_format=order), like)
+    return _with_flags(torch.empty_like(value, dtype=like.dtype, memory_format=order).copy_(value), like)
 
 
 def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
