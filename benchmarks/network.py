@@ -5,28 +5,25 @@
 Every host is a network namespace with a torchrun agent of its own and one single-threaded worker; links are shaped both ways
 and measured first. All methods take turns in every round, in the same processes; medians over the rounds, and speed-ups as
 medians of each round's ratios. "alone" is the same step without any exchange, so that the difference is what the network
-costs. Low rank is the paper's hybrid at ratio 0.25. Needs root, or user namespaces.
+costs. Low rank is the paper's hybrid at ratio 0.25, made by a switch as in a run. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
+from pufferfish.lab.bench.timing import Contender, Round, interleaved, ratios, steps_a_turn
 from pufferfish.lab.choice import choice
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.network import Network
@@ -66,54 +63,37 @@ def work(given: argparse.Namespace) -> None:
     """What one process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    steps = {name: stepper(name, given.batch) for name in given.methods}
-    times: dict[str, list[float]] = {name: [] for method in steps for name in (method, f"{method}, alone")}
-    for turn in range(given.rounds + 2):  # two for buckets to be rebuilt, and memory to be warm
-        for method, step in steps.items():
-            for name, exchange in ((method, True), (f"{method}, alone", False)):
-                dist.barrier()
-                begun = time.perf_counter()
-                step(exchange)
-                dist.barrier()
-                if turn > 1:
-                    times[name].append(time.perf_counter() - begun)
+    racing = {name: contender(name, given.batch) for name in given.methods}
+    rounds = list(interleaved(racing, given.rounds, steps_a_turn(racing)))
     if dist.get_rank() == 0:
-        given.worker.write_text(json.dumps(times))
-    del steps
+        given.worker.write_text(json.dumps(rounds))
+    del racing
     dist.barrier()
     dist.destroy_process_group()
 
 
-def stepper(name: str, batch: int) -> Callable[[bool], None]:
-    """A step of one method, with the exchange or without."""
+def contender(name: str, batch: int) -> Contender:
+    """A model as the method trains it."""
     chosen = choice(name)
     torch.manual_seed(0)
     model = RESNET.build()
-    if chosen.model != "dense":
-        pf.factorize_(model, pf.plan(model, rank=0.25, keep=RESNET.keep, multiple=1))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-    if chosen.compress is not None:
-        pf.compress(ddp, chosen.compress, optimizer=optimizer)
+    low = None if chosen.model == "dense" else pf.plan(model, rank=0.25, keep=RESNET.keep, multiple=1)
     x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+    return Contender(
+        chosen,
+        model,
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+        lambda net: nn.functional.cross_entropy(net(x), y),
+        plan=low,
+    )
 
-    def step(exchange: bool) -> None:
-        with contextlib.nullcontext() if exchange else ddp.no_sync():
-            nn.functional.cross_entropy(ddp(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
 
-    return step
-
-
-def table(times: dict[str, list[float]], methods: list[str]) -> str:
+def table(rounds: list[Round], methods: list[str]) -> str:
     rows = [["s a step", "median", "alone", "exchange", "as fast as " + methods[0]]]
     for name in methods:
-        step, alone = (statistics.median(times[key]) for key in (name, f"{name}, alone"))
-        ratios = [a / b for a, b in zip(times[methods[0]], times[name], strict=True)]
-        rows.append(
-            [name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", f"{statistics.median(ratios):.2f}×"]
-        )
+        step, alone = (statistics.median(r[name][key] for r in rounds) for key in ("seconds", "alone"))
+        faster = statistics.median(ratios(rounds, name, methods[0]))
+        rows.append([name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", f"{faster:.2f}×"])
     return aligned(rows, left=(0,))
 
 

@@ -153,16 +153,3 @@ def test_methods_by_name_of_ones_own_and_nonsense(tmp_path: Path, capsys: pytest
     assert [line.split()[0] for line in lines[1:3]] == ["Threshold(tau=0.1)", "Mine(rank=2)"]
     assert main(["methods", "TopKK"]) == 2
     assert "did you mean TopK?" in capsys.readouterr().err
-
-
-def test_demo_tells_the_whole_story(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from pufferfish.lab import demo
-
-    monkeypatch.setattr(demo, "WARM_UP", 3)  # the same story, shorter
-    monkeypatch.setattr(demo, "STEPS", 6)
-    assert main(["demo"]) == 0
-    out = capsys.readouterr().out
-    for part in ("1.82× smaller", "just after", "held-out loss", "MB to all-reduce a step", "the same names"):
-        assert part in out

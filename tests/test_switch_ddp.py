@@ -122,6 +122,16 @@ def options_are_kept(rank: int, size: int) -> None:
     same_everywhere(ddp)
 
 
+def buckets_shrink_with_the_model(rank: int, size: int) -> None:
+    """So that there are as many of them, and the first leave while the others are computed."""
+    ddp = DDP(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    optimizer = momentum(ddp)
+    pf.Switch(rank=64, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    before, after = 2 * 1024 * 1025, 2 * (2 * 64 * 1024 + 1024)
+    assert ddp.bucket_bytes_cap == pytest.approx(25 * 2**20 * after / before, abs=1)
+    ddp(torch.ones(2, 1024)).sum().backward()
+
+
 def dense_weights_are_freed(rank: int, size: int) -> None:
     ddp = DDP(build())
     optimizer = adamw(ddp)
@@ -310,6 +320,7 @@ def cases(rank: int, size: int) -> None:
     trains(adamw, rank, size, find_unused_parameters=True)
     trains(momentum, rank, size, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
     options_are_kept(rank, size)
+    buckets_shrink_with_the_model(rank, size)
     dense_weights_are_freed(rank, size)
     disagreement_is_the_same_error_everywhere(rank, size)
     trouble_on_one_rank_stops_all(rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -49,8 +50,12 @@ def rewrap_(ddp: DistributedDataParallel, rewrap: dict[str, Any]) -> None:
         arguments["forward_sync_buffers"] = ddp.forward_sync_buffers
     else:
         arguments["broadcast_buffers"] = ddp.broadcast_buffers
+    cap = ddp.bucket_bytes_cap / 2**20
+    before, after = map(_gradient_bytes, (ddp._module_parameters, ddp.module.parameters()))
     if not ddp.bucket_bytes_cap_default:
-        arguments["bucket_cap_mb"] = ddp.bucket_bytes_cap / 2**20
+        arguments["bucket_cap_mb"] = cap
+    elif after < before:  # as many messages as before: in one, all gradients would wait for each other
+        arguments["bucket_cap_mb"] = max(1.0, cap * after / before)
     hooks = list(ddp._comm_hooks) if ddp.mixed_precision is None else []
     kept = {name: vars(ddp)[name] for name in (*CALL_HOOKS, "training") if name in vars(ddp)}
     module = ddp.module
@@ -58,3 +63,7 @@ def rewrap_(ddp: DistributedDataParallel, rewrap: dict[str, Any]) -> None:
     vars(ddp).update(kept)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
+
+
+def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in parameters if p.requires_grad)

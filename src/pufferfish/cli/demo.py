@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from .common import Commands
 
 
 def add(commands: Commands) -> None:
     """The command's arguments."""
-    demo = commands.add_parser("demo", help="plan, train, switch, train on, merge: in about a minute")
+    demo = commands.add_parser(
+        "demo", help="methods side by side on an emulated slow network, in a few minutes"
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="default: runs/demo"
+    )
     demo.set_defaults(run=_demo)
 
 
-def _demo(arguments: argparse.Namespace) -> None:
+def _demo(given: argparse.Namespace) -> int:
     from ..lab.demo import demo
 
-    demo()
+    return demo(given.out)

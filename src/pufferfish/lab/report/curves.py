@@ -6,7 +6,7 @@ import math
 import statistics
 
 from ...measure import Run
-from .groups import Group, Measure
+from .groups import Group, Measure, clocked
 
 #: Where on the axis, the mean over seeds, the lowest and the highest seed.
 Point = tuple[float, float, float, float]
@@ -15,7 +15,8 @@ MOST_POINTS = 160  # of a line; more than a screen shows
 
 def mean_curve(group: Group, name: str, over: str, scale: float = 1.0) -> list[Point]:
     """A metric over "seconds" or "bytes", at the steps that all of a method's runs have."""
-    found = [points for run in group.runs if (points := curve(run, name, over))]
+    shown = [run for run in group.runs if over != "seconds" or clocked(run)]
+    found = [points for run in shown if (points := curve(run, name, over))]
     steps = sorted(set.intersection(*(set(points) for points in found))) if found else []
     if len(steps) > MOST_POINTS:
         steps = [steps[round(i * (len(steps) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .bench import CEILING
 from .groups import Comparison, Group
 from .headline import difference, median, run_ratio, step, step_ratio
 from .numbers import faster, nbytes, seconds
@@ -22,7 +23,7 @@ class Finding:
 def findings(comparison: Comparison) -> list[Finding]:
     """The fastest step, the fastest run, the fewest bytes, what the fastest costs; none without a reference."""
     reference = comparison.reference
-    others = [group for group in comparison.groups if group is not reference]
+    others = [group for group in comparison.groups if group is not reference and group.name != CEILING]
     if reference is None:
         return []
     pairs = {group.name: pair for group in others if (pair := step_ratio(reference, group))}
@@ -49,7 +50,7 @@ def findings(comparison: Comparison) -> list[Finding]:
         made.append(
             _fastest("the whole run", runs[best.name], best, reference, f"{ours} instead of {theirs}")
         )
-    made += _fewest(others, reference)
+    made += _ceiling(comparison, reference) + _fewest(others, reference)
     speeds = runs or steps
     if speeds:
         made += _price(comparison, by_name[max(speeds, key=lambda name: speeds[name])])
@@ -60,6 +61,13 @@ def _fastest(what: str, speed: float, group: Group, reference: Group, note: str)
     if round(speed, 2) <= 1:
         return Finding(what, "nothing faster", reference.name, f"the next is {group.name}, {faster(speed)}")
     return Finding(what, f"{faster(speed)} as fast", group.name, note)
+
+
+def _ceiling(comparison: Comparison, reference: Group) -> list[Finding]:
+    """What is to be gained at most while the model stays as it is."""
+    found = [(group, step_ratio(reference, group)) for group in comparison.groups if group.name == CEILING]
+    note = "as if nothing had to be sent: what the dense model could gain at most"
+    return [Finding("a step", f"{faster(x[0])} as fast", group.name, note) for group, x in found if x]
 
 
 def _fewest(others: list[Group], reference: Group) -> list[Finding]:

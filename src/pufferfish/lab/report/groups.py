@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import Run, read
+from .bench import CEILING, tries, with_rounds
 
 MEASURES = ("accuracy", "bleu", "perplexity", "loss")
 #: What the others are compared with, where nobody says: the first that is there.
@@ -55,9 +56,14 @@ class Group:
             seed_of(run): float(run.predicted[key]) for run in self.runs if is_number(run.predicted.get(key))
         }
 
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """Of the bench that timed its steps; empty without."""
+        return next((found for run in self.runs if isinstance(found := run.results.get("rounds"), dict)), {})
+
     def wholes(self) -> dict[int, float]:
         """Seconds of the whole run, by seed."""
-        return {seed_of(run): ends(run)[0] for run in self.finished if ends(run)[0] > 0}
+        return {seed_of(run): ends(run)[0] for run in self.finished if clocked(run) and ends(run)[0] > 0}
 
     def steps(self) -> set[int]:
         return {ends(run)[1] for run in self.finished}
@@ -83,13 +89,14 @@ def find(paths: Iterable[str | Path]) -> list[Run]:
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"{path}: there is no such folder")
-        found = [path] if (path / "run.json").is_file() else sorted(p.parent for p in path.rglob("run.json"))
+        below = (p.parent for p in sorted(path.rglob("run.json")))
+        found = [path] if (path / "run.json").is_file() else [p for p in below if not tries(p)]
         if not found:
             raise ValueError(f"{path}: no run in it; a run's folder holds run.json and metrics.csv")
         folders |= dict.fromkeys(folder.resolve() for folder in found)
     if not folders:
         raise ValueError("no runs: name the folders of some")
-    return [read(folder) for folder in folders]
+    return with_rounds([read(folder) for folder in folders])
 
 
 def comparisons(runs: Sequence[Run], against: str | None = None) -> list[Comparison]:
@@ -105,19 +112,25 @@ def comparisons(runs: Sequence[Run], against: str | None = None) -> list[Compari
         by_name: dict[str, dict[int, Run]] = {}
         for run in members:
             seeds = by_name.setdefault(run.name, {})
-            if seed_of(run) in seeds:
+            if seed_of(run) in seeds and run.name != CEILING:
                 raise ValueError(
                     f"{seeds[seed_of(run)].folder} and {run.folder} are both {run.name!r} with seed {run.seed}: "
                     "leave one out, or give one another name or seed"
                 )
             seeds[seed_of(run)] = run
         groups = [Group(name, tuple(seeds[s] for s in sorted(seeds))) for name, seeds in by_name.items()]
-        groups.sort(key=lambda group: group.name not in REFERENCES)
+        groups.sort(key=lambda group: (group.name == CEILING, group.name not in REFERENCES))
         wanted = (against,) if against is not None else REFERENCES
         reference = next((g for name in wanted for g in groups if g.name == name), None)
         title = ", ".join(part for part in conditions if part)
         found.append(Comparison(title, _measure(members), tuple(groups), reference))
     return found
+
+
+def clocked(run: Run) -> bool:
+    """Whether its clock says what training took: not where steps are only predicted, as of simulated workers."""
+    said, got = (is_number(x.get("seconds_a_step")) for x in (run.predicted, run.results))
+    return got or not said
 
 
 def seed_of(run: Run) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from .bench import CEILING
 from .curves import first_to
-from .groups import Comparison, Group, seed_of
+from .groups import Comparison, Group, clocked, seed_of
 from .numbers import count, faster, interval, nbytes, seconds
-from .statistics import Estimate, differences, estimate, ratio
+from .statistics import differences, estimate, ratio
 from .tables import Cell, Table, flat
 
 
@@ -26,61 +28,70 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     fastest = max((s[0] for s in speeds.values() if s), default=1.0)
     rows = []
     for group in comparison.groups:
-        good = estimate([x * measure.scale for x in group.results(measure.name).values()])
-        row = [Cell(group.name), median(group.results("parameters"), count)]
-        row.append(_estimated(good, measure.places))
+        row = [Cell(group.name), median(group.results("parameters"), count), score(comparison, group)]
         if reference:
             row.append(difference(comparison, group))
         row.append(step(group))
         if reference:
-            row.append(_speed(speeds[group.name], fastest) if group is not reference else Cell())
+            row.append(speed(reference, group, fastest) if group is not reference else Cell())
         row.append(median(group.wholes(), seconds))
         if reference:
             whole = run_ratio(reference, group)
             row.append(_speed((whole, False) if whole else None) if group is not reference else Cell())
         if target is not None:
-            row.append(_target(group, comparison, target))
+            row.append(reached(group, comparison, target))
         row += [median(group.results(key), nbytes) for key in ("bytes_a_step", "peak_memory")]
-        rows.append([*row, Cell(str(len(group.finished)), len(group.finished))])
-    return Table("Methods side by side", columns, rows, _notes(comparison))
+        rows.append(
+            [*row, Cell() if group.name == CEILING else Cell(str(len(group.finished)), len(group.finished))]
+        )
+    return Table("Methods side by side", columns, rows, notes(comparison))
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
+    """What has to be known to read the table."""
     measure, reference = comparison.measure, comparison.reference
-    notes = [
+    said = [
         f"± is half of a 95 % interval (Student's t) over seeds; {'more' if measure.higher else 'less'} is better."
     ]
     if reference is None:
-        notes.append(
+        said.append(
             "Nothing to compare with: none of the runs is named bf16 or dense (--against takes another)."
         )
     else:
-        notes.append(
+        said.append(
             f"Differences to {reference.name} are paired by seed; “better” and “worse” stand only where the "
             f"interval leaves 0 out. Speed against {reference.name} is the median of the seeds' ratios, for one step and for "
             "the whole run, warm-up included; below 1 it is slower."
         )
+    counts = sorted({group.rounds["count"] for group in comparison.groups if group.rounds})
+    if counts:
+        said.append(
+            f"A step is the median of {'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} timed in rounds in which all "
+            "methods took turns, low-rank ones after the switch; its speed the median of the rounds' ratios, from the lower "
+            f"to the upper quartile in brackets. “{CEILING}” is dense DDP's step without any."
+        )
     for group in comparison.groups:
+        said += dict.fromkeys(note for run in group.runs for note in run.results.get("notes") or ())
         late = [str(seed_of(run)) for run in group.runs if not run.finished]
         if late:
-            notes.append(f"{group.name}: seed {', '.join(late)} did not finish; in the curves only.")
+            said.append(f"{group.name}: seed {', '.join(late)} did not finish; in the curves only.")
         if (
             reference
             and group.finished
             and not {*map(seed_of, group.finished)} & {*map(seed_of, reference.finished)}
         ):
-            notes.append(
+            said.append(
                 f"{group.name}: no finished seed in common with {reference.name}, so nothing is paired."
             )
         if reference and group.wholes() and reference.wholes() and group.steps() != reference.steps():
-            notes.append(
+            said.append(
                 f"{group.name}: another number of steps than {reference.name}; whole runs are not compared."
             )
         broken = [str(seed_of(run)) for run in group.finished if run.results.get(measure.name, 0.0) is None]
         if broken:
-            notes.append(f"{group.name}: seed {', '.join(broken)} ended with no number for {measure.name}.")
-        notes += _differing(group)
-    return notes
+            said.append(f"{group.name}: seed {', '.join(broken)} ended with no number for {measure.name}.")
+        said += _differing(group)
+    return said
 
 
 def _differing(group: Group) -> list[str]:
@@ -100,8 +111,11 @@ def median(values: Mapping[int, float], show: Callable[[float], str]) -> Cell:
     return Cell(show(middle), middle)
 
 
-def _estimated(value: Estimate | None, places: int) -> Cell:
-    return Cell() if value is None else Cell(interval(value, places), value.mean, value.half)
+def score(comparison: Comparison, group: Group) -> Cell:
+    """How good it is, over its seeds."""
+    measure = comparison.measure
+    value = estimate([x * measure.scale for x in group.results(measure.name).values()])
+    return Cell() if value is None else Cell(interval(value, measure.places), value.mean, value.half)
 
 
 def difference(comparison: Comparison, group: Group) -> Cell:
@@ -132,11 +146,20 @@ def step_ratio(reference: Group | None, group: Group) -> tuple[float, bool] | No
     """How many times as fast a step is, and whether that is predicted."""
     if reference is None:
         return None
+    timed = quarters(reference, group)
+    if timed is not None:
+        return timed[1], False
     for key, said in (("results", False), ("predictions", True)):
         found = ratio(getattr(reference, key)("seconds_a_step"), getattr(group, key)("seconds_a_step"))
         if found is not None:
             return found, said
     return None
+
+
+def quarters(reference: Group, group: Group) -> tuple[float, float, float] | None:
+    """Quartiles of the speed-up over the rounds of a bench, if one timed both."""
+    found = group.rounds.get("against", {}).get(reference.name)
+    return tuple(found) if found else None
 
 
 def run_ratio(reference: Group, group: Group) -> float | None:
@@ -152,8 +175,17 @@ def _speed(found: tuple[float, bool] | None, fastest: float | None = None) -> Ce
     return Cell(text, value, tone=tone, share=value / fastest if fastest else None)
 
 
-def _target(group: Group, comparison: Comparison, target: float) -> Cell:
-    times = {seed_of(run): first_to(run, comparison.measure, target) for run in group.runs}
+def speed(reference: Group, group: Group, fastest: float | None = None) -> Cell:
+    """How many times as fast a step is, from the lower to the upper quartile of the rounds where there are some."""
+    cell, timed = _speed(step_ratio(reference, group), fastest), quarters(reference, group)
+    if timed is None:
+        return cell
+    return replace(cell, text=f"{cell.text} ({timed[0]:.2f}–{timed[2]:.2f})")
+
+
+def reached(group: Group, comparison: Comparison, target: float) -> Cell:
+    """How long it took to a validation score."""
+    times = {seed_of(run): first_to(run, comparison.measure, target) for run in group.runs if clocked(run)}
     reached = {seed: at for seed, at in times.items() if at is not None}
     cell = median(reached, seconds)
     missed = len(times) - len(reached)

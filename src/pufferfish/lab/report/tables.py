@@ -46,8 +46,9 @@ def breakdown(comparison: Comparison) -> Table | None:
             ]
             rows.append([Cell(group.name), *cells, Cell(seconds(exposed), exposed)])
     notes = (
-        "Median over the second half of each run, then the mean over seeds. "
-        "Exchange is what the step waits for; what hid behind the backward pass is apart and not in the sum.",
+        "Median over a bench's rounds, else over the second half of each run and then the mean over seeds. "
+        "Exchange is what the step waits for; what hid behind the backward pass is apart and not in the sum. All are of the "
+        "first worker; a bench's step ends with the last one, and may be longer than the sum.",
     )
     columns = ["method", *PARTS, "exchange, hidden", "sum"]
     return Table("Where a step's time goes", columns, rows, notes) if rows else None
@@ -55,6 +56,9 @@ def breakdown(comparison: Comparison) -> Table | None:
 
 def group_parts(group: Group) -> dict[str, float]:
     """Seconds of each part of a step, and of the exchange hidden behind backward."""
+    timed = next((parts for run in group.runs if (parts := run.results.get("parts"))), None)
+    if timed is not None:  # by a bench, in rounds
+        return {name: timed[name] for name in (*PARTS, "hidden") if name in timed}
     found = {}
     for name in (*PARTS, "hidden"):
         values = [value for run in group.runs if (value := typical(run, f"time/{name}")) is not None]

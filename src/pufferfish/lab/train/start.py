@@ -34,7 +34,7 @@ def start(command: Sequence[str], *, network: str | None, hosts: int, per_host: 
     screen = Screen()
     relay = Relay(screen)
     try:
-        with _sigterm_too(), _emulated(network, hosts, screen) as machines:
+        with sigterm_too(), _emulated(network, hosts, screen) as machines:
             link = None
             if hosts > 1:
                 link = asdict(machines.measure())
@@ -74,7 +74,7 @@ def _emulated(network: str | None, hosts: int, screen: Screen) -> Iterator[Hosts
 
 
 @contextlib.contextmanager
-def _sigterm_too() -> Iterator[None]:
+def sigterm_too() -> Iterator[None]:
     """SIGTERM as ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
