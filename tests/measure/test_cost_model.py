@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from pufferfish.compress import BFloat16, NoCompression, PowerSGD, TopK
 from pufferfish.measure import CostModel, Line, Link, Work, buckets, dry_run
-from pufferfish.measure.link import KINDS
+from pufferfish.measure.link import WIRE
+from pufferfish.measure.probe import KINDS
 
 SIZES = [2**k for k in range(10, 26, 3)]
 
@@ -92,6 +94,70 @@ def test_overlap_equals_a_simulation(bandwidth: float, pieces: int) -> None:
     assert predicted.step == pytest.approx(slow_step(work, link), rel=1e-3)
     exchanges = sum(link.seconds(kind, n) for kind, n in messages)
     assert predicted.exchange + predicted.hidden == pytest.approx(exchanges, rel=1e-3)
+
+
+def tolled_step(work: Work, link: Link, toll: float, tick: float = 2e-6) -> float:
+    """The same while the message under way slows computing down, by the clock."""
+    waiting = list(work.messages)
+    total, gone, done, clock, busy_until, pace = sum(n for _, n in waiting), 0, 0.0, 0.0, 0.0, 1.0
+    while done < work.backward or waiting:
+        if clock >= busy_until:
+            pace = 1.0
+            if waiting and done / work.backward + 1e-9 >= (gone + waiting[0][1]) / total:
+                kind, n = waiting.pop(0)
+                gone += n
+                busy_until = clock + link.seconds(kind, n)
+                pace = 1 - toll * WIRE[kind](link.size) * n / link.seconds(kind, n)
+        clock += tick
+        done = min(work.backward, done + pace * tick)
+    return work.forward + max(clock, busy_until)
+
+
+@pytest.mark.parametrize("toll", [0.0, 1e-9, 4e-9])
+@pytest.mark.parametrize("pieces", [1, 3, 7])
+def test_the_toll_equals_a_simulation(toll: float, pieces: int) -> None:
+    link = Link.of(bandwidth=1e9, latency=1e-4, size=4)
+    messages = tuple(("all_reduce", 10**6 * (1 + i % 3)) for i in range(pieces))
+    work = Work(forward=0.01, backward=0.05, messages=messages, overlaps=True)
+    said = CostModel(link=link, toll=toll).predict(work)
+    assert said.step == pytest.approx(tolled_step(work, link, toll), rel=1e-2)
+    seen = dataclasses.replace(work, backward=said.backward)
+    assert CostModel(link=link, toll=toll).undisturbed(seen).backward == pytest.approx(0.05, rel=1e-6)
+    tolled = dataclasses.replace(link, toll=toll)
+    assert CostModel(link=tolled).predict(work) == said  # what was probed with the link
+
+
+def test_a_message_waits_for_its_bucket() -> None:
+    link = Link.of(bandwidth=1e9, latency=0, size=2, goodput=1)
+    pieces = (("all_reduce", 4 * 10**6), ("all_reduce", 6 * 10**6))  # 32 and 48 ms
+    work = Work(forward=0.0, backward=0.1, messages=pieces, overlaps=True)
+    assert CostModel(link=link).predict(work).step == pytest.approx(0.1 + 0.048)
+    late = dataclasses.replace(
+        work, handed=(10**6, 10**6 * 8, 10**6)
+    )  # the first piece is complete with the second
+    assert CostModel(link=link).predict(late).step == pytest.approx(0.09 + 0.032 + 0.048)
+
+
+def test_buffers_and_gathered_weights_come_before_forward() -> None:
+    link = Link.of(bandwidth=1e9, latency=1e-3, size=4, goodput=1)
+    work = Work(forward=0.1, backward=0.1, buffers=10**6)
+    assert CostModel(link=link).predict(work).step == pytest.approx(0.2 + 2 * (1e-3 + 8e-3))
+    gathers = (("all_gather", 10**6),) * 2  # 27 ms each: one is waited for, one hides behind half of forward
+    work = Work(forward=0.1, backward=0.1, gathers=gathers)
+    said = CostModel(link=link).predict(work)
+    assert said.step == pytest.approx(0.2 + 0.027)
+    assert said.hidden == pytest.approx(0.027)
+
+
+def test_measured_sizes_count_among_as_many_workers_as_were_measured() -> None:
+    times = [(1000, 1e-4), (10_000, 1e-4), (100_000, 5e-2)]  # a line that lets small messages through
+    line = Line.fit("all_reduce", 2, times)
+    link = Link(size=2, lines={"all_reduce": line})
+    assert link.seconds("all_reduce", 5000) == pytest.approx(1e-4)
+    assert link.seconds("all_reduce", 55_000) == pytest.approx((1e-4 + 5e-2) / 2)
+    assert link.seconds("all_reduce", 10**6) == line.seconds("all_reduce", 10**6, 2)
+    assert link.seconds("all_reduce", 5000, size=4) == line.seconds("all_reduce", 5000, 4)
+    assert not link.at(bandwidth=1e9).lines["all_reduce"].points
 
 
 def test_gradients_that_come_early_hide_more() -> None:

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from . import bench, convert, demo, fetch, methods, network, plan, report, train
+from . import advise, bench, convert, demo, fetch, methods, network, plan, report, train
 
-COMMANDS = (demo, plan, convert, methods, train, bench, report, fetch, network)
+COMMANDS = (demo, advise, plan, convert, methods, train, bench, report, fetch, network)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .common import Commands
 
 if TYPE_CHECKING:
-    from ..lab.tasks.task import Task
+    from ..lab.tasks.task import Recipe, Task
     from ..lab.train import Settings
 
 TRAIN_HELP = """\
@@ -21,9 +21,15 @@ was; ctrl-C ends it with a checkpoint.
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k, imagefolder, text, or one of
 yours: file.py:task. Data comes from --data or $PUFFERFISH_DATA; a message says what to put where.
 
+Methods: dense, pufferfish (the paper's recipe), auto (ranks and moment from the weights), and what the paper compares
+with: early-bird-0.5 (that share of the channels removed, once the choice has settled) and lottery-ticket-5 (so many
+rounds of pruning, each trained anew).
+
   pufferfish train digits --method pufferfish
   pufferfish train digits --method auto --compress powersgd-4 --network 100mbit --hosts 4
   pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate --graph
+  pufferfish train cifar10 --method early-bird-0.5 --graph
+  pufferfish train cifar10 --batch 2048 --optimizer lars --lr 1.6
   torchrun --nproc-per-node 4 -m pufferfish train cifar10 --method auto --compress powersgd-4
 """
 
@@ -39,7 +45,10 @@ def add(commands: Commands) -> None:
     train.add_argument("task", metavar="TASK")
     what = train.add_argument_group("what")
     what.add_argument(
-        "--method", default="dense", metavar="M", help="dense, pufferfish (the paper's recipe), auto, …"
+        "--method",
+        default="dense",
+        metavar="M",
+        help="dense, pufferfish, auto, early-bird-0.5, lottery-ticket-5",
     )
     what.add_argument(
         "--compress", metavar="C", help="a compression method on top, such as powersgd-4 or bf16"
@@ -47,6 +56,11 @@ def add(commands: Commands) -> None:
     what.add_argument("--recipe", default="short", help="short (default) or paper")
     for name, kind in (("epochs", int), ("batch", int), ("lr", float)):
         what.add_argument(f"--{name}", type=kind, metavar="N", help="in place of the recipe's")
+    what.add_argument(
+        "--optimizer",
+        metavar="O",
+        help="in place of the recipe's: sgd, adam, adamw, lars, lamb, sam (around sgd)",
+    )
     what.add_argument("--accumulate", type=int, default=1, metavar="N", help="backward passes an update")
     what.add_argument("--seed", type=int, default=0, metavar="N")
     what.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
@@ -115,7 +129,7 @@ def _here(task: Task, given: Settings, link: Any = None) -> int:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
     figures = f"{task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters"
-    Screen(silent).result(f"{given.choice.name}: {figures}; {given.folder}")
+    Screen(silent).result(f"{given.called}: {figures}; {given.folder}")
     return 0
 
 
@@ -158,17 +172,17 @@ def _settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Sett
             raise ValueError(f"--held {arguments.held:g}: take 0 or more")
         task = replace(task, held=type(task.held)(arguments.held))
     word = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
-    changed = {
-        key: value for key in ("epochs", "batch", "lr") if (value := getattr(arguments, key)) is not None
-    }
+    recipe, name = _recipe(arguments, task.recipe(arguments.recipe)), word
+    if recipe.optimizer != task.recipe(arguments.recipe).optimizer:
+        name = f"{word}-{recipe.optimizer}"
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     more = {"network": arguments.network} if arguments.simulate and arguments.network else {}
     if arguments.simulate and not arguments.workers:
         raise ValueError("--simulate: say how many by --workers N")
     return task, Settings(
         choice(word),
-        replace(task.recipe(arguments.recipe), **changed),
-        arguments.out or Path("runs") / re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{word}-{arguments.seed}"),
+        recipe,
+        arguments.out or Path("runs") / re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{name}-{arguments.seed}"),
         data=arguments.data,
         seed=arguments.seed,
         device=device,
@@ -180,8 +194,26 @@ def _settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Sett
         simulate=arguments.workers if arguments.simulate else None,
         sinks=tuple(name for name in ("jsonl", "tensorboard") if getattr(arguments, name)),
         hosts=hosts,
+        name=name,
         **more,
     )
+
+
+def _recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """With the numbers that were given in place of its own."""
+    from dataclasses import replace
+
+    keys = ("epochs", "batch", "lr", "optimizer")
+    given = {key: value for key in keys if (value := getattr(arguments, key)) is not None}
+    changed = replace(recipe, **given)
+    kinds = {"sam": "sgd", "adamw": "adam"}  # whose rates are of the same size
+    alike = kinds.get(changed.optimizer, changed.optimizer) == kinds.get(recipe.optimizer, recipe.optimizer)
+    if arguments.lr is None and not alike:
+        raise ValueError(
+            f"--optimizer {changed.optimizer}: say --lr too; the recipe's {recipe.lr:g} is for {recipe.optimizer}, and "
+            "their rates are of other sizes"
+        )
+    return changed
 
 
 def _places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:

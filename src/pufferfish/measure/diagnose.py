@@ -24,16 +24,18 @@ from ..optim import Optimizers
 from ..plan import Plan
 from ..ranks import Workers
 from .breakdown import Breakdown
-from .diagnosis import Choice, Diagnosis
+from .choices import Choice, Ranking, wire
+from .diagnosis import Diagnosis
 from .dryrun import dry_run
-from .link import WIRE, Link, probe
+from .link import Link
+from .lowrank import planned, shapes
 from .model import CostModel, Work
+from .probe import probe
 from .ready import Ready
-from .remedies import Job, Remedy, gradients, planned, shapes
+from .remedies import Job, Remedy, gradients, message_bytes, plain
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
 COMPUTING = ("data", "forward", "backward", "encode", "decode", "optimizer")
-WARM_UP = 1 / 3  # of a run, full-rank
 _FIRST = 3  # steps that are not like the others
 _KINDS = ("free", "low rank", "compression", "both")
 _WORTH = 1.005  # a bucket size that brings less is not told
@@ -52,9 +54,8 @@ def diagnose(
 ) -> Iterator[Diagnosis]:
     """Time the steps of your own loop that run in the block; when it is left, say what would make them shorter.
 
-    Use it on all ranks. Model, gradients, optimizer, random numbers and hooks are afterwards as they were. Where
-    gradients are exchanged beside the computing of a CPU, that was measured slowed down by it: what sends less may
-    bring more than is said here.
+    Use it on all ranks. Model, gradients, optimizer, random numbers and hooks are afterwards as they were. Computing that
+    was slowed down by messages of a CPU beside it is taken as it would be without them, as far as a probe can tell.
 
     Args:
         model: the one the loop calls: plain, DDP, with `compress`, compiled.
@@ -162,41 +163,31 @@ def _fill(
 
     text, note, curve = json.loads(workers.tell(workers.together(looked)))
 
-    def tried() -> tuple[Job, list[Remedy]]:
-        work = replace(_work(watched, size), ready=tuple(map(tuple, curve)))
-        job = Job(model, work, size, _method(watched), Plan.from_json(text), note)
-        return job, list(job.remedies(methods))
-
-    job, offered = workers.together(tried)
     found.workers, found.steps = size, watched.steps
     found.parts, found.waiting = _over_ranks(watched.parts, workers)
     if size > 1:
-        found.link = probe(workers.group, watched.device, largest=_largest(model))
-    found.wire_bytes = _wire(job.work, size)
+        found.link = probe(workers.group, watched.device, largest=message_bytes(model))
     costs = CostModel(link=found.link or Link.of(bandwidth=1e12, latency=0, size=1))
 
-    def step(work: Work) -> float:
-        return costs.predict(_mean(work, workers)).step + found.waiting
+    def tried() -> tuple[Job, list[Remedy]]:
+        seen = replace(_work(watched, size), ready=tuple(map(tuple, curve)))
+        job = Job(model, costs.undisturbed(seen), size, _method(watched), Plan.from_json(text), note)
+        return job, list(job.remedies(methods))
+
+    job, offered = workers.together(tried)
+    found.wire_bytes = wire(job.work, size)
+    seconds = found.parts["step"]
+    found.hours = seconds * total_steps / 3600 if total_steps else None
+    ranking = Ranking(
+        costs=costs, now=_mean(job.work, workers), size=size, waiting=found.waiting, hours=found.hours
+    )
+    found.predicted = ranking.step(ranking.now)
+    found.ceiling = seconds / (seconds - found.exposed + found.waiting)
 
     def choice(remedy: Remedy) -> Choice:
-        seconds = step(remedy.work) / remedy.batches
-        warm = step(remedy.warm_up) if remedy.warm_up else seconds
-        run = found.predicted / (WARM_UP * warm + (1 - WARM_UP) * seconds)
-        return Choice(
-            kind=remedy.kind,
-            name=remedy.name,
-            step=seconds,
-            speedup=found.predicted / seconds,
-            run_speedup=run,
-            hours=None if found.hours is None else found.hours / run,
-            wire_bytes=_wire(remedy.work, size) / remedy.batches,
-            note=remedy.note,
-        )
+        warm_up = remedy.warm_up and _mean(remedy.warm_up, workers)
+        return ranking.choice(replace(remedy, work=_mean(remedy.work, workers), warm_up=warm_up))
 
-    found.predicted = step(job.work)
-    seconds = found.parts["step"]
-    found.ceiling = seconds / (seconds - found.exposed + found.waiting)
-    found.hours = seconds * total_steps / 3600 if total_steps else None
     choices = [choice(remedy) for remedy in offered]
     alone = [(c.speedup, r) for c, r in zip(choices, offered, strict=True) if r.method is not None]
     if alone and job.plan.ranks:  # equal speed-ups on all ranks, so that all try the same pair
@@ -214,15 +205,13 @@ def _work(watched: _Watched, size: int) -> Work:
         return work
     if method is not None:
         sent = dry_run(method, gradients(unwrap(watched.model)), size, steps=1)
-        return replace(work, messages=sent.messages, overlaps=sent.overlaps)
+        return replace(
+            plain(work, gradients(unwrap(watched.model))), messages=sent.messages, overlaps=sent.overlaps
+        )
     told = watched.ddp._get_ddp_logging_data()
     sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes")).split(",")
-    return replace(work, messages=tuple(("all_reduce", int(n)) for n in sizes), overlaps=True)
-
-
-def _largest(model: nn.Module) -> int:
-    """Bytes to probe the link with: those of the gradients, within reason."""
-    return min(max(sum(x.nbytes for x in gradients(model).values()), 2**18), 2**25)
+    handed = tuple(map(int, sizes))
+    return replace(work, messages=tuple(("all_reduce", n) for n in handed), overlaps=True, handed=handed)
 
 
 def _method(watched: _Watched) -> Methods | None:
@@ -251,10 +240,6 @@ def _over_ranks(parts: dict[str, float], workers: Workers) -> tuple[dict[str, fl
     means = dict(zip(parts, _means(list(parts.values()), workers), strict=True))
     waiting = float(workers.largest(own)) - (means["step"] - means["exchange"])
     return means, min(max(0.0, waiting), means["exchange"])
-
-
-def _wire(work: Work, size: int) -> float:
-    return sum(WIRE[kind](size) * nbytes for kind, nbytes in work.messages)
 
 
 def _told(choices: Sequence[Choice]) -> list[Choice]:

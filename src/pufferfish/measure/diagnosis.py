@@ -6,22 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..table import aligned
+from .choices import WORTH, Choice, lap, table
 from .link import Link
 
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A remedy and what it is predicted to bring."""
-
-    kind: str
-    name: str
-    step: float  # seconds, for the batches of one step as it is
-    speedup: float  # of a step
-    run_speedup: float  # of the whole run, warm-up included
-    hours: float | None  # of the whole run, where its steps are known
-    wire_bytes: float  # a worker sends in a step
-    note: str = ""
+__all__ = ["Choice", "Diagnosis"]
 
 
 @dataclass(kw_only=True)
@@ -61,41 +49,27 @@ class Diagnosis:
     def _head(self) -> Iterator[str]:
         p = self.parts
         yield (
-            f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.steps} steps: {_ms(p['step'])} a step = "
-            f"{_ms(p['step'] - self.exposed)} computing (data {_ms(p['data'])}, forward {_ms(p['forward'])}, "
-            f"backward {_ms(p['backward'])}, optimizer {_ms(p['optimizer'])}) + {_ms(self.exposed)} exposed exchange"
+            f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.steps} steps: {lap(p['step'])} a step = "
+            f"{lap(p['step'] - self.exposed)} computing (data {lap(p['data'])}, forward {lap(p['forward'])}, "
+            f"backward {lap(p['backward'])}, optimizer {lap(p['optimizer'])}) + {lap(self.exposed)} exposed exchange"
         )
         if self.link is None:
             yield "one process: nothing to exchange"
             return
         coding = (
-            f"encode {_ms(p['encode'])}, decode {_ms(p['decode'])}; " if p["encode"] + p["decode"] else ""
+            f"encode {lap(p['encode'])}, decode {lap(p['decode'])}; " if p["encode"] + p["decode"] else ""
         )
-        yield f"in it {coding}{_ms(self.waiting)} waiting for the slowest; hidden behind backward {_ms(p['hidden'])}"
-        yield f"link got: {self.link}; the cost model says {_ms(self.predicted)} a step ({self.error:+.0%})"
+        yield f"in it {coding}{lap(self.waiting)} waiting for the slowest; hidden behind backward {lap(p['hidden'])}"
+        yield f"link got: {self.link}; the cost model says {lap(self.predicted)} a step ({self.error:+.0%})"
         yield f"no exchange at all: {self.ceiling:.2f}×"
 
     def _table(self) -> str:
-        rows = [["", "", "ms a step", "MB sent", "step", "run", "hours", ""]]
         now = Choice(
             kind="", name="as it is", step=self.predicted, speedup=1.0, run_speedup=1.0, hours=self.hours,
             wire_bytes=self.wire_bytes,
         )  # fmt: skip
-        for c in (now, *self.choices):
-            hours = "" if c.hours is None else f"{c.hours:.3g}"
-            figures = [
-                f"{1e3 * c.step:.4g}",
-                f"{c.wire_bytes / 1e6:.3g}",
-                f"{c.speedup:.2f}×",
-                f"{c.run_speedup:.2f}×",
-            ]
-            rows.append([c.kind, c.name, *figures, hours, c.note])
         best = max(self.choices, key=lambda c: c.run_speedup, default=None)
         told = "predicted, from this step, this link and dry runs on this device; quality is another matter"
-        if best is None or best.run_speedup < 1.05:
+        if best is None or best.run_speedup < WORTH:
             told = f"nothing here makes the run 5 % shorter: stay with what you have\n{told}"
-        return f"{aligned(rows, left=(0, 1, 7))}\n\n{told}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+        return f"{table([now, *self.choices])}\n\n{told}"

@@ -53,13 +53,16 @@ def dry_run(
         name: torch.empty(x.shape, dtype=x.dtype, device=here).normal_(generator=generator)
         for name, x in like.items()
     }
+    means = {name: torch.empty_like(g) for name, g in gradients.items()}
     worker = OneOf(size)
     aggregator = Aggregator(method, worker)
     laps: dict[str, list[float]] = {"encode": [], "decode": []}
     for step in range(1 + steps):
         worker.sent.clear()
         before = worker.meter.seconds
-        aggregator(gradients)
+        under_way = aggregator.begin(None if step else gradients)
+        under_way.add([gradients])
+        under_way.finish([means])
         if step:
             after = worker.meter.seconds
             for name, seen in laps.items():

@@ -1,20 +1,12 @@
-"""`probe`: what the link between the workers of a job gives, as latency and bandwidth of each collective."""
+"""`Link`: what joins the workers of a job, as latency and bandwidth of each collective."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from ..compress.levels import nodes
-from ..compress.transport import Group
-from ..ranks import Workers
-from .clock import between, now
 
 #: Messages one after the other in a collective of p ranks, and bytes that a rank sends in it for each byte handed to
 #: it, by the ring algorithms.
@@ -23,14 +15,15 @@ HOPS: Mapping[str, Callable[[int], float]] = {
     "all_gather": lambda p: p - 1,
     "all_to_all": lambda p: p - 1,
     "reduce_scatter": lambda p: p - 1,
+    "broadcast": lambda p: math.ceil(math.log2(p)),
 }
 WIRE: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "all_gather": lambda p: p - 1,
     "all_to_all": lambda p: (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
+    "broadcast": lambda p: math.ceil(math.log2(p)),  # the root's, in a tree
 }
-KINDS = ("all_reduce", "all_gather", "all_to_all")
 #: Of a line's bits, what is left for data: TCP/IP in Ethernet frames of 1500 bytes.
 GOODPUT = 0.949
 
@@ -46,6 +39,19 @@ class Line:
     alpha: float  # seconds
     beta: float  # seconds a byte
     error: float = 0.0  # of the fit: mean relative deviation
+    #: What was measured, (bytes, seconds) by size: lines let small messages through faster, and TCP large ones slower.
+    points: tuple[tuple[int, float], ...] = ()
+
+    def between_points(self, nbytes: float) -> float | None:
+        """Seconds by the measured sizes next to it, among as many workers as were measured; None: it is beyond them.
+
+        >>> Line(alpha=0.0, beta=1.0, points=((100, 0.1), (200, 0.3))).between_points(150)
+        0.2
+        """
+        for (x0, y0), (x1, y1) in pairwise(self.points):
+            if x0 <= nbytes <= x1:
+                return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+        return None
 
     def seconds(self, kind: str, nbytes: float, size: int) -> float:
         """For `nbytes` handed over by each of `size` workers."""
@@ -53,7 +59,8 @@ class Line:
 
     @staticmethod
     def fit(kind: str, size: int, times: Sequence[tuple[int, float]]) -> Line:
-        """Least squares of the relative deviations over (bytes, seconds), with α and β not negative.
+        """β by least squares over (bytes, seconds), which large messages decide; then α by the relative deviations,
+        which small ones decide. Neither is negative.
 
         >>> true = Line(alpha=1e-4, beta=8e-9)
         >>> fit = Line.fit("all_gather", 3, [(b, true.seconds("all_gather", b, 3)) for b in (10, 10**4, 10**7)])
@@ -62,18 +69,22 @@ class Line:
         """
         if size < 2 or len(times) < 2:
             raise ValueError(f"Line.fit: {len(times)} sizes among {size} workers; it takes two of each")
-        # T = α·a + β·b, divided by T. In plain arithmetic: all ranks get the same bits.
-        a = [HOPS[kind](size) / seconds for _, seconds in times]
-        b = [WIRE[kind](size) * nbytes / seconds for nbytes, seconds in times]
-        aa, ab, bb, a1, b1 = _dot(a, a), _dot(a, b), _dot(b, b), sum(a), sum(b)
-        alpha = (a1 * bb - b1 * ab) / (aa * bb - ab * ab)
-        beta = (b1 * aa - a1 * ab) / (aa * bb - ab * ab)
-        if alpha < 0:  # then the other alone
-            alpha, beta = 0.0, b1 / bb
-        elif beta < 0:
-            alpha, beta = a1 / aa, 0.0
-        error = sum(abs(alpha * x + beta * y - 1) for x, y in zip(a, b, strict=True)) / len(times)
-        return Line(alpha=alpha, beta=beta, error=error)
+        # In plain arithmetic: all ranks get the same bits.
+        hops, n = HOPS[kind](size), len(times)
+        wires = [WIRE[kind](size) * nbytes for nbytes, _ in times]
+        laps = [seconds for _, seconds in times]
+        wire, lap = sum(wires) / n, sum(laps) / n
+        apart = [x - wire for x in wires]
+        beta = max(0.0, _dot(apart, [t - lap for t in laps]) / _dot(apart, apart))
+        shares = [hops / t for t in laps]
+        left = [1 - beta * x / t for x, t in zip(wires, laps, strict=True)]
+        alpha = _dot(shares, left) / _dot(shares, shares)
+        if alpha < 0:
+            alpha, beta = 0.0, _dot(wires, laps) / _dot(wires, wires)
+        error = sum(abs(hops * alpha + beta * x - t) / t for x, t in zip(wires, laps, strict=True)) / n
+        highest = list(accumulate(laps, max))  # a larger message never takes less
+        points = tuple(zip((nbytes for nbytes, _ in times), highest, strict=True))
+        return Line(alpha=alpha, beta=beta, error=error, points=points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +97,7 @@ class Link:
     inside: Mapping[str, Line] | None = None  # among those of one machine
     between: Mapping[str, Line] | None = None  # among one worker of each machine, all of them at once
     extrapolated: bool = False  # not measured as it is
+    toll: float = 0.0  # seconds of computing that are lost for each byte on the wire while both go on
 
     def seconds(self, kind: str, nbytes: float, size: int | None = None, level: str = "flat") -> float:
         """Of one collective among all workers, those "inside" one machine, or one of each machine ("between").
@@ -96,11 +108,15 @@ class Link:
         0.00843
         """
         sizes = {"flat": self.size, "inside": self.per_node, "between": self.size // self.per_node}
+        measured = size is None or size == sizes[level]
         size = sizes[level] if size is None else size
         if size < 2 or not nbytes:
             return 0.0
         lines = {"flat": self.lines, "inside": self.inside, "between": self.between}[level] or self.lines
-        return (lines.get(kind) or lines["all_reduce"]).seconds(kind, nbytes, size)
+        found = lines[kind].between_points(nbytes) if measured and kind in lines else None
+        return (
+            (lines.get(kind) or lines["all_reduce"]).seconds(kind, nbytes, size) if found is None else found
+        )
 
     @property
     def bandwidth(self) -> float:
@@ -141,7 +157,8 @@ class Link:
         def slower(lines: Mapping[str, Line], sharing: int) -> dict[str, Line]:
             beta = sharing * line.lines["all_reduce"].beta
             return {
-                kind: replace(x, alpha=x.alpha + latency, beta=max(x.beta, beta)) for kind, x in lines.items()
+                kind: replace(x, alpha=x.alpha + latency, beta=max(x.beta, beta), points=())
+                for kind, x in lines.items()
             }
 
         between = (
@@ -156,90 +173,6 @@ class Link:
     def __str__(self) -> str:
         mbit = self.bandwidth / 1e6
         return f"{mbit:{',.0f' if mbit >= 100 else '.3g'}} Mbit/s, {1e3 * self.latency:.3g} ms a message"
-
-
-def probe(
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    *,
-    largest: int = 32 * 2**20,
-    seconds: float = 0.25,
-    rounds: int = 5,
-) -> Link:
-    """Measure the link between all workers of a group (by default, the whole job). Call it on all of them.
-
-    All-reduces, all-gathers and all-to-alls of 1 KiB, eight times that and so on, until one takes longer than `seconds`
-    or `largest` bytes are sent in each direction; medians over `rounds`, of the slowest worker. Where LOCAL_WORLD_SIZE says that several
-    workers share a machine, those inside one, and one worker of each, are measured on their own as well.
-
-    >>> probe()
-    Traceback (most recent call last):
-    ValueError: probe: one process has no link; start two or more with torchrun
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
-        raise ValueError("probe: one process has no link; start two or more with torchrun")
-    device = torch.device(device)
-
-    def lines(group: dist.ProcessGroup | None) -> dict[str, Line]:
-        size = dist.get_world_size(group)
-        return {
-            kind: Line.fit(kind, size, _times(kind, group, device, largest, seconds, rounds))
-            for kind in KINDS
-        }
-
-    whole = group or dist.group.WORLD
-    size = dist.get_world_size(group)
-    link = Link(size=size, lines=lines(whole))
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    per_node = int(local) if local.isdigit() else 1
-    if not 1 < per_node < size or size % per_node:
-        return replace(link, per_node=size if per_node == size else 1)
-    two = nodes(group)
-    levels = [lines(two.inside.group), lines(two.between.group)]
-    for made in (two.inside.group, two.between.group):
-        dist.destroy_process_group(made)
-    return replace(link, per_node=per_node, inside=levels[0], between=levels[1])
-
-
-def _times(
-    kind: str,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    largest: int,
-    limit: float,
-    rounds: int,
-) -> list[tuple[int, float]]:
-    """Bytes and seconds, the same on all ranks."""
-    workers = Workers(group, device, "probe")
-    sends = Group(group)
-    wire = WIRE[kind](sends.size)
-    found: list[tuple[int, float]] = []
-    nbytes, last = 1024, 0.0
-    while len(found) < 2 or (last <= limit and nbytes * wire <= 2 * largest):
-        buffer = torch.zeros(nbytes // 4, device=device)
-
-        def laps(n: int, buffer: Tensor = buffer) -> Tensor:
-            mine = torch.tensor([_lap(kind, sends, buffer) for _ in range(n)], dtype=torch.float64)
-            return workers.largest(mine)
-
-        last = float(laps(1))  # connections are made in it
-        last = float(laps(rounds if last < limit / 4 else 2).median())
-        found.append((nbytes, last))
-        nbytes *= 8
-    return found
-
-
-def _lap(kind: str, sends: Group, buffer: Tensor) -> float:
-    """Seconds of one collective, which all begin together as well as a barrier can tell."""
-    dist.barrier(sends.group)
-    start = now(buffer.device)
-    if kind == "all_reduce":
-        sends._sum([buffer])()
-    elif kind == "all_gather":
-        sends._gather([buffer])()
-    else:
-        sends._scatter([list(buffer.tensor_split(sends.size))])()
-    return between(start, now(buffer.device))
 
 
 def _dot(x: Sequence[float], y: Sequence[float]) -> float:

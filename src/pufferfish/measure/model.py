@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .link import WIRE, Link
 
 MIB = 2**20
+#: Share of its speed that computing keeps, whatever is sent.
+_LEAST = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,12 @@ class Work:
     decode: float = 0.0
     messages: tuple[tuple[str, int], ...] = ()  # kind of collective and bytes handed to it, in their order
     overlaps: bool = False  # whether a message leaves as soon as its gradients are there
+    #: Bytes of gradients that are handed over together (DDP's buckets), in their order; (): a message when it is complete.
+    handed: tuple[int, ...] = ()
+    gathers: tuple[
+        tuple[str, int], ...
+    ] = ()  # messages that forward needs one after the other (sharded weights)
+    buffers: int = 0  # bytes that DDP broadcasts before forward
     #: Bytes of gradients that are averaged inside each machine first (`levels="node"`); the messages then go between.
     inside: int = 0
     #: (share of the gradients' bytes, share of backward after which they are there), from (0, 0) to (1, 1).
@@ -73,8 +81,8 @@ class CostModel:
     """α–β for each collective, and overlap with backward.
 
     Without overlap a step computes, encodes, waits for all messages and decodes. With it the messages queue up for the
-    link, each once its gradients are there, and the step waits for what is left after backward. While they overlap,
-    sending slows computing down: by `toll` seconds for each byte on the wire (0: it does not; it shares a CPU's cores).
+    link, each once its gradients are there, and the step waits for what is left after backward. While a message is under
+    way computing is slower, by the `toll` in seconds for each byte on the wire: sending takes its share of a CPU's cores.
 
     >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),))
     >>> model = CostModel(link=Link.of(bandwidth=1e9, latency=0, size=2, goodput=1))
@@ -83,7 +91,7 @@ class CostModel:
     """
 
     link: Link
-    toll: float = 0.0
+    toll: float | None = None  # None: what was probed with the link
     error: float | None = None  # mean relative deviation from the measurements it was fitted to
 
     def predict(self, work: Work, workers: int | None = None) -> Prediction:
@@ -92,15 +100,15 @@ class CostModel:
         times = self._times(work, size)
         backward, exchange, hidden = work.backward, sum(times), 0.0
         if work.overlaps and times and not work.inside:
-            backward += self.toll * sum(WIRE[kind](size) * nbytes for kind, nbytes in work.messages)
-            computing = backward + work.encode
-            end = gone = 0.0
-            total = sum(nbytes for _, nbytes in work.messages)
-            for (_, nbytes), seconds in zip(work.messages, times, strict=True):
-                gone += nbytes
-                end = max(end, computing * _at(work.ready, gone / total)) + seconds
-            exchange = max(0.0, end - computing)
+            end, computed = self._overlapped(work, times, size)
+            backward, exchange = computed - work.encode, end - computed
             hidden = sum(times) - min(exchange, sum(times))
+        if work.buffers:
+            exchange += self.link.seconds("broadcast", work.buffers, size)
+        if work.gathers:
+            waits = [self.link.seconds(kind, nbytes, size) for kind, nbytes in work.gathers]
+            shown = max(waits[0], sum(waits) - work.forward * (1 - 1 / len(waits)))
+            exchange, hidden = exchange + shown, hidden + sum(waits) - shown
         return Prediction(
             data=work.data,
             forward=work.forward,
@@ -112,6 +120,30 @@ class CostModel:
             hidden=hidden,
             extrapolated=self.link.extrapolated or size != self.link.size,
         )
+
+    def _overlapped(self, work: Work, times: Sequence[float], size: int) -> tuple[float, float]:
+        """Seconds from the begin of backward to the end of the last message, and to the end of computing."""
+        toll = self.link.toll if self.toll is None else self.toll
+        computing = work.backward + work.encode
+        total = sum(nbytes for _, nbytes in work.messages)
+        edges = list(accumulate(work.handed)) or [0]
+        clock = done = 0.0  # done: of computing
+        computed = None  # when that was all
+        gone = 0
+        for (kind, nbytes), seconds in zip(work.messages, times, strict=True):
+            gone += nbytes
+            share = gone / total
+            if work.handed:
+                share = next((x for x in edges if x >= share * edges[-1] * (1 - 1e-9)), edges[-1]) / edges[-1]
+            due = computing * _at(work.ready, share)
+            if done < due:
+                clock, done = clock + due - done, due
+            pace = max(_LEAST, 1 - toll * WIRE[kind](size) * nbytes / seconds) if seconds else 1.0
+            if done + pace * seconds >= computing and computed is None:
+                computed = clock + (computing - done) / pace
+            clock, done = clock + seconds, min(computing, done + pace * seconds)
+        computed = clock + computing - done if computed is None else computed
+        return max(clock, computed), computed
 
     def _times(self, work: Work, size: int) -> list[float]:
         """Of all messages."""
@@ -125,15 +157,31 @@ class CostModel:
             *(link.seconds(kind, nbytes, machines, "between") for kind, nbytes in work.messages),
         ]
 
+    def undisturbed(self, work: Work) -> Work:
+        """`work`, whose backward was measured beside its messages, as it would be without them.
+
+        >>> model = CostModel(link=Link.of(bandwidth=1e9, latency=0, size=2), toll=2e-9)
+        >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),) * 2, overlaps=True)
+        >>> seen = dataclasses.replace(work, backward=model.predict(work).backward)
+        >>> seen.backward > 0.2, round(model.undisturbed(seen).backward, 6)
+        (True, 0.2)
+        """
+        low, high = 0.0, work.backward
+        for _ in range(40):
+            middle = (low + high) / 2
+            slower = self.predict(dataclasses.replace(work, backward=middle)).backward > work.backward
+            low, high = (low, middle) if slower else (middle, high)
+        return dataclasses.replace(work, backward=high)
+
     @staticmethod
     def fit(link: Link, measured: Sequence[tuple[Work, float]]) -> CostModel:
         """The toll that explains measured steps best (least squares of the relative deviations), and the error left.
 
         >>> link = Link.of(bandwidth=1e9, latency=0, size=2)
-        >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),), overlaps=True)
+        >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),) * 2, overlaps=True)
         >>> true = CostModel(link=link, toll=5e-9)
-        >>> CostModel.fit(link, [(work, true.predict(work).step)]).toll
-        5e-09
+        >>> f"{CostModel.fit(link, [(work, true.predict(work).step)]).toll:.2e}"
+        '5.00e-09'
         """
         if not measured:
             raise ValueError("CostModel.fit: no step was measured")

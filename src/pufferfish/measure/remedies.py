@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..compress.casts import BFloat16
 from ..compress.method import Method
 from ..compress.table import Methods
-from ..factorize import reshape_
-from ..layers import hollow
 from ..names import own_name
 from ..plan import Plan
-from ..planning import plan
+from ..ranks import balanced
 from .dryrun import Sent, dry_run
+from .lowrank import RATIO, reshaped
 from .model import MIB, Work, buckets
 
-RATIO = 0.25
 _BUCKETS = (1, 5, 10, 25, 50, 100)  # MiB
 _ACCUMULATED = (2, 4)
 
@@ -50,17 +45,25 @@ class Job:
         size: workers.
         method: that the gradients go through already; None: plain DDP.
         plan: what low rank would be, and what to know of it.
+        small: the computing of a low-rank step, where it was measured.
     """
 
     def __init__(
-        self, model: nn.Module, work: Work, size: int, method: Methods | None, plan: Plan, note: str
+        self,
+        model: nn.Module,
+        work: Work,
+        size: int,
+        method: Methods | None,
+        plan: Plan,
+        note: str,
+        small: Work | None = None,
     ) -> None:
         self.model, self.work, self.size, self.method = model, work, size, method
-        self.plan, self.note = plan, note
+        self.plan, self.note, self._small = plan, note, small
         self.like = gradients(model)
         self.device = next(iter(self.like.values())).device
         self.bare = replace(work, encode=0.0, decode=0.0, messages=(), overlaps=False)
-        self.small = gradients(_reshaped(model, plan))
+        self.small = gradients(reshaped(model, plan))
 
     def remedies(self, methods: Sequence[Method]) -> Iterator[Remedy]:
         """All but pairs."""
@@ -70,14 +73,19 @@ class Job:
                 if method != self.method:
                     yield self.compressed(method, "compression")
         if self.plan.ranks:
-            work = self._plain(self.low_rank, self.small, 25)
-            name = f"low rank: pf.Switch(rank={RATIO})"
-            yield Remedy(kind="low rank", name=name, work=work, warm_up=self.work, note=self.note)
+            yield self.switched()
+
+    def switched(self) -> Remedy:
+        """Low rank after a warm-up."""
+        work = plain(self.low_rank, self.small)
+        name = f"low rank: pf.Switch(rank={RATIO})"
+        return Remedy(kind="low rank", name=name, work=work, warm_up=self.work, note=self.note)
 
     def pair(self, alone: Remedy) -> Remedy:
         """Low rank, and the method that `alone` is to compress what is left."""
         assert alone.method is not None
-        work = _sending(self.low_rank, dry_run(alone.method, self.small, self.size, device=self.device))
+        sent = dry_run(alone.method, self.small, self.size, device=self.device)
+        work = _sending(plain(self.low_rank, self.small), sent)
         name = f"low rank with pf.{alone.method!r}"
         return Remedy(
             kind="both", name=name, work=work, method=alone.method, warm_up=alone.work, note=self.note
@@ -85,13 +93,19 @@ class Job:
 
     def compressed(self, method: Method, kind: str) -> Remedy:
         """One method in the place of what there is."""
-        work = _sending(self.bare, dry_run(method, self.like, self.size))
+        work = _sending(plain(self.bare, self.like), dry_run(method, self.like, self.size))
         return Remedy(kind=kind, name=f"pf.compress(ddp, pf.{method!r})", work=work, method=method)
+
+    def by_machine(self, method: Method, per_node: int) -> Remedy:
+        """One method between machines, of `per_node` workers each, which average their gradients first."""
+        work = on_levels(self.bare, method, self.like, self.size, per_node)
+        name = f'pf.compress(ddp, pf.{method!r}, levels="node")'
+        return Remedy(kind="compression", name=name, work=work, method=method)
 
     def _free(self) -> Iterator[Remedy]:
         if self.method is None:
             for cap in _BUCKETS:
-                work = self._plain(self.bare, self.like, cap)
+                work = plain(self.bare, self.like, cap)
                 yield Remedy(kind="buckets", name=f"DDP(…, bucket_cap_mb={cap})", work=work)
         if self.method != BFloat16():
             yield self.compressed(BFloat16(), "free")
@@ -107,6 +121,8 @@ class Job:
     @property
     def low_rank(self) -> Work:
         """The work of a low-rank step, still without messages."""
+        if self._small is not None:
+            return self._small
         before, after = self.plan.before, self.plan.after
         saved = {layer: ms[0] - ms[1] for layer, ms in self._timed().items()}
         whole = self.bare.forward + self.bare.backward
@@ -125,11 +141,29 @@ class Job:
     def _timed(self) -> dict[str, tuple[float, float]]:
         return {e.layer: e.ms for e in self.plan if e.rank is not None and e.ms is not None}
 
-    def _plain(self, work: Work, like: Mapping[str, Tensor], cap: int) -> Work:
-        """With the messages of plain DDP."""
-        sizes = buckets((x.nbytes for x in reversed(list(like.values()))), cap * MIB)
-        messages = tuple(("all_reduce", nbytes) for nbytes in sizes)
-        return replace(work, messages=messages, overlaps=True)
+
+def plain(work: Work, like: Mapping[str, Tensor], cap: int = 25) -> Work:
+    """With the messages of plain DDP for such gradients, in buckets of `cap` MiB.
+
+    >>> import torch
+    >>> plain(Work(forward=1.0, backward=1.0), {"w": torch.ones(10)}).messages
+    (('all_reduce', 40),)
+    """
+    sizes = tuple(buckets((x.nbytes for x in reversed(list(like.values()))), cap * MIB))
+    return replace(work, messages=tuple(("all_reduce", n) for n in sizes), overlaps=True, handed=sizes)
+
+
+def on_levels(work: Work, method: Method, like: Mapping[str, Tensor], size: int, per_node: int) -> Work:
+    """With what `levels="node"` sends: of the tensors, each worker of a machine exchanges its share between them."""
+    names = sorted(like)
+    owners = balanced([like[n].numel() for n in names], per_node)
+    shares = [
+        {n: like[n] for n, owner in zip(names, owners, strict=True) if owner == i} for i in range(per_node)
+    ]
+    largest = max(shares, key=lambda share: sum(x.nbytes for x in share.values()))
+    sent = dry_run(method, largest, size // per_node)
+    inside = per_node * sum(x.nbytes for x in largest.values())
+    return replace(_sending(work, sent), overlaps=False, inside=inside)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -137,47 +171,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {own_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call's arguments without their values, as `plan` takes an example; nothing of the batch is kept.
+def message_bytes(model: nn.Module) -> int:
+    """How large messages to probe a link with: as the gradients, within reason.
 
-    >>> import torch
-    >>> shapes(nn.Linear(4, 2), (torch.ones(3, 4),), {})
-    {'input': tensor(..., device='meta', size=(3, 4))}
+    >>> message_bytes(nn.Linear(1000, 1000))
+    4004000
     """
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args
-    if bound.args and any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
-        return bound.args
-    named = dict(bound.arguments)
-    for p in bound.signature.parameters.values():
-        if p.kind is p.VAR_KEYWORD:
-            named |= named.pop(p.name, {})
-    return named
-
-
-def planned(model: nn.Module, call: Any, measure: bool) -> tuple[Plan, str]:
-    """A plan at the ratio of the paper, and what to know of it."""
-    warm_up = "a third of the run is warm-up"
-    try:
-        made = plan(model, RATIO, example=call, measure=measure and call is not None)
-        note = f"{'layers timed' if measure else 'if time follows MACs'}; {warm_up}"
-    except Exception:  # on shapes alone a model that looks at values may fail in any way
-        made, note = plan(model, RATIO), f"MACs unknown, computing taken as unchanged; {warm_up}"
-    try:
-        _reshaped(model, made)
-    except ValueError as error:
-        made = made.replace(e.stays(str(error)) for e in made)
-    return made, note
-
-
-def _reshaped(model: nn.Module, made: Plan) -> nn.Module:
-    shadow = hollow(model)
-    if made.ranks:
-        reshape_(shadow, made)
-    return shadow
+    return min(max(sum(x.nbytes for x in gradients(model).values()), 2**18), 2**25)
 
 
 def _sending(work: Work, sent: Sent) -> Work:

@@ -1,0 +1,149 @@
+"""The advisor against the clock: is the way to train that it advises the fastest one?
+
+    python benchmarks/advisor.py [--cases 1 2 …] [--rounds 3] [--keep FOLDER]
+
+Ten cases of a model, an emulated network and a number of hosts. In each a job probes its link, measures what steps compute
+and advises, as `pufferfish advise --network real` does; then every way that it had to choose from is run, all taking
+turns in every round. What counts is the time of a run, warm-up included: the advised way's over that of the fastest, by
+the medians of measured steps. A case that is in `--keep` is not run again. Needs root, or user namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pufferfish as pf
+from pufferfish.lab.advise import advise, check, subject
+from pufferfish.lab.models import GPT, REFERENCES, LSTMLanguageModel
+from pufferfish.lab.network import Network
+from pufferfish.table import aligned
+
+CASES = [
+    ("digits:mlp", "20mbit", 2),
+    ("digits:cnn", "100mbit", 4),
+    ("digits:cnn", "1gbit", 4),
+    ("digits:mlp,width=256", "1gbit", 2),
+    ("resnet18", "500mbit", 4),
+    ("resnet18", "1gbit", 2),
+    ("gpt", "100mbit", 4),
+    ("gpt", "1gbit", 2),
+    ("lstm", "100mbit", 2),
+    ("lstm", "1gbit,delay=2ms", 4),
+]
+#: Of the workers; DDP warns of strides that differ by nothing.
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+Made = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[nn.Module, Any], Tensor]]
+
+
+def resnet18() -> Made:
+    """CIFAR shapes, batch 8 a worker."""
+    return REFERENCES["resnet18"].build(), (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), _loss
+
+
+def gpt() -> Made:
+    """3.3 million parameters, 4 × 128 bytes a worker."""
+    tokens = torch.randint(256, (4, 129))
+    return GPT(d=256, layers=4, heads=4, context=128), (tokens[:, :-1], tokens[:, 1:]), _loss
+
+
+def lstm() -> Made:
+    """3.2 million parameters, 20 × 8 words a worker."""
+    words = torch.randint(2000, (21, 8))
+    model = LSTMLanguageModel(vocabulary=2000, d=384, layers=2, dropout=0.2)
+    return model, (words[:-1], words[1:]), lambda model, batch: _loss(lambda x: model(x)[0], batch)
+
+
+KEEP = {"resnet18": REFERENCES["resnet18"].keep, "gpt": REFERENCES["gpt"].keep, "lstm": ("decoder",)}
+
+
+def _loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--cases", nargs="+", type=int, default=list(range(1, len(CASES) + 1)))
+    ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--keep", type=Path, help="a folder; default: nothing is kept")
+    ask.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    given = ask.parse_args()
+    if given.worker:
+        work(given)
+        return
+    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, pufferfish "
+          f"{pf.__version__}, {given.rounds} rounds\n")  # fmt: skip
+    rows = [["", "case", "link", "hosts", "advised", "fastest", "the run", "the step", "largest error"]]
+    lost = []
+    for number in given.cases:
+        name, link, hosts = CASES[number - 1]
+        found = measured(given, number)
+        runs, steps = _runs(found), {c["name"]: c["measured"] for c in found["choices"]}
+        best, fastest = found["best"], min(runs, key=runs.__getitem__)
+        lost.append(runs[best] / runs[fastest])
+        worst = max((c["step"] / c["measured"] - 1 for c in found["choices"]), key=abs)
+        rows.append([
+            str(number), name, link, str(hosts), best, fastest, f"{lost[-1] - 1:+.1%}",
+            f"{steps[best] / min(steps.values()) - 1:+.1%}", f"{worst:+.0%}",
+        ])  # fmt: skip
+        print(aligned(rows[-1:], left=range(9)), flush=True)
+    print(f"\n{aligned(rows, left=(0, 1, 2, 4, 5))}\n\nadvised within 10 % of the fastest run: "
+          f"{sum(x <= 1.1 for x in lost)} of {len(lost)}")  # fmt: skip
+
+
+def _runs(found: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a mean step of the whole run, as measured. A pair's warm-up is its method's step."""
+    steps, warm_up = {c["name"]: c["measured"] for c in found["choices"]}, found["warm_up"]
+    runs = {}
+    for name, step in steps.items():
+        low_rank, _, method = name.partition("+")
+        before = steps[method or "dense"] if low_rank == "pufferfish" else step
+        runs[name] = warm_up * before + (1 - warm_up) * step
+    return runs
+
+
+def measured(given: argparse.Namespace, number: int) -> dict[str, Any]:
+    """What a job of that case finds."""
+    _, link, hosts = CASES[number - 1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = (given.keep or Path(folder)) / f"{number}.json"
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            words = ["--cases", str(number), "--rounds", str(given.rounds)]
+            with Network(hosts, link) as network:
+                code = network.launch([__file__, "--worker", str(out), *words], env=ENV)
+            if code:
+                raise SystemExit(f"case {number}: the workers failed with exit code {code}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def work(given: argparse.Namespace) -> None:
+    """What one process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    name, link, hosts = CASES[given.cases[0] - 1]
+    text = f"{__file__}:{name}" if name in KEEP else name
+    about = subject(text, keep=KEEP.get(name), rank=dist.get_rank(), size=hosts)
+    found = advise(about, network=link, nodes=hosts)
+    found = check(found, about, rounds=given.rounds, best=None)
+    if dist.get_rank() == 0:
+        aside = given.worker.with_suffix(".new")
+        aside.write_text(json.dumps(found.as_dict() | {"warm_up": about.warm_up}))
+        aside.replace(given.worker)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

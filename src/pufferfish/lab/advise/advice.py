@@ -1,0 +1,99 @@
+"""`Advice`: which way to train pays, to print or to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...measure import Choice, Link, Work
+from ...measure.choices import WORTH, lap, table, time
+from ...plan import Plan
+
+#: Of two ways that differ by less, the simpler one is advised.
+SAME = 1.03
+
+
+@dataclass(kw_only=True)
+class Advice:
+    """What was found for a subject on a network. The first choice is dense training, the others are in order."""
+
+    subject: str
+    network: str  # as it was asked for
+    nodes: int
+    per_node: int
+    engine: str
+    link: Link
+    computing: Work  # of a dense step
+    choices: list[Choice]
+    plans: dict[str, Plan]  # of the low-rank choices, by their names
+    ceiling: float  # speed-up of a dense step without any exchange
+    ranks: dict[float, float] = field(
+        default_factory=dict
+    )  # share of the full rank → seconds of a low-rank step
+    warm_up: float = 1 / 3
+    checked: str = ""  # where the best were run
+
+    @property
+    def best(self) -> Choice:
+        """The way to train; "dense" where nothing pays. Choices are in the order of what they ask of the user."""
+        most = max(c.run_speedup for c in self.choices)
+        first = next(c for c in self.choices if c.run_speedup * SAME >= most)
+        return first if first.run_speedup >= WORTH else self.choices[0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """What should become low-rank, where something should."""
+        return self.plans.get(self.best.name)
+
+    def top(self, n: int = 3) -> list[Choice]:
+        """The advised one, then the fastest."""
+        others = sorted(self.choices, key=lambda c: -c.run_speedup)
+        return [self.best, *(c for c in others if c is not self.best)][:n]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; a plan has a file of its own."""
+        found = {name: getattr(self, name) for name in ("subject", "network", "nodes", "per_node", "engine")}
+        return found | {
+            "best": self.best.name,
+            "ceiling": self.ceiling,
+            "link": self.link.as_dict(),
+            "computing": asdict(self.computing),
+            "choices": [asdict(c) for c in self.choices],
+            "ranks": self.ranks,
+            "checked": self.checked,
+        }
+
+    def __str__(self) -> str:
+        order = [self.choices[0], *sorted(self.choices[1:], key=lambda c: -c.run_speedup)]
+        return "\n".join([*self._head(), "", table(order), "", *self._told()])
+
+    def _head(self) -> Iterator[str]:
+        w, size = self.computing, self.nodes * self.per_node
+        parts = ", ".join(f"{n} {lap(getattr(w, n))}" for n in ("data", "forward", "backward", "optimizer"))
+        where = f"{self.nodes} machine{'s' * (self.nodes > 1)} × {self.per_node}"
+        yield f"{self.subject}: {size} worker{'s' * (size > 1)} ({where}), {self.engine}, network {self.network}"
+        yield f"computing, measured: {lap(w.forward + w.backward + w.optimizer + w.data)} a step ({parts})"
+        if size > 1:
+            got = "taken as" if self.link.extrapolated else "got"
+            yield f"link {got}: {self.link}; no exchange at all: {self.ceiling:.2f}×"
+
+    def _told(self) -> Iterator[str]:
+        best, dense = self.best, self.choices[0]
+        if best is dense:
+            yield "Use plain DDP: nothing here makes the run 5 % shorter."
+        else:
+            whole = "" if best.hours is None else f", {time(best.hours)} in place of {time(dense.hours)}"
+            yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}."
+        if self.plan is not None:
+            matrices = [e for e in self.plan if e.matrix is not None]
+            chosen = sum(e.rank is not None for e in matrices)
+            yield f"Low-rank: {chosen} of {len(matrices)} matrices, after {self.warm_up:.0%} of the run in full rank."
+        if self.ranks:
+            low, high = min(self.ranks), max(self.ranks)
+            yield (
+                f"Which ranks will do is known only at the switch: from {low:g} to {high:g} of the full ones a step of "
+                f"low rank alone takes {lap(self.ranks[low])} to {lap(self.ranks[high])}."
+            )
+        checked = f" {self.checked}." if self.checked else ""
+        yield f"Steps are predicted, from measured computing and dry runs.{checked} Quality is another matter."

@@ -1,0 +1,180 @@
+"""What `pufferfish advise` does with its arguments: here alone, in a job of torchrun, or on emulated hosts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...measure import Link
+from ..network import Network, Shape, why_not
+from .advice import Advice
+from .advise import METHODS, advise, check
+from .networks import nominal
+from .subject import subject
+
+ENGINES = ("ddp", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command's arguments."""
+
+    task: str
+    network: str | None = None  # None: the job's own
+    nodes: int | None = None
+    per_node: int | None = None
+    engine: str = "ddp"
+    methods: Sequence[str] = METHODS
+    device: str = "cpu"
+    precision: str = "fp32"
+    batch: int | None = None
+    data: Path | None = None
+    recipe: str = "short"
+    keep: Sequence[str] | None = None
+    steps: int | None = None
+    out: Path | None = None
+    json: bool = False
+    check: bool = False
+    emulated: str | None = None  # the link of the emulated hosts that this runs on
+
+    def __post_init__(self) -> None:
+        for name, number in (("nodes", self.nodes), ("per-node", self.per_node), ("steps", self.steps)):
+            if number is not None and number < 1:
+                raise ValueError(f"--{name} {number}: take 1 or more")
+        if self.engine not in ENGINES:
+            raise ValueError(f"--engine {self.engine}: there are {', '.join(ENGINES)}")
+        if self.check and self.engine != "ddp":
+            raise ValueError(f"--check runs DDP; what {self.engine} takes is predicted alone")
+        if self.network not in (None, "real"):
+            Shape.parse(self.network)
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of a network that was named; None: the real one."""
+        return None if self.network in (None, "real") else Shape.parse(self.network)
+
+
+def run(asked: Asked) -> None:
+    """Advise and print."""
+    if "RANK" in os.environ:
+        _in_job(asked)
+        return
+    if asked.shape is None:
+        raise ValueError(
+            "--network real: one process has no network; start it with torchrun, or name one: --network 10gbit"
+        )
+    if asked.nodes is None:
+        raise ValueError(f"--network {asked.network}: of how many machines? Give --nodes N")
+    if asked.check:
+        _on_hosts(asked)
+        return
+    per_node = asked.per_node or 1
+    about = subject(asked.task, size=asked.nodes * per_node, **_settings(asked))
+    link = nominal(asked.shape, asked.nodes, per_node, asked.device)
+    found = advise(
+        about, link, network=str(asked.shape), nodes=asked.nodes, per_node=per_node, engine=asked.engine,
+        methods=asked.methods,
+    )  # fmt: skip
+    _tell(found, asked)
+
+
+def _in_job(asked: Asked) -> None:
+    """On every rank: computing is measured on all of them at once."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if asked.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if asked.device == "cuda" else "gloo")
+    try:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        per_node = asked.per_node or local
+        nodes = asked.nodes or max(1, size // local)
+        here = (nodes, per_node) == (max(1, size // local), local)
+        if asked.shape is None and not here:
+            raise ValueError(
+                f"--network real: this job has {size // local} × {local} workers, not {nodes} × {per_node}; leave "
+                "--nodes and --per-node out, or name the network"
+            )
+        about = subject(asked.task, rank=rank, size=size, **_settings(asked))
+        link = _link(asked, nodes, per_node)
+        found = advise(
+            about, link, network=asked.emulated or asked.network or "real", nodes=nodes, per_node=per_node,
+            engine=asked.engine, methods=asked.methods,
+        )  # fmt: skip
+        if asked.check:
+            if asked.shape is not None:
+                raise ValueError("--check in a job runs on its own network; leave --network out")
+            found = check(found, about)
+        if rank == 0:
+            _tell(found, asked)
+        gc.collect()  # a DDP object that outlives its group may hang
+        dist.barrier()  # nobody leaves while another still talks
+    finally:
+        dist.destroy_process_group()
+
+
+def _link(asked: Asked, nodes: int, per_node: int) -> Link | None:
+    """None: what the job finds."""
+    if asked.shape is not None:
+        return nominal(asked.shape, nodes, per_node, asked.device)
+    if dist.get_world_size() == 1:
+        return nominal(Shape(10_000), 1, 1, asked.device)
+    return None
+
+
+def _on_hosts(asked: Asked) -> None:
+    """The same command as a job of emulated hosts: computing is measured there too, as they share this machine."""
+    assert asked.shape is not None
+    assert asked.nodes is not None
+    if asked.device != "cpu":
+        raise ValueError("--check: emulated hosts have CPUs only; run it under torchrun on the real network")
+    asked.shape.check()
+    if reason := why_not():
+        raise OSError(f"--check: network {asked.shape}: {reason}; run it under torchrun on the real network")
+    # What is wrong with the task is said here, once, before there are hosts.
+    subject(asked.task, size=asked.nodes * (asked.per_node or 1), **_settings(asked))
+
+    def write(line: str) -> None:
+        host, _, text = line.partition(" | ")
+        if host == "host0":
+            print(text, flush=True)
+
+    there = replace(asked, network="real", nodes=None, per_node=None, emulated=str(asked.shape))
+    with Network(asked.nodes, asked.shape) as network:
+        command = ["-m", __name__, json.dumps(asdict(there), default=str)]
+        code = network.launch(
+            command, per_host=asked.per_node or 1, env={"PYTHONWARNINGS": "ignore"}, write=write
+        )
+    if code:
+        raise OSError(f"--check: the job on emulated hosts failed with exit code {code}")
+
+
+def _settings(asked: Asked) -> dict[str, Any]:
+    names = ("device", "precision", "recipe", "batch", "data", "keep", "steps")
+    return {name: getattr(asked, name) for name in names}
+
+
+def _tell(found: Advice, asked: Asked) -> None:
+    print(json.dumps(found.as_dict(), indent=1) if asked.json else found)
+    if asked.out is None:
+        return
+    told = f"No layer should be low-rank here: {asked.out} was not written."
+    if found.plan is not None:
+        found.plan.save(asked.out)
+        told = f"The plan is in {asked.out}, for pf.Switch(plan=pf.Plan.load(…))."
+    print(told, file=sys.stderr if asked.json else sys.stdout)
+
+
+if __name__ == "__main__":  # on an emulated host
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    given |= {name: Path(given[name]) for name in ("data", "out") if given[name] is not None}
+    run(Asked(**given))

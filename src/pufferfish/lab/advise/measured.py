@@ -1,0 +1,49 @@
+"""`computing` and `sending`: the work of real ways to train, measured without waiting for anybody."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...compress.method import Method
+from ...measure import Work, dry_run
+from ...measure.alone import alone
+from ...measure.remedies import gradients, plain
+from .job import in_job, shared, told
+from .ways import Way, timed
+
+_PARTS = ("data", "forward", "backward", "optimizer")
+#: Steps that are timed fill so many seconds, and are at least and at most so many.
+_SECONDS, _LEAST, _MOST = 1.0, 5, 30
+
+
+def computing(way: Way) -> Work:
+    """A step without its exchange. In a job: the mean over the workers, as long as the slowest of them takes."""
+    for _ in range(2):
+        (lap,) = shared([timed(way, exchange=False)])
+    steps = max(_LEAST, min(_MOST, int(_SECONDS / lap)))
+    work = alone(way.model, lambda: way.step(exchange=False), way.optimizer, steps=steps)
+    parts = shared([getattr(work, name) for name in _PARTS])
+    (slowest,) = shared([statistics.median(timed(way, exchange=False) for _ in range(steps))])
+    longer = max(1.0, slowest / sum(parts))
+    buffers = sum(x.nbytes for x in way.bare.buffers()) if in_job() else 0
+    changed: dict[str, Any] = {n: longer * x for n, x in zip(_PARTS, parts, strict=True)}
+    ready = tuple(map(tuple, told(work.ready)))
+    return replace(work, **changed, buffers=buffers, ready=ready)
+
+
+def sending(work: Work, model: torch.nn.Module, method: Method | None, size: int) -> Work:
+    """The same with the messages of plain DDP, or of a method that takes its place."""
+    like = gradients(model)
+    work = plain(work, like)
+    if method is None:
+        return work
+    if in_job():
+        dist.barrier()
+    sent = dry_run(method, like, size)
+    encode, decode = shared([sent.encode, sent.decode], slowest=True)
+    return replace(work, messages=sent.messages, overlaps=sent.overlaps, encode=encode, decode=decode)

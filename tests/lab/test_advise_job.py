@@ -1,0 +1,68 @@
+"""The advisor in real jobs: on emulated hosts, and of several workers on each of several machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pufferfish as pf
+from pufferfish.lab.advise.command import Asked, run
+from pufferfish.lab.network import Loopback, clean, why_not
+
+WHY_NOT = why_not()
+FACTORY = """
+import torch
+from torch import nn
+
+def wide():
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model, torch.randn(4, 32), lambda model, x: model(x).square().mean()
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FACTORY)
+    return f"{tmp_path / 'mine.py'}:wide"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"networks cannot be emulated: {WHY_NOT}")
+def test_the_best_are_run_on_emulated_hosts(
+    factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    run(Asked(task=factory, network="20mbit", nodes=2, methods=["bf16"], check=True, out=out, json=True))
+    text = capsys.readouterr().out
+    said = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert said["network"] == "20mbit"
+    assert not said["link"]["extrapolated"]
+    assert 12 < 8e-6 / said["link"]["lines"]["all_reduce"]["beta"] < 24
+    measured = {c["name"]: c["measured"] for c in said["choices"]}
+    assert set(measured) == {"dense", "bf16", "pufferfish", "pufferfish+bf16"}
+    assert sum(x is not None for x in measured.values()) >= 3
+    assert measured[said["best"]] < measured["dense"]  # by 4 times fewer bytes on a slow line
+    assert pf.Plan.load(out).ranks
+    assert not clean()
+
+
+@pytest.mark.timeout(180)
+def test_a_job_of_two_machines_with_two_workers_each(factory: str, tmp_path: Path) -> None:
+    asked = {"task": factory, "network": "real", "methods": ["bf16"], "json": True}
+    said: list[str] = []
+    with Loopback(2) as hosts:
+        command = ["-m", "pufferfish.lab.advise.command", json.dumps({**_defaults(), **asked})]
+        assert hosts.launch(command, per_host=2, write=said.append) == 0, "\n".join(said)
+    text = "\n".join(line.partition(" | ")[2] for line in said if line.startswith("host0"))
+    found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert (found["nodes"], found["per_node"]) == (2, 2)
+    assert found["link"]["inside"] is not None
+    assert found["link"]["toll"] >= 0
+    assert "bf16, levels=node" in {c["name"] for c in found["choices"]}
+    assert all(c["step"] > 0 for c in found["choices"])
+
+
+def _defaults() -> dict[str, None]:
+    return {"data": None, "out": None}
