@@ -16,8 +16,29 @@ from pufferfish.cli import main
 README = Path(__file__).parents[1] / "README.md"
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", README.read_text(), re.DOTALL)
+GUIDE = README.parent / "docs" / "lab.md"
+
+
+def blocks(kind: str, file: Path = README) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", file.read_text(), re.DOTALL)
+
+
+def test_the_labs_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(64, 4)
+    user: dict[str, Any] = {
+        "pf": pf,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": nn.functional.cross_entropy,
+        "x": torch.randn(8, 64),
+        "y": torch.arange(8) % 4,
+    }
+    for snippet in blocks("python", GUIDE):
+        exec(snippet, user)
+    assert main(["report", "runs/mine"]) == 0
+    assert "93.1" in (tmp_path / "report.html").read_text()
+    assert (GUIDE.parent / "report.png").is_file()
 
 
 def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

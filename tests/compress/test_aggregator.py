@@ -299,6 +299,43 @@ def test_state_of_other_settings_is_not_used() -> None:
     assert second.state_dict()["shared"]["a.weight"]["Q"].shape == (36, 3)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_state_of_another_model_is_refused(known: bool) -> None:
+    """By names or by shapes: at once where the parameters are known, else in the first step."""
+    saved = Aggregator(PowerSGD(2), Simulated(1), smallest=0)
+    saved(gradients(1)[0])
+    for here in (
+        {"w": torch.randn(24, 36)},
+        {name: torch.randn(*g.shape, 2) for name, g in gradients(1)[0].items()},
+    ):
+        aggregator = Aggregator(PowerSGD(2), Simulated(1), smallest=0)
+        told = pytest.raises(ValueError, match=r"of another model, with .*a\.weight \(24, 36\).*; here are")
+        if known:
+            aggregator(here)
+            with told:
+                aggregator.load_state_dict(saved.state_dict())
+            assert aggregator(here).keys() == here.keys()
+        else:
+            aggregator.load_state_dict(saved.state_dict())
+            with told:
+                aggregator(here)
+
+
+def test_state_of_a_part_of_the_model_is_enough() -> None:
+    """As after a switch; and where nothing is kept there is nothing to lose."""
+    saved, nothing, aggregator = (
+        Aggregator(method, Simulated(1), smallest=0) for method in (PowerSGD(2), NoCompression(), PowerSGD(2))
+    )
+    g = gradients(1)[0]
+    saved(g)
+    nothing({"w": torch.ones(3)})
+    some = {"b.weight": g["b.weight"], "new": torch.randn(24, 36)}
+    aggregator.load_state_dict(saved.state_dict())
+    aggregator(some)
+    aggregator.load_state_dict(nothing.state_dict())
+    assert aggregator(some).keys() == some.keys()
+
+
 @dataclass(frozen=True)
 class TwoMemories(Method):
     """Scaled signs to the owners of shards and back, with a memory at both ends."""

@@ -172,6 +172,25 @@ def through_the_switch(rank: int) -> None:
     assert torch.equal(*ends)
 
 
+def a_state_of_another_model_is_refused(rank: int) -> None:
+    """At once, and the hook goes on as it was."""
+    ddp, hook = wrapped(PowerSGD(rank=2))
+    loss(ddp, 0, rank).backward()
+    other = Aggregator(PowerSGD(rank=2), smallest=0)
+    other(gradients(1)[0])
+    before = hook.state_dict()
+    with pytest.raises(
+        ValueError, match=r"of another model, with .*a\.weight \(24, 36\).*; here are .*middle"
+    ):
+        hook.load_state_dict(other.state_dict())
+    after = hook.state_dict()
+    assert after["steps"] == before["steps"] == 1
+    assert after["methods"] == before["methods"]
+    ddp.zero_grad()
+    loss(ddp, 1, rank).backward()
+    assert same_everywhere(weights(ddp))
+
+
 def bad_steps_leave_no_trace(rank: int, size: int) -> None:
     """One rank has an infinity: NaN on all, and all go on as if the step had not been."""
     ddp, hook = wrapped(PowerSGD(rank=2))
@@ -348,6 +367,7 @@ def cases(rank: int, size: int, folder: Path) -> None:
     no_compression_is_plain_averaging(rank, size)
     through_the_switch(rank)
     unused_parameters_keep_their_memory(rank)
+    a_state_of_another_model_is_refused(rank)
     bad_steps_leave_no_trace(rank, size)
     if size == 2:
         gradients_are_the_aggregators("topk", rank, size, static_graph=True)

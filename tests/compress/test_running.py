@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,8 @@ def memories_belong_to_machines(rank: int) -> None:
     assert everyone[0] == everyone[2]
     assert everyone[1] == everyone[3]
     assert not set(everyone[0]) & set(everyone[1])
-    flat = Aggregator(TopK(0.05), smallest=0)
-    flat(gradients(4)[rank])
+    other, flat = wrapped(TopK(0.05))
+    loss(other, 0, rank).backward()
     with pytest.warns(UserWarning, match=r"of 4, 2 a machine starts with empty memories; .* of 4$"):
         hook.load_state_dict(flat.state_dict())
 
@@ -216,6 +217,21 @@ def ranks_that_disagree_do_not_wait(rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
 
+def one_machine_compresses_nothing(rank: int, size: int) -> None:
+    """It is told once, by its first worker."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        node = Aggregator(TopK(0.05), smallest=0, levels="node")
+    assert [str(w.message) for w in told] == [
+        f"levels: all {size} workers are on one machine, so nothing is compressed; "
+        'levels="flat" compresses between them'
+    ] * (rank == 0)
+    node(gradients(size)[rank])
+    assert node.meter.wire_bytes == 0
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+
 def given_groups(rank: int) -> None:
     """Ranks that alternate between two machines."""
     machines = [[0, 2], [1, 3]]
@@ -243,6 +259,7 @@ def on_two_levels(rank: int, size: int, folder: Path) -> None:
     memories_find_their_new_owners(rank)
     other_levels_start_anew(rank)
     ranks_that_disagree_do_not_wait(rank)
+    one_machine_compresses_nothing(rank, size)
     for local, told in (("3", "workers a machine do not make 4"), ("", "is not set"), ("0", "do not make")):
         os.environ["LOCAL_WORLD_SIZE"] = local
         with pytest.raises(ValueError, match=told):

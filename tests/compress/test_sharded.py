@@ -294,6 +294,11 @@ def another_layout_starts_anew(mesh: DeviceMesh, rank: int) -> None:
     train(model, momentum(model), range(2, 3), rank)
     with pytest.raises(ValueError, match="lacks groups, shards"):
         hook.load_state_dict({"shard": 0})
+    others = {f"other.{name}": group for name, group in state["groups"].items()}
+    before = kept(hook)
+    with pytest.raises(ValueError, match=r"of another model, with other\..*; here are .*first"):
+        hook.load_state_dict(state | {"groups": others})
+    assert kept(hook).keys() == before.keys()
 
 
 def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int) -> None:

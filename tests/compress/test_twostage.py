@@ -157,6 +157,7 @@ def test_two_methods_go_by_what_both_know() -> None:
 def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> None:
     """x and scratch memory are overwritten by the next step, what was summed is given away."""
     from pufferfish.compress import Sum, Turn
+    from pufferfish.compress.method import Together
 
     def spoil(x: Tensor) -> None:
         x.view(-1).view(torch.uint8).fill_(255)
@@ -173,6 +174,8 @@ def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> Non
                 if isinstance(message, Sum):
                     answer = message.tensor.clone()
                     spoil(message.tensor)
+                elif isinstance(message, Together):
+                    (answer,) = message.work([message.tensor], message.step)
                 else:
                     answer = [message.tensors if hasattr(message, "tensors") else message.pieces[0]]
         except StopIteration as end:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .method import Method, Steps, Sum
-from .powersgd import orthonormal
+from .method import Method, Steps, Sum, Together
+from .orthonormal import orthonormal
 from .turn import Turn
 
 
@@ -47,12 +47,12 @@ class AlternatingPowerSGD(Method):
         if B is None:
             shape = len(A), A.shape[1], self.rank
             B = torch.randn(shape, dtype=M.dtype, device=M.device, generator=turn.shared)
-        B = orthonormal(B.mT, turn)
-        own = B @ A
-        total = yield Sum(own.clone())
-        total /= turn.size
+        B = yield Together(orthonormal, B.mT, turn.step)
+        own = torch.bmm(B, A)
+        P, Q = (own, B) if left else (B, own)
+        rest = M.baddbmm_(P.mT, Q, alpha=-1)
+        total = yield Sum(own)
         turn.state[sought] = total.mT.clone(memory_format=torch.contiguous_format)
         P, Q = (total, B) if left else (B, total)
-        mean = torch.bmm(P.mT, Q, out=turn.empty(M.shape, M.dtype))
-        P, Q = (own, B) if left else (B, own)
-        return mean, M.baddbmm_(P.mT, Q, alpha=-1)
+        mean = turn.empty(M.shape, M.dtype)
+        return mean.baddbmm_(P.mT, Q, beta=0, alpha=1 / turn.size), rest

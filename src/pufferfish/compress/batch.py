@@ -51,15 +51,10 @@ class Batch:
             return 1, sum(self.sizes)
         return (b, first[0], first[1:].numel()) if self.method.matrix else (b, first.numel())
 
-    @property
+    @cached_property
     def precision(self) -> torch.dtype:
         """Of the method's x."""
         return torch.promote_types(self.dtype, torch.float32)
-
-    def join(self, tensors: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The tensors as the method's x."""
-        torch._foreach_copy_(self.split(x), list(tensors))
-        return x
 
     def _laid_out(self, tensors: Sequence[Tensor]) -> Tensor:
         if self.row:
@@ -67,7 +62,7 @@ class Batch:
         return torch.stack([x.reshape(self.shape[1:]) for x in tensors])
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Views of what `join` made, one for each parameter, in its shape."""
+        """Views of the method's x, one for each parameter, in its shape."""
         if self.row or x.is_contiguous():  # one call: views made one by one took a third of a plain step
             return list(_unflatten_dense_tensors(x.view(-1), self._like))
         return [piece.reshape(shape) for piece, shape in zip(x.unbind(0), self.shapes, strict=True)]
@@ -135,3 +130,20 @@ def batches(
         )
         for (method, row, _, dtype), names in groups.items()
     ]
+
+
+def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
+    """Names of what goes out together. Those used last have their gradients first, so they come first.
+
+    >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
+    [['c', 'b'], ['a']]
+    """
+    found: list[list[str]] = [[]]
+    size = 0
+    for name in reversed(list(like)):
+        if nbytes is not None and size >= nbytes:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += like[name].nbytes
+    return found

@@ -274,8 +274,12 @@ class Hook(AtLastBucket):
         return self.aggregator.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on all ranks. Another number of ranks starts with empty memories, with a warning."""
-        self.aggregator.load_state_dict(state)
+        """Go on from there, on all ranks. Another number of ranks starts with empty memories, with a warning.
+
+        A state that knows none of this model's parameters is refused.
+        """
+        shapes = {own_name(name): p.shape for name, p in self.module.named_parameters()}
+        self.aggregator.kept.load_state_dict(state, shapes)
         self._names = {}  # the next pass arranges all anew
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,10 @@ from ..ranks import balanced
 from .batch import Batch
 from .meter import Meter
 from .store import MEMORY, Store
-from .transport import Group, reduce_scatter
+from .transport import Group, Transport, reduce_scatter
+
+#: "flat", "node", or the groups inside a machine and between machines.
+Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 class Nodes:
@@ -100,6 +105,24 @@ def hand_over(
         if nodes.rank == now[name]:
             named.setdefault(name, {})[MEMORY] = x
     store.load(named, methods)
+
+
+def chosen(levels: Levels, group: dist.ProcessGroup | Transport | None) -> Nodes | None:
+    """What `levels` asks for; None for one level."""
+    if levels == "flat":
+        return None
+    if isinstance(group, Transport):
+        raise ValueError(f"levels={levels!r} is for process groups; {type(group).__name__} has one level")
+    if levels != "node" and not (isinstance(levels, tuple) and len(levels) == 2):
+        raise ValueError(f'levels={levels!r} is neither "flat" nor "node" nor two groups: (inside, between)')
+    found = nodes(group) if isinstance(levels, str) else Nodes(*levels)
+    if found.between.size == 1 and found.size > 1 and found.rank == 0:
+        warnings.warn(
+            f"levels: all {found.size} workers are on one machine, so nothing is compressed; "
+            'levels="flat" compresses between them',
+            stacklevel=3,
+        )
+    return found
 
 
 def nodes(group: dist.ProcessGroup | None) -> Nodes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import Gather, Message, Scatter, Steps, Sum
+from .method import Gather, Message, Scatter, Steps, Sum, Together
 from .transport import Coming, Transport
 
 #: Task → message, or its answer, for one worker.
@@ -48,15 +48,35 @@ class Lockstep:
         return self.results
 
     def _go_on(self, answers: list[Round]) -> None:
-        messages: list[Round] = [{} for _ in answers]
-        for worker, answered in enumerate(answers):
-            for t in sorted(answered):
-                try:
-                    messages[worker][t] = self.tasks[worker][t].send(answered[t])
-                except StopIteration as end:
-                    self.results[worker][t] = end.value
+        messages = [self._asked(worker, answered) for worker, answered in enumerate(answers)]
         if messages[0]:
             self._coming.append(exchange(messages, self.transport))
+
+    def _asked(self, worker: int, answered: Round) -> Round:
+        """What a worker's tasks want to send next."""
+        messages: Round = {}
+        while answered:
+            here: Round = {}
+            for t in sorted(answered):
+                try:
+                    message = self.tasks[worker][t].send(answered[t])
+                except StopIteration as end:
+                    self.results[worker][t] = end.value
+                else:
+                    (here if isinstance(message, Together) else messages)[t] = message
+            answered = _together(here)
+        return dict(sorted(messages.items()))
+
+
+def _together(asked: dict[int, Together]) -> Round:
+    """What needs no other worker."""
+    answers: Round = {}
+    for work in dict.fromkeys(message.work for message in asked.values()):
+        mine = {t: message for t, message in asked.items() if message.work == work}
+        step = next(iter(mine.values())).step
+        found = work([message.tensor for message in mine.values()], step)
+        answers.update(zip(mine, found, strict=True))
+    return answers
 
 
 def exchange(messages: list[dict[int, Message]], transport: Transport) -> Coming[list[Round]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,7 +45,19 @@ class Scatter:
             raise TypeError("Scatter takes a tuple of tensors for each worker, in a tuple")
 
 
-Message = Sum | Gather | Scatter
+@dataclass(frozen=True)
+class Together:
+    """Answered with `work` on it. Nothing is sent: all batches that ask for the same work are done in one call.
+
+    `work` takes their tensors and the step's number and gives as many. For small things, whose time is that of the calls.
+    """
+
+    work: Callable[[list[Tensor], int], list[Tensor]]
+    tensor: Tensor
+    step: int
+
+
+Message = Sum | Gather | Scatter | Together
 #: Yields messages, is sent the answers, returns the mean and the rest.
 Steps = Generator[Message, Any, tuple[Tensor, Tensor | None]]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from .method import Method, Steps, Sum
+from .method import Method, Steps, Sum, Together
+from .orthonormal import orthonormal
 from .turn import Turn
 
 
@@ -46,33 +46,11 @@ class PowerSGD(Method):
         if Q is None:
             Q = torch.randn(b, n, self.rank, dtype=M.dtype, device=M.device, generator=turn.shared)
         # Thin factors as rows: on CPUs such products are several times faster.
-        P = orthonormal((yield Sum(Q.mT @ M.mT)), turn)
-        own = P @ M
-        Q = yield Sum(own.clone())
-        Q /= turn.size
+        P = yield Sum(torch.bmm(Q.mT, M.mT))
+        P = yield Together(orthonormal, P, turn.step)
+        own = torch.bmm(P, M)
+        rest = M.baddbmm_(P.mT, own, alpha=-1)
+        Q = yield Sum(own)
         turn.state["Q"] = Q.mT.clone(memory_format=torch.contiguous_format)
-        mean = torch.bmm(P.mT, Q, out=turn.empty(M.shape, M.dtype))
-        return mean, M.baddbmm_(P.mT, own, alpha=-1)
-
-
-def orthonormal(rows: Tensor, turn: Turn) -> Tensor:
-    """Orthonormal rows that span what `rows` (b, r, n) do; where those are zero or dependent, random ones besides.
-
-    By a Cholesky factorization of their products in fp64, for few launches on a GPU. Noise of the size of fp32's
-    rounding makes all rows independent, so that directions a gradient did not have can come back. Rows made of noise
-    alone may be a little shorter than 1, never longer.
-
-    >>> turn = Turn(rank=0, size=1, step=0, names=())
-    >>> x = orthonormal(torch.tensor([[[3.0, 4.0, 0.0], [3.0, 4.0, 0.0]]]), turn)
-    >>> (x @ x.mT).round(decimals=1) + 0
-    tensor([[[1., 0.],
-             [0., 1.]]])
-    """
-    x = normalize(rows.double(), dim=2)
-    noise = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=turn.shared)
-    x.add_(noise, alpha=3e-7 * x.shape[2] ** -0.5)
-    products = x @ x.mT
-    products.diagonal(dim1=1, dim2=2).add_(1e-14)  # never singular, even by chance
-    L = torch.linalg.cholesky_ex(products).L
-    found: Tensor = torch.linalg.solve_triangular(L, x, upper=False)
-    return found.to(rows.dtype)
+        mean = turn.empty(M.shape, M.dtype)
+        return mean.baddbmm_(P.mT, Q, beta=0, alpha=1 / turn.size), rest

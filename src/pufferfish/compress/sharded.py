@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
-from torch.autograd import Variable
+from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 
-from ..names import own_name, unwrap
 from ..optim import Optimizers, as_list
 from ..ranks import Workers
-from . import table
 from .aggregator import Aggregator
 from .casts import BFloat16
 from .meter import Meter
 from .method import Method
+from .sharded_part import Part, Staged, refuse_hooked
+from .shards import check_replicas, group_of, layout_of, methods_for, sharded_modules
 from .table import Methods
 from .transport import Group
 
 T = TypeVar("T")
-#: What the group of the outermost module is called.
-ROOT = "(root)"
 
 
 def compress_sharded(
@@ -67,8 +62,8 @@ def compress_sharded(
     Traceback (most recent call last):
     TypeError: compress: a Linear is not sharded; apply fully_shard first, with a 1-D mesh
     """
-    modules, mesh = _sharded(model)
-    _check_replicas(replicas, mesh)
+    modules, mesh = sharded_modules(model)
+    check_replicas(replicas, mesh)
     assert replicas is not None
     settings = {"exchange": exchange, "seed": seed, "nonfinite": nonfinite}
     hook = ShardedHook(replicas, mesh, as_list(optimizer), scaler, settings)
@@ -82,9 +77,9 @@ def attached(model: nn.Module) -> ShardedHook | None:
     >>> attached(nn.Linear(2, 2))
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule) and _group(module) is not None:
-            part = _group(module)._all_reduce_hook
-            return part.hook if isinstance(part, _Part) else None
+        if isinstance(module, FSDPModule) and group_of(module) is not None:
+            part = group_of(module)._all_reduce_hook
+            return part.hook if isinstance(part, Part) else None
     return None
 
 
@@ -107,8 +102,8 @@ class ShardedHook:
         self._transport = Group(replicas)
         self._peers = Workers(replicas, device, "compress")  # who hold the same shard
         self._shards = Workers(mesh.get_group(), device, "compress")  # who hold the others of this replica
-        self._parts: dict[str, _Part] = {}
-        self._staged: list[_Staged] = []  # of this backward pass, so far
+        self._parts: dict[str, Part] = {}
+        self._staged: list[Staged] = []  # of this backward pass, so far
         self._scale: float | None = None  # of its loss
 
     @property
@@ -129,7 +124,7 @@ class ShardedHook:
 
         What is kept stays with modules that have the same trainable parameters as before, and is dropped elsewhere.
         """
-        modules, mesh = _sharded(model)
+        modules, mesh = sharded_modules(model)
         if dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(self._shards.group):
             raise ValueError("compress: this model is sharded over other ranks than the one before")
         self._attach(modules, self.method, self.memory)
@@ -139,11 +134,11 @@ class ShardedHook:
 
         def sound() -> dict[str, Method]:
             for name, module in modules.items():
-                _refuse_hooked(name, _group(module)._all_reduce_hook, self)
-            return self._chosen(modules, method, memory)
+                refuse_hooked(name, group_of(module)._all_reduce_hook, self)
+            return methods_for(modules, method, memory, self._settings["exchange"], self.optimizers)
 
         chosen = self._together(sound)
-        layouts = {name: _layout(_group(module)) for name, module in modules.items()}
+        layouts = {name: layout_of(group_of(module)) for name, module in modules.items()}
         known = {name: part for name, part in self._parts.items() if layouts.get(name) == part.layout}
         steps = {name: part.aggregator.steps for name, part in known.items()}
         facts = repr((method, memory, self._settings, layouts, steps))
@@ -154,7 +149,7 @@ class ShardedHook:
         parts = {}
         for name, module in modules.items():
             new = Aggregator(chosen[name], self._transport, memory=memory, smallest=0, **self._settings)
-            part = known.get(name) or _Part(self, name, layouts[name], module, chosen[name], new)
+            part = known.get(name) or Part(self, name, layouts[name], module, chosen[name], new)
             parts[name] = replace(part, module=module, method=chosen[name])
         for name, part in parts.items():
             part.aggregator.use(chosen[name], memory)
@@ -165,51 +160,11 @@ class ShardedHook:
         """As `Workers.together`, over all shards of all replicas."""
         return self._shards.together(lambda: self._peers.together(check))
 
-    def _chosen(self, modules: Mapping[str, Any], methods: Methods, memory: bool | None) -> dict[str, Method]:
-        """The method of every sharded module, if it can work there."""
-        table.check(methods, memory, "layer", self._settings["exchange"])
-        for pattern, method in table.by_pattern(methods).items():
-            if method.matrix:
-                raise ValueError(
-                    f"compress: {type(method).__name__} works on matrices, and FSDP hands over flat shards without "
-                    "shapes; take one that works on elements, such as TopK, BlockInt8 or BFloat16"
-                )
-            if not any(table.matches(name, pattern) for name in modules):
-                raise ValueError(
-                    f"compress: the pattern {pattern!r} matches no module that fully_shard was applied to; there are "
-                    f"{', '.join(list(modules)[:5])} …"
-                )
-        chosen = table.choose(methods, modules)
-        for name, method in chosen.items():
-            for optimizer, group in self._optimizer_groups(modules[name]):
-                if method.has_momentum and (group.get("momentum") or "betas" in group):
-                    raise ValueError(
-                        f"{name}: {type(method).__name__} has a momentum of its own, and so has the "
-                        f"{type(optimizer).__name__} for its parameters; give them an optimizer without"
-                    )
-        return chosen
-
-    def _optimizer_groups(self, module: Any) -> list[tuple[optim.Optimizer, dict[str, Any]]]:
-        """Those that hold parameters of a sharded module."""
-        mine = {id(p.sharded_param) for p in _group(module).fsdp_params}
-        groups = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [
-            (optimizer, group) for optimizer, group in groups if any(id(p) in mine for p in group["params"])
-        ]
-
-    def _units(self, part: _Part) -> dict[str, float]:
-        """Loss scale over learning rate; 0 where that is not one number."""
-        rates = {
-            float(group["lr"])
-            for optimizer, group in self._optimizer_groups(part.module)
-            if isinstance(optimizer, optim.SGD)
-        }
-        if not rates and self.scaler is None:
-            return {}
+    def _loss_scale(self) -> float:
+        """Read once in a backward pass: to ask a scaler is to wait for the device."""
         if self._scale is None:
             self._scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        rate = 1.0 if not rates else rates.pop() if len(rates) == 1 else 0.0
-        return {part.key: self._scale / rate if rate else 0.0}
+        return self._scale
 
     def _finish(self) -> None:
         """At the end of a backward pass, if any shard of it is bad on any rank: as if it had not been."""
@@ -234,10 +189,18 @@ class ShardedHook:
         return {"shard": self._shards.rank, "shards": self._shards.size, "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on all ranks. What was kept of other shards or parameters is dropped, with a warning."""
+        """Go on from there, on all ranks. What was kept of other shards or parameters is dropped, with a warning.
+
+        A state that knows none of this model's sharded modules is refused.
+        """
         missing = {"shard", "shards", "groups"} - state.keys()
         if missing:
             raise ValueError(f"this is no sharded compressor's state: it lacks {', '.join(sorted(missing))}")
+        if state["groups"] and not state["groups"].keys() & self._parts.keys():
+            raise ValueError(
+                f"this compressor's state is of another model, with {', '.join(list(state['groups'])[:3])} …; here are "
+                f"{', '.join(list(self._parts)[:3])} …; load the state that was saved with this model"
+            )
         same = (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
         anew = []
         for name, part in self._parts.items():
@@ -255,134 +218,3 @@ class ShardedHook:
                 f"was saved is of shard {state['shard']} of {state['shards']}, or of other parameters",
                 stacklevel=2,
             )
-
-
-@dataclass(eq=False)
-class _Part:
-    """The all-reduce hook of one module that FSDP was applied to: the flat shard of its gradients, averaged in place."""
-
-    hook: ShardedHook
-    name: str
-    layout: str
-    module: Any
-    method: Method
-    aggregator: Aggregator
-    numel: int | None = None  # of the shard, the last time
-    waiting: Tensor | None = None  # the sum of passes that were not to be averaged yet
-
-    @property
-    def key(self) -> str:
-        """Its name among random streams, of which every shard has its own."""
-        return f"{self.name}[{self.hook._shards.rank}/{self.hook._shards.size}]"
-
-    @torch.no_grad()
-    def __call__(self, flat: Tensor) -> None:
-        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-        if stream is not None:  # FSDP may let go of it before this stream is done
-            flat.record_stream(stream)
-        # set_requires_all_reduce(False): on a 1-D mesh FSDP itself does not heed it
-        if not _group(self.module).all_reduce_grads:
-            self.waiting = flat.clone() if self.waiting is None else self.waiting + flat
-            flat.zero_()
-            return
-        if self.waiting is not None:
-            flat += self.waiting
-            self.waiting = None
-        before = self.aggregator.state_dict()
-        keeps = bool(before["shared"] or any(before["own"]))
-        if keeps and self.numel not in (None, flat.numel()):
-            raise ValueError(
-                f"{self.name}: a shard of {flat.numel():,} gradients, where there were {self.numel:,}: other parameters "
-                "were used than before, and what is kept does not fit. Call set_reduce_scatter_unused_params(True) on "
-                "the model, or take a method that keeps nothing, such as BFloat16; after freezing parameters, call "
-                "attach(model) of the hook"
-            )
-        self.numel = flat.numel()
-        units = self.hook._units(self) if self.aggregator.remembers else {}
-        flat.copy_(self.aggregator({self.key: flat}, units, self.hook._scale or 1.0)[self.key])
-        keeps |= not self.method.elementwise
-        self.hook._staged.append(_Staged(self, before, keeps, flat[:1].isnan(), stream))
-        Variable._execution_engine.queue_callback(self.hook._finish)  # the first of them settles all
-
-    def take_back(self, before: dict[str, Any]) -> None:
-        """Keep what was kept before; random streams go on."""
-        steps = self.aggregator.steps
-        self.aggregator.load_state_dict(before)
-        self.aggregator.steps = steps
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A module's exchange in this backward pass."""
-
-    part: _Part
-    before: dict[str, Any]  # the state before it
-    keeps: bool  # whether there was any, or may be now
-    bad: Tensor
-    stream: torch.cuda.Stream | None
-
-
-def _sharded(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
-    """The modules with a parameter group of FSDP's, by name, and the mesh that all of them are sharded over."""
-    found: dict[str, Any] = {}
-    meshes: list[DeviceMesh] = []
-    states = set()
-    for path, module in unwrap(model).named_modules():
-        if not isinstance(module, FSDPModule) or module._get_fsdp_state() in states:
-            continue
-        name, state = own_name(path) or ROOT, module._get_fsdp_state()
-        states.add(state)  # several modules may share one
-        if len(getattr(state, "_fsdp_param_groups", ())) > 1:
-            raise ValueError(f"compress: {name} has parameters on several meshes; shard it over one")
-        for p in _group(module).fsdp_params if _group(module) else ():
-            mesh, placements = p.sharded_param.device_mesh, p.sharded_param.placements
-            if mesh.ndim != 1 or not isinstance(placements[0], Shard):
-                raise ValueError(
-                    f"compress: {name} is placed as {placements}, so that FSDP itself averages between replicas; give "
-                    'fully_shard the 1-D mesh["shard"] only, and this the group of mesh["replicate"]'
-                )
-            if meshes and mesh != meshes[0]:
-                raise ValueError(f"compress: {name} is sharded over another mesh than {next(iter(found))}")
-            meshes.append(mesh)
-            found[name] = module
-    if not found:
-        raise TypeError(
-            f"compress: a {type(model).__name__} is not sharded; apply fully_shard first, with a 1-D mesh"
-        )
-    return found, meshes[0]
-
-
-def _group(module: Any) -> Any:
-    """FSDP's own record of a module: its parameters, its hook."""
-    return module._get_fsdp_state()._fsdp_param_group
-
-
-def _layout(group: Any) -> str:
-    """What a flat shard consists of, in short."""
-    parts = [
-        (p._module_info.param_name, tuple(p.sharded_param.shape))
-        for p in group.fsdp_params
-        if p.sharded_param.requires_grad
-    ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None:
-    wanted = 'give replicas=mesh["replicate"].get_group(), the ranks that hold the same shard'
-    if not isinstance(replicas, dist.ProcessGroup):
-        raise TypeError(f"compress: replicas={replicas!r} is no process group; {wanted}")
-    if dist.get_rank(replicas) < 0:
-        raise ValueError(f"compress: this rank is not one of the replicas; {wanted}")
-    here = set(dist.get_process_group_ranks(mesh.get_group()))
-    others = here & set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
-    if others:
-        raise ValueError(f"compress: rank {min(others)} holds another shard of this replica; {wanted}")
-
-
-def _refuse_hooked(name: str, present: Any, hook: ShardedHook) -> None:
-    if isinstance(present, _Part) and present.hook is not hook:
-        raise ValueError(
-            "compress: this model is compressed already; change its method by use() of that hook"
-        )
-    if present is not None and not isinstance(present, _Part):
-        raise ValueError(f"compress: {name} has an all-reduce hook already, and takes only one")

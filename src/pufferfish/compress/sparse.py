@@ -39,7 +39,10 @@ class TopK(Method):
 
     def compress(self, x: Tensor, turn: Turn) -> Steps:
         i, used = largest(x, count(self.k, x.shape[1]), self.sample, turn)
-        return gathered(x, i, x.view(-1)[i] * used, turn)
+        values = x.view(-1)[i]
+        if isinstance(used, Tensor):
+            values *= used
+        return gathered(x, i, values, turn)
 
 
 @dataclass(frozen=True)
@@ -98,19 +101,21 @@ def gathered(x: Tensor, i: Tensor, values: Tensor, turn: Turn) -> Steps:
     everyone = yield Gather((values, i.int() if x.numel() < 2**31 else i))
     mean = turn.empty(x.shape, x.dtype).zero_()
     for theirs, where in everyone:
-        mean.view(-1).index_add_(0, where, theirs / turn.size)
+        mean.view(-1).index_add_(0, where, theirs, alpha=1 / turn.size)
     x.view(-1).index_add_(0, i, values, alpha=-1)
     return mean, x
 
 
-def largest(x: Tensor, k: int, sample: float, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Indices into all of x (b, d) of about the k largest in each row, b·k together; 0 for those that do not count, else 1."""
+def largest(x: Tensor, k: int, sample: float, turn: Turn) -> tuple[Tensor, Tensor | int]:
+    """Indices into all of x (b, d) of about the k largest in each row, b·k together; 0 for those that do not count, else 1.
+
+    That is a plain 1 where all count.
+    """
     b, d = x.shape
     size = torch.abs(x, out=turn.empty(x.shape, x.dtype))
     seen = max(math.ceil(sample * d), 64 * d // k)
     if sample == 1 or seen >= d or k == d:
-        i = _flat(size.topk(k, sorted=False).indices, d)
-        return i, torch.ones_like(i)
+        return _flat(size.topk(k, sorted=False).indices, d), 1
     few = size.gather(1, torch.randint(d, (b, seen), device=x.device, generator=turn.own))
     bound = few.topk(max(1, round(k / d * seen)), sorted=False).values.amin(1, keepdim=True)
     bound.clamp_min_(torch.finfo(x.dtype).tiny)  # zeros are never sent
@@ -136,5 +141,6 @@ def check_sample(who: str, sample: float) -> None:
 
 
 def _flat(i: Tensor, d: int) -> Tensor:
-    """Indices into rows of d as indices into all of them."""
-    return (i + d * torch.arange(len(i), device=i.device)[:, None]).view(-1)
+    """Indices into rows of d as indices into all of them, in their place."""
+    b = len(i)
+    return (i.add_(torch.arange(0, b * d, d, device=i.device)[:, None]) if b > 1 else i).view(-1)

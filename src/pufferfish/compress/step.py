@@ -133,12 +133,10 @@ class Step:
         bad = _bad(norms)
         if self.nodes is not None:
             gradients, bad = self.nodes.down(self.owners, gradients, bad), torch.zeros_like(bad)
+        xs = {batch: turns[batch].empty(batch.shape, batch.precision) for batch in part}
+        _join(xs, gradients, {batch: kept[MEMORY] for batch, kept in store.kept.items() if MEMORY in kept})
         tasks = {}
-        for batch in part:
-            x = turns[batch].empty(batch.shape, batch.precision)
-            batch.join([gradients[name] for name in batch.names], x)
-            if MEMORY in store.kept[batch]:
-                x += store.kept[batch][MEMORY]
+        for batch, x in xs.items():
             if bad.device.type != "cpu" or bad:  # a GPU is not asked: that would take longer
                 x.masked_fill_(bad, 0)
             steps = batch.method.compress(x, turns[batch])
@@ -179,6 +177,19 @@ class Step:
         if self.nodes is not None:
             means = self.nodes.up(self.owners, means, gradients)
         torch._foreach_copy_([out[name] for name in means], list(means.values()))
+
+
+def _join(
+    xs: Mapping[Batch, Tensor], gradients: Mapping[str, Tensor], memories: Mapping[Batch, Tensor]
+) -> None:
+    """Gradients and memories into the methods' tensors, in one call for each dtype."""
+    for dtype in {batch.dtype for batch in xs}:
+        some = {batch: x for batch, x in xs.items() if batch.dtype == dtype}
+        places = [place for batch, x in some.items() for place in batch.split(x)]
+        torch._foreach_copy_(places, [gradients[name] for batch in some for name in batch.names])
+        old = {batch: memories[batch] for batch in some if batch in memories}
+        if old:
+            torch._foreach_add_([some[batch] for batch in old], list(old.values()))
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -83,6 +83,25 @@ def check(methods: Methods, memory: bool | None, scope: str, exchange: str | Non
             )
 
 
+def check_numbers(**settings: Any) -> None:
+    """Refuse what is no count."""
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name}={value!r} is not a whole number ≥ 0")
+
+
+def check_words(nonfinite: Any, overlap: Any, at_once: bool) -> None:
+    """Refuse other words than there are, and overlap where all gradients are needed `at_once`."""
+    if nonfinite not in ("nan", "zero"):
+        raise ValueError(f'nonfinite={nonfinite!r} is neither "nan" nor "zero"')
+    if overlap not in (None, True, False):
+        raise ValueError(f"overlap={overlap!r} is none of None, True, False")
+    if overlap and at_once:
+        raise ValueError(
+            'overlap=True: scope="global" and levels="node" need all gradients at once; leave overlap=None'
+        )
+
+
 def matches(name: str, pattern: str) -> bool:
     """A pattern names a parameter or a module that it is in.
 

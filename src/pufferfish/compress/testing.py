@@ -209,11 +209,11 @@ def _keeps_its_kind(method: Method, draws: int, device: str) -> None:
         aggregator = Aggregator(method, Simulated(2), seed=draw, smallest=0)
         given = gradients(2, draw if method.kind == "contraction" else 0, device)
         result = aggregator.together(given)[0]
-        batches = list(aggregator._stores[0].kept)
+        batches = list(aggregator.kept.stores[0].kept)
         means.append(_vector(result, batches, method))
         targets.append(_vector({n: (given[0][n] + given[1][n]) / 2 for n in _SHAPES}, batches, method))
         if method.kind == "contraction":
-            rest = {n: x[MEMORY] for n, x in aggregator._stores[0].named().items() if MEMORY in x}
+            rest = {n: x[MEMORY] for n, x in aggregator.kept.stores[0].named().items() if MEMORY in x}
             rests.append(
                 float(_vector(rest, batches, method).norm() / _vector(given[0], batches, method).norm())
             )

@@ -171,7 +171,7 @@ def trials(text: str) -> int:
     >>> trials("lr=5")
     5
     """
-    match = re.fullmatch(r"lr=(\d+)", text)
+    match = re.fullmatch(r"lr=([1-9]\d*)", text)
     if match is None:
         raise ValueError(f"--tune {text}: write lr=5 for five learning rates")
     return int(match[1])
