@@ -67,11 +67,17 @@ def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert run.results["accuracy"] > 60
         for key in ("parameters", "low_rank_layers", "bytes_a_step", "seconds_a_step", "peak_memory"):
             assert run.results[key] >= 0, key
+        assert run.results["training_seconds"] >= run.metrics["loss"][-1][0]
         assert {"loss", "lr", "bytes", "valid/accuracy", "time/forward", "time/step"} <= run.metrics.keys()
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == values(run, "loss")
     dense, small = (read(tmp_path / name) for name in ("dense", "pufferfish"))
     assert small.results["parameters"] < dense.results["parameters"]
+    assert dense.results["macs"] == 64 * 64 + 64 * 64 + 64 * 10
+    assert small.results["macs"] == sum(
+        (sum(layer["shape"]) * layer["rank"] if layer["rank"] else layer["shape"][0] * layer["shape"][1])
+        for layer in small.layers
+    )
     for layer in small.layers:
         before, after = layer["spectrum_before"], layer["spectrum_after"]
         if layer["rank"] is None:
@@ -159,7 +165,7 @@ def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) ->
     again = train(stopping, given)
     assert straight is not None
     assert again is not None
-    timed = {"seconds_a_step", "peak_memory"}
+    timed = {"seconds_a_step", "training_seconds", "peak_memory"}
     assert {k: v for k, v in again.items() if k not in timed} == {
         k: v for k, v in straight.items() if k not in timed
     }
@@ -205,7 +211,19 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["digit"], "did you mean digits"),
         (["digits", "--method", "puffer"], "there is no puffer"),
+        (
+            ["digits", "--method", "early-bird-2"],
+            "come the share of channels to remove, as in early-bird-0.5",
+        ),
+        (["digits", "--method", "lottery-ticket-0.5"], "come rounds of pruning, as in lottery-ticket-5"),
+        (["digits:mlp", "--method", "early-bird"], "no channels are scaled by a batch norm"),
+        (["digits", "--method", "early-bird", "--epochs", "1"], "drawn between epochs"),
         (["digits", "--recipe", "long"], "it has short"),
+        (["digits", "--optimizer", "lion"], "there are sgd, adam, adamw, lars, lamb, sam"),
+        (["digits", "--optimizer", "lars"], "say --lr too; the recipe's 0.03 is for sgd"),
+        (["digits", "--optimizer", "adamw"], "say --lr too"),
+        (["digits", "--optimizer", "sam", "--precision", "fp16"], "take --precision bf16"),
+        (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not play"),
         (["digits", "--batch", "0"], "batch=0"),
         (["digits", "--batch", "10000"], "training images"),
         (["digits", "--out", "/dev/null/run"], "/dev/null is no folder"),

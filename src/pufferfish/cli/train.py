@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common import Commands
+from .train_settings import places, refuse_locked, settings
 
 if TYPE_CHECKING:
-    from ..lab.tasks.task import Recipe, Task
+    from ..lab.tasks.task import Task
     from ..lab.train import Settings
 
 TRAIN_HELP = """\
@@ -108,9 +108,9 @@ def add(commands: Commands) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         return _worker(arguments)
-    task, given = _settings(arguments)
-    network, hosts, per_host = _places(arguments)
-    _refuse_locked(given.folder)
+    task, given = settings(arguments)
+    network, hosts, per_host = places(arguments)
+    refuse_locked(given.folder)
     if hosts * per_host == 1:
         return _here(task, given)
     from ..lab.train.start import start
@@ -145,7 +145,7 @@ def _worker(arguments: argparse.Namespace) -> int:
                 "--workers, --network, --hosts and --simulate start their own; leave them out under torchrun"
             )
         started = told()
-        task, given = _settings(arguments, hosts=started.get("hosts", 1))
+        task, given = settings(arguments, hosts=started.get("hosts", 1))
         settled = True
         return _here(task, given, started.get("link"))
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -153,84 +153,6 @@ def _worker(arguments: argparse.Namespace) -> int:
         text = str(error).removeprefix("rank 0: ")
         Screen(silent=shared and rank != "0").refuse(f"pufferfish train: {text}")
         return 2
-
-
-def _settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Settings]:
-    from dataclasses import replace
-
-    import torch
-
-    from ..lab.choice import choice
-    from ..lab.tasks.find import find
-    from ..lab.train import Settings
-
-    task: Any = find(arguments.task)
-    if arguments.held is not None:
-        if not hasattr(task, "held"):
-            raise ValueError(f"--held {arguments.held:g}: {task.name} comes with validation data of its own")
-        if arguments.held < 0:
-            raise ValueError(f"--held {arguments.held:g}: take 0 or more")
-        task = replace(task, held=type(task.held)(arguments.held))
-    word = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
-    recipe, name = _recipe(arguments, task.recipe(arguments.recipe)), word
-    if recipe.optimizer != task.recipe(arguments.recipe).optimizer:
-        name = f"{word}-{recipe.optimizer}"
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    more = {"network": arguments.network} if arguments.simulate and arguments.network else {}
-    if arguments.simulate and not arguments.workers:
-        raise ValueError("--simulate: say how many by --workers N")
-    return task, Settings(
-        choice(word),
-        recipe,
-        arguments.out or Path("runs") / re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{name}-{arguments.seed}"),
-        data=arguments.data,
-        seed=arguments.seed,
-        device=device,
-        precision=arguments.precision or ("bf16" if device == "cuda" else "fp32"),
-        accumulate=arguments.accumulate,
-        compile=arguments.compile,
-        graph=arguments.graph,
-        save_every=arguments.save_every,
-        simulate=arguments.workers if arguments.simulate else None,
-        sinks=tuple(name for name in ("jsonl", "tensorboard") if getattr(arguments, name)),
-        hosts=hosts,
-        name=name,
-        **more,
-    )
-
-
-def _recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
-    """With the numbers that were given in place of its own."""
-    from dataclasses import replace
-
-    keys = ("epochs", "batch", "lr", "optimizer")
-    given = {key: value for key in keys if (value := getattr(arguments, key)) is not None}
-    changed = replace(recipe, **given)
-    kinds = {"sam": "sgd", "adamw": "adam"}  # whose rates are of the same size
-    alike = kinds.get(changed.optimizer, changed.optimizer) == kinds.get(recipe.optimizer, recipe.optimizer)
-    if arguments.lr is None and not alike:
-        raise ValueError(
-            f"--optimizer {changed.optimizer}: say --lr too; the recipe's {recipe.lr:g} is for {recipe.optimizer}, and "
-            "their rates are of other sizes"
-        )
-    return changed
-
-
-def _places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:
-    """The network, hosts and workers on each that are to be started."""
-    workers, hosts, per_host = arguments.workers, arguments.hosts, arguments.per_host
-    if arguments.simulate:
-        if hosts or per_host:
-            raise ValueError("--simulate: --hosts and --per-host are for real workers; say --workers N")
-        return None, 1, 1
-    for name, value in (("workers", workers), ("hosts", hosts), ("per-host", per_host)):
-        if value is not None and not 1 <= value <= 64:
-            raise ValueError(f"--{name} {value}: choose 1 to 64")
-    if workers and (arguments.network or hosts or per_host):
-        raise ValueError("--workers is for the loopback; on a network say --hosts N and --per-host M")
-    if arguments.network and not hosts:
-        raise ValueError(f"--network {arguments.network}: say between how many: --hosts N")
-    return arguments.network, hosts or 1, workers or per_host or 1
 
 
 def _refuse(task: Task, given: Settings, size: int) -> None:
@@ -246,14 +168,6 @@ def _refuse(task: Task, given: Settings, size: int) -> None:
         )
     task.steps(task.load(given.data), given.recipe.batch)
     refuse_other(task, given)
-
-
-def _refuse_locked(out: Path) -> None:
-    folder = out
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: {folder} is no folder that can be written to")
 
 
 def _words(arguments: argparse.Namespace, given: Settings) -> list[str]:

@@ -11,6 +11,7 @@ from ..compress import Method
 from ..compress.naming import known, method_from
 from ..switch import Switch
 from ..when import AtEpoch
+from .rivals.driver import RIVALS, is_rival
 from .tasks.task import Recipe
 
 #: The model: as it is, low-rank by the paper's recipe, low-rank by what the weights say.
@@ -24,7 +25,7 @@ class Choice:
 
     Args:
         name: as it was written.
-        model: "dense", "pufferfish" or "auto".
+        model: "dense", "pufferfish", "auto", or a rival such as "early-bird-0.5".
         compress: None sends gradients as plain DDP does.
 
     >>> choice("auto+powersgd-4")
@@ -37,7 +38,7 @@ class Choice:
 
     def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch | None:
         """When and how the model becomes low-rank."""
-        if self.model == "dense":
+        if self.model not in ("pufferfish", "auto"):
             return None
         settings: dict[str, Any] = {"lr": recipe.switch_lr} if recipe.switch_lr != 1 else {}
         if self.model == "auto":
@@ -51,12 +52,14 @@ def choice(text: str) -> Choice:
 
     >>> choice("bf16").compress, choice("topk-0.01").compress, choice("pufferfish").model
     (BFloat16(), TopK(k=0.01, sample=1.0), 'pufferfish')
+    >>> choice("early-bird-0.5+powersgd-4")
+    Choice(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4))
     >>> choice("pufferfsh")
     Traceback (most recent call last):
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
     first, plus, rest = text.strip().partition("+")
-    if first in MODELS:
+    if first in MODELS or is_rival(first):
         if plus and not rest:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {first}+powersgd-4")
         return Choice(text, first, _method(rest, text) if rest else None)
@@ -70,7 +73,7 @@ def _method(word: str, text: str) -> Method:
         return method_from(word)
     names = {name.lower(): name for name in known()} | _SHORT
     if short[1] not in names:
-        there = ", ".join([*MODELS, *_SHORT, "powersgd-4", "topk-0.01"])
+        there = ", ".join([*MODELS, *RIVALS, *_SHORT, "powersgd-4", "topk-0.01"])
         raise ValueError(
             f"method {text!r}: there is no {short[1]}; there are {there} … (`pufferfish methods`)"
         )

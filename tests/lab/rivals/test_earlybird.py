@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from processes import in_processes
 from pufferfish.lab.models import VGG19, resnet18
-from pufferfish.lab.rivals.driver import saved_in
 from pufferfish.lab.rivals.earlybird import EarlyBird
+from pufferfish.lab.rivals.rival import saved_in
 from pufferfish.lab.tasks.digits import Digits
 
 

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from ...ddp import check_rewrap
 from ...job import Job
-from ...names import unwrap
 from ...optim import Optimizers, as_list, check
-from ...table import aligned
-from .channels import Group, groups
 from .remove import refuse_unlike, remove_
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """What was drawn. Groups of channels go by the name of their first batch norm.
-
-    Args:
-        epoch: how many were trained before.
-        sizes: the channels that a group had.
-        kept: those that stay.
-        parameters: of the model, before and after.
-    """
-
-    epoch: int
-    sizes: dict[str, int]
-    kept: dict[str, list[int]]
-    parameters: tuple[int, int]
-
-    def __str__(self) -> str:
-        before, after = self.parameters
-        rows = [["channels of", "before", "after"]]
-        rows += [[name, str(size), str(len(self.kept[name]))] for name, size in self.sizes.items()]
-        first = f"Early-Bird ticket drawn after {self.epoch} epochs: {before:,} → {after:,} parameters"
-        return f"{first}\n{aligned(rows, left=(0,))}"
+from .scales import Pull, removable, sizes
+from .ticket import Ticket
 
 
 class EarlyBird:
@@ -108,8 +82,8 @@ class EarlyBird:
         self.ticket: Ticket | None = None
         self.masks: list[Tensor] = []  # the last ones: True where a channel stays
         self._epoch = 0  # of the last mask
-        self._groups = _removable(job.inner)
-        self._handles = [o.register_step_pre_hook(self._pull) for o in self.optimizers]
+        self._groups = removable(job.inner)
+        self._pull = Pull(model, self._groups, self.optimizers, l1)
 
     @property
     def distances(self) -> list[float]:
@@ -123,7 +97,7 @@ class EarlyBird:
         job = Job(self.model)
         facts = (epoch, self.ratio, self.l1, self.last, self.distance, self.multiple, self.latest)
         job.workers.agree(repr(facts), 0, "epoch or settings; all must call begin_epoch alike")
-        scores = job.workers.together(self._scores)
+        scores = job.workers.together(lambda: sizes(self.model, self._groups))
         mask = torch.ones(len(scores), dtype=torch.uint8, device=scores.device)
         mask[scores.argsort(stable=True)[: round(self.ratio * len(scores))]] = 0
         self.masks = [*self.masks, job.workers.share(mask, 0).bool().cpu()][-self.last :]
@@ -137,8 +111,7 @@ class EarlyBird:
 
     def remove(self) -> None:
         """Stop pulling."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._pull.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, text and tensors, for any checkpoint."""
@@ -149,42 +122,29 @@ class EarlyBird:
         """Go on as the saved one would; a model that had lost channels loses them here, and then needs its weights."""
         saved = None if state["ticket"] is None else Ticket(**copy.deepcopy(state["ticket"]))
         if self.ticket is None and saved is not None:
-            if saved.sizes != {group.norms[0]: group.size for group in self._groups}:
+            if saved.sizes != self._sizes():
                 raise ValueError("EarlyBird: the saved ticket is of another model; build that one")
             self._remove(Job(self.model), saved.kept)
         elif self.ticket is not None and (saved is None or saved.kept != self.ticket.kept):
             raise ValueError("EarlyBird: this model has lost channels that the saved one has; build it anew")
         self._epoch, self.masks, self.ticket = state["epoch"], list(state["masks"]), saved
 
-    def _scores(self) -> Tensor:
-        """|γ| of every channel that can be removed, group after group."""
-        found = []
-        for group in self._groups:
-            scales = [s.detach().abs().float() for s in _scales(unwrap(self.model), [group])]
-            found.append(torch.stack(scales).mean(0))
-            if not torch.isfinite(found[-1]).all():
-                raise ValueError(
-                    f"{group.norms[0]}: a scale of its channels is inf or NaN; nothing was removed"
-                )
-        return torch.cat(found)
+    def _sizes(self) -> dict[str, int]:
+        """Channels that the groups had at the start."""
+        return {group.norms[0]: group.size for group in self._groups}
 
     def _draw(self, job: Job, epoch: int, scores: Tensor) -> None:
         """By the last mask, in whole multiples."""
-        sizes = [group.size for group in self._groups]
-        kept = {}
-        for group, mask, score in zip(
-            self._groups, self.masks[-1].split(sizes), scores.split(sizes), strict=True
-        ):
+        counts = [group.size for group in self._groups]
+        masks, kept = self.masks[-1].split(counts), {}
+        for group, mask, score in zip(self._groups, masks, scores.split(counts), strict=True):
             count = max(round(int(mask.sum()) / self.multiple), 1) * self.multiple
             best = score.argsort(descending=True, stable=True)[:count]
             kept[group.norms[0]] = sorted(best.tolist())
         before = _parameters(job.inner)
         self._remove(job, kept)
         job.workers.same(job.inner.parameters())
-        names = [group.norms[0] for group in self._groups]
-        self.ticket = Ticket(
-            epoch, dict(zip(names, sizes, strict=True)), kept, (before, _parameters(job.inner))
-        )
+        self.ticket = Ticket(epoch, self._sizes(), kept, (before, _parameters(job.inner)))
 
     def _remove(self, job: Job, kept: Mapping[str, list[int]]) -> None:
         chosen = [(group, torch.tensor(kept[group.norms[0]])) for group in self._groups]
@@ -192,42 +152,6 @@ class EarlyBird:
         remove_(job.inner, chosen, self.optimizers)
         job.rewrapped({})
         self.remove()
-
-    @torch.no_grad()
-    def _pull(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            raise TypeError(
-                "EarlyBird: optimizer.step takes no closure here; the scales are pulled before it"
-            )
-        scales = {id(scale): scale for scale in _scales(unwrap(self.model), self._groups)}
-        loss_scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it later
-        for group in optimizer.param_groups:
-            own = [p for p in group["params"] if id(p) in scales and p.grad is not None]
-            if own:
-                pulls = torch._foreach_sign(own)
-                torch._foreach_mul_(pulls, -self.l1 if group.get("maximize") else self.l1)
-                if loss_scale is not None:
-                    torch._foreach_mul_(pulls, loss_scale.to(own[0].device, non_blocking=True))
-                torch._foreach_add_([p.grad for p in own], pulls)
-
-
-def _removable(model: nn.Module) -> list[Group]:
-    """The groups that batch norms scale and nobody outside looks at."""
-    found = [group for group in groups(model) if group.norms and not group.fixed]
-    found = [group for group in found if list(_scales(model, [group]))]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__}: no channels are scaled by a batch norm, and their scales choose what is removed"
-        )
-    return found
-
-
-def _scales(model: nn.Module, of: list[Group]) -> Iterator[Tensor]:
-    for group in of:
-        for name in group.norms:
-            scale = model.get_submodule(name).weight
-            if isinstance(scale, Tensor):
-                yield scale
 
 
 def _parameters(model: nn.Module) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
-from ...checkpoint.byname import load_optimizer, names_of, optimizer_state
 from ...job import Job
-from ...names import own_name, unwrap
 from ...optim import Optimizers, as_list, check
+from .masks import Masks
+from .rewind import copied, put_back, taken
 from .rounds import Cost, Round
 
 
@@ -36,6 +34,7 @@ class LotteryTicket:
         rewind: to the weights, batch statistics and optimizer state after so many updates; 0: as they are now.
         keep: names or patterns of parameters that are never pruned.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     >>> ticket = LotteryTicket(model, optimizer, rounds=2, fraction=0.5)
@@ -77,17 +76,12 @@ class LotteryTicket:
         if not self.optimizers or Job(model).sharded:
             raise ValueError("LotteryTicket: it wants an optimizer, and a model that is not sharded")
         self.rounds, self.fraction, self.scope, self.rewind = rounds, fraction, scope, rewind
-        self._weights = _prunable(unwrap(model), tuple(keep))
-        self._masks = {name: torch.ones_like(p, requires_grad=False) for name, p in self._weights.items()}
-        self.total = sum(p.numel() for p in self._weights.values())
+        self._masks = Masks(model, keep)
+        self.total = self._masks.total
         self.done: list[Round] = []
         self._steps, self._before, self._since = 0, 0.0, time.perf_counter()
-        self._early: dict[str, Any] | None = self._now() if rewind == 0 else None
-        masks = self._masks
-        self._handles: list[Any] = [
-            p.register_hook(lambda grad, name=name: grad * masks[name]) for name, p in self._weights.items()
-        ]
-        self._handles += [o.register_step_post_hook(self._after) for o in self.optimizers]
+        self._early: dict[str, Any] | None = taken(model, self.optimizers) if rewind == 0 else None
+        self._handles = self._masks.hold(self.optimizers)
 
     @property
     def round(self) -> int:
@@ -102,17 +96,17 @@ class LotteryTicket:
     @property
     def weights(self) -> int:
         """How many are not pruned."""
-        return sum(int(mask.count_nonzero()) for mask in self._masks.values())
+        return self._masks.left
 
     def masks(self) -> dict[str, Tensor]:
         """By name: which weights are left."""
-        return {name: mask.bool() for name, mask in self._masks.items()}
+        return {name: mask.bool() for name, mask in self._masks.of.items()}
 
     def step(self) -> None:
         """Count an update."""
         self._steps += 1
         if self._early is None and self._steps == self.rewind:
-            self._early = self._now()
+            self._early = taken(self.model, self.optimizers)
 
     def next_round(self) -> bool:
         """Prune and rewind; False, and nothing done, after the last round. On every rank, at the end of a round.
@@ -127,8 +121,8 @@ class LotteryTicket:
         job.workers.agree(repr(facts), 0, about)
         job.workers.together(self._refuse)
         self.done.append(self._round())
-        self._prune()
-        for mask in self._masks.values():
+        self._masks.prune(self.fraction, self.scope)
+        for mask in self._masks.of.values():
             job.workers.share(mask, 0)
         self._rewind()
         self._steps, self._before, self._since = 0, 0.0, time.perf_counter()
@@ -160,17 +154,10 @@ class LotteryTicket:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on inside the round that was saved; model and optimizer are loaded by themselves."""
-        there, here = state["masks"], self._masks
-        if {n: m.shape for n, m in there.items()} != {n: m.shape for n, m in here.items()}:
-            raise ValueError(
-                "LotteryTicket: the saved masks are for a model of other weights, or with other keep="
-            )
-        for name, mask in here.items():
-            mask.copy_(there[name])
-        self._early = _copied(state["early"])
+        self._masks.load(state["masks"])
+        self._early = copied(state["early"])
         self.done = [Round(**r) for r in state["rounds"]]
         self._steps, self._before, self._since = state["steps"], state["seconds"], time.perf_counter()
-        self._mask_weights()
 
     def _seconds(self) -> float:
         return self._before + time.perf_counter() - self._since
@@ -185,74 +172,11 @@ class LotteryTicket:
                 f"LotteryTicket: rewind={self.rewind}, and this round had {self._steps} updates; train longer, and call "
                 "ticket.step() after each"
             )
-        for name, p in self._weights.items():
-            if not torch.isfinite(p.detach()).all():
-                raise ValueError(f"{name}: it contains inf or NaN; nothing was pruned")
+        self._masks.refuse()
 
-    @torch.no_grad()
-    def _prune(self) -> None:
-        parts = [[name] for name in self._weights] if self.scope == "layer" else [list(self._weights)]
-        for names in parts:
-            masks = [self._masks[name].flatten() for name in names]
-            sizes = [self._weights[name].detach().abs().flatten() for name in names]
-            mask, size = torch.cat(masks), torch.cat(sizes).float()
-            left = int(mask.count_nonzero())
-            size[mask == 0] = torch.inf
-            mask[size.topk(round(self.fraction * left), largest=False).indices] = 0
-            for name, part in zip(names, mask.split([len(m) for m in masks]), strict=True):
-                self._masks[name].copy_(part.view_as(self._masks[name]))
-
-    @torch.no_grad()
     def _rewind(self) -> None:
         assert self._early is not None
-        for name, x in _tensors(self.model).items():
-            x.copy_(self._early["model"][name])
-        self._mask_weights()
-        names = names_of(self.model)
-        for optimizer, early in zip(self.optimizers, self._early["optimizers"], strict=True):
-            load_optimizer(optimizer, names, _copied(early))
-            for name, p in self._weights.items():
-                for value in optimizer.state.get(p, {}).values():
-                    if isinstance(value, Tensor) and value.shape == p.shape:
-                        value.mul_(self._masks[name])
-        for p in unwrap(self.model).parameters():
-            p.grad = None
-
-    def _now(self) -> dict[str, Any]:
-        names = names_of(self.model)
-        states = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
-        now: dict[str, Any] = _copied({"model": _tensors(self.model), "optimizers": states})
-        return now
-
-    def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._mask_weights()
-
-    @torch.no_grad()
-    def _mask_weights(self) -> None:
-        torch._foreach_mul_(list(self._weights.values()), list(self._masks.values()))
-
-
-def _prunable(model: nn.Module, keep: tuple[str, ...]) -> dict[str, nn.Parameter]:
-    found = {own_name(n): p for n, p in model.named_parameters() if p.dim() > 1 and p.requires_grad}
-    kept = {pattern: fnmatch.filter(found, pattern) for pattern in keep}
-    for pattern, names in kept.items():
-        if not names:
-            raise ValueError(f"LotteryTicket: keep={pattern!r} is none of " + ", ".join(found))
-    found = {n: p for n, p in found.items() if not any(n in names for names in kept.values())}
-    if not found:
-        raise ValueError("LotteryTicket: the model has no weights of two dimensions or more to prune")
-    return found
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and those buffers that are saved, by own name; the model's own, not copies."""
-    return {own_name(name): x for name, x in unwrap(model).state_dict(keep_vars=True).items()}
-
-
-def _copied(x: Any) -> Any:
-    """A state of its own: nested dicts and lists, with tensors copied where they are."""
-    if isinstance(x, Tensor):
-        return x.detach().clone()
-    if isinstance(x, dict):
-        return {key: _copied(value) for key, value in x.items()}
-    return [_copied(value) for value in x] if isinstance(x, list) else x
+        put_back(self.model, self.optimizers, self._early)
+        self._masks.apply()
+        for optimizer in self.optimizers:
+            self._masks.apply_to_state(optimizer)

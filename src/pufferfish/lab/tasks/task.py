@@ -20,7 +20,7 @@ from ..data.folders import Dataset
 Batch = tuple[Tensor, ...]
 
 SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "sam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,11 @@ class Recipe:
         warm_up: share of the run in which the learning rate rises from 0. Beyond 1 it never arrives.
         floor: share of `lr` that is left at the end.
         milestones: shares of the run.
-        optimizer: "sgd", "adam" or "adamw".
-        momentum, nesterov: of SGD.
-        betas: of Adam and AdamW.
+        optimizer: "sgd", "adam", "adamw", "lars", "lamb", or "sam" (around SGD).
+        momentum, nesterov: of SGD, LARS and SAM.
+        betas: of Adam, AdamW and LAMB.
+        trust: η of LARS.
+        rho: ρ of SAM.
         weight_decay: on matrices and filters, and on vectors too if `decay_vectors`.
         label_smoothing: share of the target that is spread over all classes.
         clip: largest norm of the gradients; None: not clipped.
@@ -64,6 +66,8 @@ class Recipe:
     momentum: float = 0.9
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
+    trust: float = 0.01
+    rho: float = 0.05
     weight_decay: float = 0.0
     decay_vectors: bool = False
     label_smoothing: float = 0.0
@@ -82,6 +86,8 @@ class Recipe:
                 self.optimizer in OPTIMIZERS,
                 f"optimizer={self.optimizer!r}: there are {', '.join(OPTIMIZERS)}",
             ),
+            (self.trust > 0, f"trust={self.trust}: take a positive number"),
+            (self.rho > 0, f"rho={self.rho}: take a positive number"),
             (self.warm_up >= 0, f"warm_up={self.warm_up}: it is a share of the run, 0 or more"),
             (0 <= self.floor <= 1, f"floor={self.floor}: it is a share of lr, from 0 to 1"),
             (0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing}: take 0 to 1"),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compress import compress
+from ..rivals import SAM
 from ..tasks.task import Task
 from .optimizer import optimizer
 from .settings import Settings
@@ -40,6 +41,8 @@ def build(task: Task, given: Settings, data: Any, rank: int, processes: int, dev
         bare.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     own = optimizer(bare, given.recipe, graph=given.graph)
     model: Any = DistributedDataParallel(bare) if processes > 1 else bare
+    if isinstance(own, SAM):
+        own.model = model  # whose first pass is not sent
     scaler = torch.amp.GradScaler(device.type, enabled=given.precision == "fp16")
     hook: Any = None
     if given.choice.compress is not None and processes > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..rivals import LAMB, LARS, SAM
 from ..tasks.task import Recipe
 
 
@@ -29,9 +30,14 @@ def optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) -> torch
     ]
     groups = [group for group in groups if group["params"]]
     how: dict[str, Any] = {"fused": True} if graph else {}
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(
-            groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, **how
-        )
+    rule: dict[str, Any] = {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    if recipe.optimizer in ("sgd", "sam"):
+        sgd = torch.optim.SGD(groups, **rule, **how)
+        return SAM(sgd, model, rho=recipe.rho) if recipe.optimizer == "sam" else sgd
+    trusted = {"exclude_vectors": not recipe.decay_vectors}
+    if recipe.optimizer == "lars":
+        return LARS(groups, **rule, trust=recipe.trust, **trusted)
+    if recipe.optimizer == "lamb":
+        return LAMB(groups, recipe.lr, betas=recipe.betas, capturable=graph, **trusted)
     kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **how)

@@ -20,7 +20,7 @@ def log_of(parts: Parts, link: Mapping[str, Any] | None, resume: int | None) -> 
     if given.simulate and link is None:
         link = {"asked": given.network, "got_mbit": None, "latency_ms": None}
     return Log(
-        given.folder, given.sinks, resume, name=given.choice.name, settings=_settings(parts.task, given), seed=given.seed,
+        given.folder, given.sinks, resume, name=given.called, settings=_settings(parts.task, given), seed=given.seed,
         workers=parts.size, hosts=given.hosts, link=link,
     )  # fmt: skip
 

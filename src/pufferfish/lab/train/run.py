@@ -1,4 +1,4 @@
-"""`Run`: the epochs of a run, in one process: train, validate, save, switch; and what came of it."""
+"""`Run`: the epochs of a run, in one process: train, validate, save, change; and what came of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ...checkpoint import Checkpoint
 from ...checkpoint.control import Control
 from ...compress import Hook
-from ...factorize import ranks_of
-from ...job import Job
 from ...measure import Breakdown
 from ...names import unwrap
 from ..report.numbers import nbytes, seconds
 from ..tasks.task import Task
 from .build import build
+from .changes import change
 from .job import interruptible
+from .macs import macs_a_row
 from .pace import Pace, forget_peak, peak
 from .predict import tell
 from .records import log_of, refuse_other
@@ -26,7 +26,6 @@ from .screen import Screen
 from .settings import Settings
 from .simulate import Simulated, worker_seed
 from .sinks import Log
-from .spectra import after, layers
 from .updates import Updates
 
 #: From one row of the log to the next, in updates.
@@ -58,13 +57,13 @@ class Run:
         if isinstance(self.updates, Simulated):
             self.hook = self.updates.workers.hook
         torch.manual_seed(worker_seed(given.seed, control.rank))
-        self.switch = given.choice.switch(self.recipe, task.keep)
+        self.an_epoch = task.steps(data, self.recipe.batch)
+        self.change = control.together(lambda: change(self.parts, self.an_epoch))
+        self.steps = self.change.epochs * self.an_epoch
         self.checkpoint = Checkpoint(
             given.folder / "checkpoints", self.model, self.optimizer,
-            switch=self.switch, scaler=self.parts.scaler, compressor=self.hook, data=self.updates,
+            scaler=self.parts.scaler, compressor=self.hook, data=self.updates, **self.change.kept,
         )  # fmt: skip
-        self.an_epoch = task.steps(data, self.recipe.batch)
-        self.steps = self.recipe.epochs * self.an_epoch
         self.pace = Pace(device)
         self.saved = time.monotonic()  # when
         self.now = 0  # updates done
@@ -78,6 +77,7 @@ class Run:
 
     def go(self) -> dict[str, Any] | None:
         self.control.first(lambda: refuse_other(self.task, self.given))
+        self.change.restore(self.checkpoint.folder)
         at = self.checkpoint.resume()
         done = self.now = at.position["step"] if at else 0
         if at:
@@ -86,12 +86,13 @@ class Run:
         if self.size == 1 and self.given.choice.compress is not None:
             self.screen.say(f"one worker sends nothing: {self.given.choice.compress} changes nothing")
         with interruptible(), self._log(done if at else None) as log:
+            self.change.aside = log.paused
             if self.given.simulate:
                 known = log.data["predicted"].get("seconds_a_step")
                 self.predicted = known or tell(self.parts, log, self.screen, done)
-            for epoch in range(done // self.an_epoch, self.recipe.epochs):
+            for epoch in range(done // self.an_epoch, self.change.epochs):
                 if done % self.an_epoch == 0:
-                    self._switch(epoch, log)
+                    self._change(epoch, log)
                 if not self._timed(epoch, done % self.an_epoch, log) or not self._ended(epoch, log):
                     self.screen.say(
                         f"stopped after {self.now} updates, all is saved; the same command goes on"
@@ -99,8 +100,9 @@ class Run:
                     log.close(finished=False)
                     return None
                 done = self.now
+            trained = log.clock
             with log.paused():
-                return self._results(log)
+                return self._results(log, trained)
 
     def _timed(self, epoch: int, start: int, log: Log) -> bool:
         """An epoch, and where its time went. Of a graph nobody sees the parts; a simulation's times are nobody's."""
@@ -128,7 +130,8 @@ class Run:
         a_step = 2 * (self.size - 1) / self.size * sum(p.nbytes for p in self.bare.parameters())
         self.pace.tick()
         for here in range(start, self.an_epoch):
-            loss = self.updates.update(self.recipe.rate(self.now, self.steps) * self.factor)
+            loss = self.updates.update(self.recipe.rate(*self.change.schedule(self.now)) * self.factor)
+            self.change.after_step()
             self.pace.tick()
             self.now += 1
             self._predicted(log)
@@ -168,11 +171,11 @@ class Run:
 
     def _worth_saving(self, epoch: int) -> bool:
         """Epochs may be shorter than saving takes; the last one is always kept. Rank 0 decides."""
-        late = epoch + 1 == self.recipe.epochs or self.given.save_every is not None
+        late = epoch + 1 == self.change.epochs or self.given.save_every is not None
         return self.control.first(lambda: late or time.monotonic() > self.saved + SAVE_SECONDS)
 
     def _show(self, epoch: int, loss: float) -> None:
-        at = f"epoch {epoch + 1}/{self.recipe.epochs}, update {self.now}/{self.steps}: loss {loss:.4f}"
+        at = f"epoch {epoch + 1}/{self.change.epochs}, update {self.now}/{self.steps}: loss {loss:.4f}"
         sent, left = nbytes(self._bytes()), seconds(self._left())
         self.screen.progress(f"{at}{self.shown}, {sent} sent, {left} left")
 
@@ -188,19 +191,16 @@ class Run:
         known = {name: getattr(self, name) for name in ("best", "factor", "phase", "phase_sent", "elapsed")}
         return known | {"sent": self._bytes()}
 
-    def _switch(self, epoch: int, log: Log) -> None:
-        total = self.recipe.epochs
-        if self.switch is None or not self.switch.due(self.model, epoch=epoch, total=total):
+    def _change(self, epoch: int, log: Log) -> None:
+        if not self.change.begin_epoch(epoch):
             return
-        with log.paused():
-            before = Job(self.model).spectra()
-        self.switch.step(self.model, self.optimizer, epoch=epoch, total=total)
-        assert self.switch.report is not None
         self.updates.changed()
         self.pace.restart()
         self.phase, self.phase_sent = self.now, self._bytes()
-        self.screen.say(str(self.switch.report).splitlines()[0])
-        log.describe(layers=layers(self.switch.report.plan, before))
+        if self.change.schedule(self.now)[0] < self.now:  # the rate's schedule begins anew
+            self.best, self.factor = -1e30, 1.0
+        self.screen.say(self.change.report)
+        self.change.changed(log)
         if self.given.simulate:
             self.predicted = tell(self.parts, log, self.screen, self.now)
 
@@ -214,7 +214,7 @@ class Run:
         return self.control.first(evaluated)
 
     def _validate(self, epoch: int, log: Log) -> None:
-        at = f"epoch {epoch + 1}/{self.recipe.epochs}"
+        at = f"epoch {epoch + 1}/{self.change.epochs}"
         if getattr(self.task, "held", None) == 0:
             self.screen.say(f"{at}: nothing was held out to validate on")
             return
@@ -228,21 +228,20 @@ class Run:
         loss = f", loss {found['loss']:.4f}" if "loss" in found else ""
         self.screen.say(f"{at}{self.shown}{loss}, {seconds(self._left())} left")
 
-    def _results(self, log: Log) -> dict[str, Any]:
-        found = self._evaluate("test") | {
-            "parameters": sum(p.numel() for p in self.bare.parameters()),
-            "low_rank_layers": len(ranks_of(self.bare)),
-            "bytes_a_step": (self._bytes() - self.phase_sent) / max(self.now - self.phase, 1),
-        }
+    def _results(self, log: Log, trained: float) -> dict[str, Any]:
+        found = self._evaluate("test") | self.change.results(log)
+        found |= {"bytes_a_step": (self._bytes() - self.phase_sent) / max(self.now - self.phase, 1)}
         measured: dict[str, Any] = {}
         if not self.given.simulate:
-            measured = {"seconds_a_step": self.pace.median(), "peak_memory": peak(self.device)}
+            measured = {"seconds_a_step": self.pace.median(), "training_seconds": trained}
+            measured |= {"peak_memory": peak(self.device)}
             if self.pace.median() is None and log.writes:  # nothing was left to do: what it took then
                 measured = {key: log.data["results"].get(key) for key in measured}
         results = found | {key: x for key, x in measured.items() if x is not None}
+        results |= macs_a_row(
+            self.parts, self.change, self.screen
+        )  # a copy, which memory's peak must not see
         log.result(**results)
-        if log.writes and self.switch is not None and self.switch.report is not None:
-            log.describe(layers=after(log.data["layers"], self.switch.report.plan, unwrap(self.bare)))
         return results
 
     def _bytes(self) -> float:

@@ -33,6 +33,7 @@ class Settings:
         network: the links that they are predicted for.
         sinks: where numbers go as well: "jsonl", "tensorboard".
         hosts: machines that the workers are on.
+        name: of the run in its records; "": as the choice was written.
         about: more for run.json's settings.
 
     >>> from pufferfish.lab.choice import choice
@@ -57,6 +58,7 @@ class Settings:
     sinks: tuple[str, ...] = ()
     quiet: bool = False
     hosts: int = 1
+    name: str = ""
     about: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,12 @@ class Settings:
 
     def check(self, task: Task, processes: int) -> None:
         """Refuse what does not fit the task, or so many processes."""
+        if self.recipe.optimizer == "sam" and self.precision == "fp16":
+            raise ValueError(
+                "--optimizer sam: fp16's loss scaler does not fit two passes; take --precision bf16"
+            )
+        if self.recipe.optimizer == "sam" and self.simulate:
+            raise ValueError("--optimizer sam: each worker climbs by itself, which --simulate does not play")
         if self.graph and not task.static:
             raise ValueError(f"--graph: batches of {task.name} differ in shape; leave it out")
         if self.graph and processes > 1:
@@ -87,6 +95,11 @@ class Settings:
         if self.recipe.batch % (size * parts):
             each = f"{size} workers in {parts if parts > 1 else ''} equal parts".replace("  ", " ")
             raise ValueError(f"a batch of {self.recipe.batch} does not go to {each}; change --batch")
+
+    @property
+    def called(self) -> str:
+        """The run's name."""
+        return self.name or self.choice.name
 
     @property
     def autocast(self) -> torch.autocast:

@@ -41,6 +41,11 @@ class Log(RunLog):
     def __enter__(self) -> Log:
         return self
 
+    @property
+    def clock(self) -> float:
+        """Seconds of training so far, those before a restart too."""
+        return self._before + time.perf_counter() - self._began
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around what is no training: its time is not the run's."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..rivals import SAM
 from ..tasks.task import Batch
 from .build import Parts
 from .graph import Graph
@@ -31,9 +32,7 @@ class Updates:
     def changed(self) -> None:
         """The model has other layers from now on: what was recorded is for the old ones."""
         p = self.parts
-        self._run: Callable[..., Tensor] = (
-            Graph(self._update, p.optimizer) if p.given.graph else self._update
-        )
+        self._run: Callable[..., Tensor] = Graph(self._update, p.optimizer) if p.given.graph else self._update
 
     def begin(self, epoch: int, start: int) -> None:
         """The epoch's batches, from update `start` on."""
@@ -88,14 +87,28 @@ class Updates:
 
     def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
         """Everything between a batch and the next; a graph may hold it."""
+        batches, optimizer = self._of(0, inputs, carried), self.parts.optimizer
+        if isinstance(optimizer, SAM):
+            before = [x.clone() for x in carried]
+            with optimizer.alone():
+                total = self._backward(batches)
+            for x, old in zip(carried, before, strict=True):
+                x.copy_(old)
+            with optimizer.perturbed():
+                self._backward(batches)
+        else:
+            total = self._backward(batches)
+        self._step()
+        return total
+
+    def _backward(self, batches: Sequence[Batch]) -> Tensor:
+        """All passes of an update; the mean loss."""
         total = torch.zeros((), device=self.parts.device)
-        batches = self._of(0, inputs, carried)
         for i, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if i == len(batches) else self._unsynchronised():
                 loss = self._loss(batch) / len(batches)
                 self.parts.scaler.scale(loss).backward()
             total += loss.detach()
-        self._step()
         return total
 
     def _loss(self, batch: Batch) -> Tensor:
