@@ -60,7 +60,7 @@ def _ranks_of(folder: Path) -> dict[str, int]:
 def _plan(
     model: nn.Module, chosen: Choice, task: Task, recipe: Recipe, ranks: Mapping[str, int] | None
 ) -> Plan | None:
-    if chosen.model == "dense":
+    if chosen.model not in ("pufferfish", "auto"):
         return None
     made = plan(model, recipe.rank, keep=task.keep if chosen.model == "pufferfish" else ())
     if ranks is None:

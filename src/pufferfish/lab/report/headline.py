@@ -9,7 +9,7 @@ from dataclasses import replace
 from .bench import CEILING
 from .curves import first_to
 from .groups import Comparison, Group, clocked, seed_of
-from .numbers import count, faster, interval, nbytes, seconds
+from .numbers import count, faster, interval, millions, nbytes, seconds
 from .statistics import differences, estimate, ratio
 from .tables import Cell, Table, flat
 
@@ -18,7 +18,8 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     """A line for each method: how large, how good, how fast, how much on the wire."""
     measure, reference = comparison.measure, comparison.reference
     against = reference.name if reference else ""
-    columns = ["method", "parameters", measure.label]
+    counted = any(group.results("macs") for group in comparison.groups)
+    columns = ["method", "parameters", *["MACs"] * counted, measure.label]
     columns += [f"difference to {against}"] * bool(reference) + ["a step"]
     columns += [f"step against {against}"] * bool(reference) + ["whole run"]
     columns += [f"run against {against}"] * bool(reference)
@@ -28,7 +29,8 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     fastest = max((s[0] for s in speeds.values() if s), default=1.0)
     rows = []
     for group in comparison.groups:
-        row = [Cell(group.name), median(group.results("parameters"), count), score(comparison, group)]
+        row = [Cell(group.name), median(group.results("parameters"), count)]
+        row += [median(group.results("macs"), millions)] * counted + [score(comparison, group)]
         if reference:
             row.append(difference(comparison, group))
         row.append(step(group))

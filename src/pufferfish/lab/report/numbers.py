@@ -47,6 +47,14 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def millions(value: float) -> str:
+    """
+    >>> millions(555_422_720), millions(1482)
+    ('555 M', '0.00148 M')
+    """
+    return f"{significant(value / 1e6)} M"
+
+
 def significant(value: float, digits: int = 3) -> str:
     """So many digits that count, and no zeros behind them.
 
