@@ -15,17 +15,17 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from predictions import ENV, Made, classes, gpt, resnet18  # noqa: F401  # models of cases, found here by name
+from predictions import KEEP as SHARED
 
 import pufferfish as pf
 from pufferfish.lab.advise import advise, check, subject
-from pufferfish.lab.models import GPT, REFERENCES, LSTMLanguageModel
+from pufferfish.lab.models import LSTMLanguageModel
 from pufferfish.lab.network import Network
 from pufferfish.table import aligned
 
@@ -41,34 +41,16 @@ CASES = [
     ("lstm", "100mbit", 2),
     ("lstm", "1gbit,delay=2ms", 4),
 ]
-#: Of the workers; DDP warns of strides that differ by nothing.
-ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-Made = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[nn.Module, Any], Tensor]]
-
-
-def resnet18() -> Made:
-    """CIFAR shapes, batch 8 a worker."""
-    return REFERENCES["resnet18"].build(), (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), _loss
-
-
-def gpt() -> Made:
-    """3.3 million parameters, 4 × 128 bytes a worker."""
-    tokens = torch.randint(256, (4, 129))
-    return GPT(d=256, layers=4, heads=4, context=128), (tokens[:, :-1], tokens[:, 1:]), _loss
 
 
 def lstm() -> Made:
     """3.2 million parameters, 20 × 8 words a worker."""
     words = torch.randint(2000, (21, 8))
     model = LSTMLanguageModel(vocabulary=2000, d=384, layers=2, dropout=0.2)
-    return model, (words[:-1], words[1:]), lambda model, batch: _loss(lambda x: model(x)[0], batch)
+    return model, (words[:-1], words[1:]), lambda model, batch: classes(lambda x: model(x)[0], batch)
 
 
-KEEP = {"resnet18": REFERENCES["resnet18"].keep, "gpt": REFERENCES["gpt"].keep, "lstm": ("decoder",)}
-
-
-def _loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+KEEP = {**SHARED, "lstm": ("decoder",)}
 
 
 def main() -> None:

@@ -45,19 +45,19 @@ Made = tuple[nn.Module, tuple[Tensor, Tensor], Callable[[nn.Module, Any], Tensor
 
 def resnet18() -> Made:
     """CIFAR shapes, batch 8 a worker."""
-    return REFERENCES["resnet18"].build(), (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), _classes
+    return REFERENCES["resnet18"].build(), (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), classes
 
 
 def gpt() -> Made:
     """3.3 million parameters, 4 × 128 bytes a worker."""
     tokens = torch.randint(256, (4, 129))
-    return GPT(d=256, layers=4, heads=4, context=128), (tokens[:, :-1], tokens[:, 1:]), _classes
+    return GPT(d=256, layers=4, heads=4, context=128), (tokens[:, :-1], tokens[:, 1:]), classes
 
 
 KEEP = {"resnet18": REFERENCES["resnet18"].keep, "gpt": REFERENCES["gpt"].keep}
 
 
-def _classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def classes(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     x, y = batch
     return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 

@@ -204,24 +204,6 @@ def test_two_levels_by_hand() -> None:
     assert slow.between["all_reduce"].beta == pytest.approx(4 * slow.lines["all_reduce"].beta)
 
 
-def test_toll_is_found_and_the_error_told() -> None:
-    link = Link.of(bandwidth=1e9, latency=1e-4, size=4)
-    works = [
-        Work(forward=0.1, backward=0.3, messages=(("all_reduce", n),) * 3, overlaps=True)
-        for n in (10**6, 5 * 10**6, 2 * 10**7)
-    ]
-    true = CostModel(link=link, toll=7e-9)
-    measured = [(w, true.predict(w).step) for w in works]
-    found = CostModel.fit(link, measured)
-    assert found.toll == pytest.approx(7e-9, rel=1e-3)
-    assert found.error == pytest.approx(0, abs=1e-4)
-    assert CostModel.fit(link, [(works[0], 1e-3)]).toll == 0  # faster than it can be
-    off = CostModel.fit(link, [(works[0], 1e-3)]).errors([(works[0], 1e-3)])
-    assert off[0] > 1
-    with pytest.raises(ValueError, match="no step"):
-        CostModel.fit(link, [])
-
-
 def test_buckets_are_ddps() -> None:
     """As torch itself assigns them."""
     sizes = [4 * n for n in (300_000, 10, 2_000_000, 64, 7_000_000, 1_000, 500_000, 3)]

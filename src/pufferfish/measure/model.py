@@ -92,7 +92,6 @@ class CostModel:
 
     link: Link
     toll: float | None = None  # None: what was probed with the link
-    error: float | None = None  # mean relative deviation from the measurements it was fitted to
 
     def predict(self, work: Work, workers: int | None = None) -> Prediction:
         """What a step takes, among as many workers as the link was measured with, or another number."""
@@ -172,38 +171,6 @@ class CostModel:
             slower = self.predict(dataclasses.replace(work, backward=middle)).backward > work.backward
             low, high = (low, middle) if slower else (middle, high)
         return dataclasses.replace(work, backward=high)
-
-    @staticmethod
-    def fit(link: Link, measured: Sequence[tuple[Work, float]]) -> CostModel:
-        """The toll that explains measured steps best (least squares of the relative deviations), and the error left.
-
-        >>> link = Link.of(bandwidth=1e9, latency=0, size=2)
-        >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),) * 2, overlaps=True)
-        >>> true = CostModel(link=link, toll=5e-9)
-        >>> f"{CostModel.fit(link, [(work, true.predict(work).step)]).toll:.2e}"
-        '5.00e-09'
-        """
-        if not measured:
-            raise ValueError("CostModel.fit: no step was measured")
-        wires = [
-            (sum(WIRE[kind](link.size) * nbytes for kind, nbytes in work.messages), seconds)
-            for work, seconds in measured
-        ]
-        low, high = 0.0, max((seconds / wire for wire, seconds in wires if wire), default=0.0)
-        for _ in range(20):  # each time on a tenth of the range
-            step = (high - low) / 20
-            tolls = [low + i * step for i in range(21)]
-            best = min(tolls, key=lambda toll: CostModel(link=link, toll=toll)._squares(measured))
-            low, high = max(0.0, best - step), best + step
-        model = CostModel(link=link, toll=best)
-        return dataclasses.replace(model, error=sum(map(abs, model.errors(measured))) / len(measured))
-
-    def errors(self, measured: Sequence[tuple[Work, float]]) -> list[float]:
-        """Of each measured step, the predicted over the measured, less one."""
-        return [self.predict(work).step / seconds - 1 for work, seconds in measured]
-
-    def _squares(self, measured: Sequence[tuple[Work, float]]) -> float:
-        return sum(error * error for error in self.errors(measured))
 
 
 def buckets(sizes: Iterable[int], cap: float = 25 * MIB, first: float = MIB) -> list[int]:
