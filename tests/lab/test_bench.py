@@ -105,6 +105,19 @@ def test_more_seeds_and_methods_are_more_cells(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.timeout(200)
+def test_workers_do_not_tear_each_others_lines() -> None:
+    """They share a pipe, and print as well."""
+    code = "from pufferfish.lab.bench.work import speak\nfor i in range(10000): print('some', 'words'), speak({'i': i})"
+    both = f'({sys.executable} -c "{code}" & {sys.executable} -c "{code}"; wait)'
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    text = subprocess.run(
+        both, shell=True, env=unbuffered, check=True, capture_output=True, text=True, timeout=90
+    ).stdout
+    told = [json.loads(line[1:])["i"] for line in text.splitlines() if line.startswith("@{")]
+    assert sorted(told) == sorted([*range(10000)] * 2)
+
+
+@pytest.mark.timeout(120)
 def test_a_cell_that_fails_is_named_and_others_go_on(
     tmp_path: Path, mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

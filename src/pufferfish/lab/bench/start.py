@@ -66,6 +66,8 @@ class Heard:
 
     def __call__(self, line: str) -> None:
         text = line.partition(" | ")[2]
+        if not text:
+            return
         if not text.startswith("@{"):
             self.last.append(line)
             if text.startswith("epoch"):

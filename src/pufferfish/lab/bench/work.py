@@ -163,7 +163,7 @@ class Work:
             yield
         except Exception as error:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"[:1000]  # a longer line might be torn
             if self.size == 1:
                 self._fail(cell, why)
                 return
@@ -173,8 +173,8 @@ class Work:
 
 
 def speak(told: dict[str, Any]) -> None:
-    """To whoever started this job."""
-    print(f"@{json.dumps(told)}", flush=True)
+    """To whoever started this job: a line of its own in one write, for all workers share the pipe."""
+    os.write(1, f"\n@{json.dumps(told)}\n".encode())
 
 
 def main() -> None:
