@@ -107,14 +107,18 @@ def test_more_seeds_and_methods_are_more_cells(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.timeout(200)
 def test_workers_do_not_tear_each_others_lines() -> None:
     """They share a pipe, and print as well."""
-    code = "from pufferfish.lab.bench.work import speak\nfor i in range(10000): print('some', 'words'), speak({'i': i})"
-    both = f'({sys.executable} -c "{code}" & {sys.executable} -c "{code}"; wait)'
+    code = (
+        "from pufferfish.lab.bench.work import speak\nfor i in range(20000): print('words'); speak({'i': i})"
+    )
+    into, out = os.pipe()
     unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
-    text = subprocess.run(
-        both, shell=True, env=unbuffered, check=True, capture_output=True, text=True, timeout=90
-    ).stdout
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=out, env=unbuffered) for _ in range(2)]
+    os.close(out)
+    with open(into) as pipe:
+        text = pipe.read()
+    assert [process.wait() for process in both] == [0, 0]
     told = [json.loads(line[1:])["i"] for line in text.splitlines() if line.startswith("@{")]
-    assert sorted(told) == sorted([*range(10000)] * 2)
+    assert sorted(told) == sorted([*range(20000)] * 2)
 
 
 @pytest.mark.timeout(120)
