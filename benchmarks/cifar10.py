@@ -115,9 +115,11 @@ def load(folder: Path, device: torch.device, limit: int | None) -> Data:
 class Training(paired.Run):
     """One run; a turn is an epoch."""
 
+    peak = 0.4  # of the learning rate
+
     def __init__(self, data: Data, seed: int, batch: int, device: torch.device) -> None:
         self.images, self.labels, self.test_images, self.test_labels = data
-        self.batch = batch
+        self.batch, self.steps = batch, len(data[0]) // batch
         self.device = device
         torch.manual_seed(seed)
         self.model = RESNET.build().to(device, memory_format=torch.channels_last)
@@ -129,21 +131,28 @@ class Training(paired.Run):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def advance(self, turn: int, turns: int) -> None:
-        steps = len(self.images) // self.batch
-        total, rise = turns * steps, max(turns * steps // 5, 1)
         self.model.train()
         shuffled = torch.randperm(len(self.images), generator=self.generator, device=self.device)
         seen = augmented(self.images, self.generator)
-        for i in range(steps):
-            now = turn * steps + i
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.4 * min(now / rise, (total - now) / (total - rise))
+        for i in range(self.steps):
+            self.pace(turn * self.steps + i, turns * self.steps)
             some = shuffled[i * self.batch : (i + 1) * self.batch]
-            with self._precision():
-                loss = F.cross_entropy(self.model(seen[some]), self.labels[some], label_smoothing=0.1)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            self.update(seen[some], self.labels[some])
+
+    def pace(self, now: int, total: int) -> None:
+        """The learning rate of this update: up over the first fifth, down over the rest."""
+        rise = max(total // 5, 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak * min(now / rise, (total - now) / max(total - rise, 1))
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+        self.optimizer.step()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with self._precision():
+            return F.cross_entropy(self.model(x), y, label_smoothing=0.1)
 
     @torch.no_grad()
     def score(self) -> float:

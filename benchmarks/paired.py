@@ -91,6 +91,18 @@ def options(text: str | None) -> argparse.ArgumentParser:
     return ask
 
 
+def about(name: str, **settings: Any) -> Line:
+    """What results were made with; printed, and kept with each of them."""
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    told = {
+        "benchmark": name, **settings,
+        "device": device, "torch": torch.__version__, "pufferfish": pf.__version__,
+    }  # fmt: skip
+    print(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in told.items()), "\n")
+    return told
+
+
 def main(
     benchmark: Benchmark,
     given: argparse.Namespace,
@@ -106,38 +118,30 @@ def main(
     if given.data is None:
         raise SystemExit("--data is needed")
     wanted = chosen(given.arms, ["dense", *arms])
-    cuda = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
-    settings = {
-        "benchmark": benchmark.name,
-        **settings,
-        "device": name,
-        "torch": torch.__version__,
-        "pufferfish": pf.__version__,
-    }
-    print(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in settings.items()), "\n")
+    settings = about(benchmark.name, **settings)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = []
     for seed in given.seeds:
-        run = start(seed, torch.device("cuda" if cuda else "cpu"))
+        run = start(seed, device)
         for found in branches(
             run, {n: arm for n, arm in arms.items() if n in wanted}, turns, "dense" in wanted
         ):
             line = {"seed": seed, **found, "settings": settings}
             lines.append(line)
-            if given.out:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            append(given.out, [line])
             score = f"{line['score']:.{benchmark.digits}f}"
             print(f"seed {seed}  {line['arm']:32} {score:>8}  {line['seconds']:5.0f} s", flush=True)
     print("\n" + table(benchmark, lines))
 
 
-def chosen(patterns: list[str], names: list[str]) -> set[str]:
+def chosen(patterns: list[str], names: list[str]) -> list[str]:
+    """The names that match, in their own order."""
     found = [fnmatch.filter(names, pattern) for pattern in patterns]
-    for pattern, matched in zip(patterns, found, strict=True):
-        if not matched:
+    for pattern, some in zip(patterns, found, strict=True):
+        if not some:
             raise SystemExit(f"--arms: {pattern!r} is none of " + ", ".join(map(repr, names)))
-    return set().union(*found)
+    matched = set().union(*found)
+    return [name for name in names if name in matched]
 
 
 def branches(run: Run, arms: dict[str, Arm], turns: int, dense: bool) -> Iterator[Line]:
@@ -195,25 +199,48 @@ def read(files: list[Path], name: str) -> list[Line]:
     return lines
 
 
+def earlier(out: Path | None, settings: Line) -> list[Line]:
+    """What is in --out already, of an earlier start with the same settings."""
+    if out is None or not out.exists() or not out.stat().st_size:
+        return []
+    lines = read([out], settings["benchmark"])
+    if lines[0]["settings"] != settings:
+        raise SystemExit(f"{out} has results with {lines[0]['settings']}, not {settings}")
+    return lines
+
+
+def append(out: Path | None, lines: list[Line]) -> None:
+    if out is not None:
+        with out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def by_arm(lines: list[Line]) -> dict[str, dict[int, Line]]:
+    """Arm → seed → its one result."""
+    found: dict[str, dict[int, Line]] = {}
+    for line in lines:
+        if line["seed"] in found.setdefault(line["arm"], {}):
+            raise SystemExit(f"{line['arm']!r}, seed {line['seed']}: more than one result")
+        found[line["arm"]][line["seed"]] = line
+    return found
+
+
+def scored(results: dict[int, Line]) -> dict[int, float]:
+    return {seed: line["score"] for seed, line in results.items()}
+
+
 def table(benchmark: Benchmark, lines: list[Line]) -> str:
     """Means, differences paired by seed with 95 % intervals, and what became of each claim."""
-    scores: dict[str, dict[int, float]] = {}
-    sizes: dict[str, list[int]] = {}
-    turns: dict[str, set[int]] = {}
-    for line in lines:
-        if line["seed"] in scores.setdefault(line["arm"], {}):
-            raise SystemExit(f"{line['arm']!r}, seed {line['seed']}: more than one result")
-        scores[line["arm"]][line["seed"]] = line["score"]
-        sizes.setdefault(line["arm"], []).append(line["parameters"])
-        if line["switched"] is not None:
-            turns.setdefault(line["arm"], set()).add(line["switched"])
+    of = by_arm(lines)
+    scores = {arm: scored(found) for arm, found in of.items()}
     digits = benchmark.digits
     rows = [["", "switched at", "parameters", benchmark.measure, "difference to dense", "seeds"]]
     for arm in sorted(scores, key=lambda name: name != "dense"):
         gaps = paired(scores[arm], scores.get("dense", {})) if arm != "dense" else []
-        at = sorted(turns.get(arm, ()))
+        at = sorted({line["switched"] for line in of[arm].values()} - {None})
+        size = statistics.mean(line["parameters"] for line in of[arm].values())
         rows.append([
-            arm, "–".join(map(str, at[:1] + at[1:][-1:])), f"{statistics.mean(sizes[arm]):,.0f}",
+            arm, "–".join(map(str, at[:1] + at[1:][-1:])), f"{size:,.0f}",
             f"{statistics.mean(scores[arm].values()):.{digits}f}", interval(gaps, digits), str(len(scores[arm])),
         ])  # fmt: skip
     text = aligned(rows, left=(0,))

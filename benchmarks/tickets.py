@@ -5,8 +5,8 @@
 
 Recipe, data and seeds are those of `cifar10.py`. All arms train by a CUDA graph of forward and backward, captured anew
 after a change of the model (--eager: none does). A result is written when its run is over; what is in --out already is not
-trained again. Several processes may share the work by --arms or --seeds, each with its own --out, but then they share the
-GPU too: times are worth something only where a process has it for itself.
+trained again. Several processes may share the work by --arms or --seeds, each with its own --out, and with --shared: times
+are worth something only where a process has the GPU for itself.
 
 `pufferfish` is the paper's hybrid at ratio 0.25 after a third of the epochs, `auto` is `pf.Switch()` as it is.
 `early-bird 50 %` removes that share of the channels, rounded to multiples of 8 in each group. `lottery ticket` prunes a
@@ -21,8 +21,6 @@ scoring is left out. Training MACs are what is computed, zeros included. Differe
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +28,7 @@ from typing import Any, TypeVar
 
 import paired
 import torch
-import torch.nn.functional as F
-from cifar10 import RESNET, Data, Training, augmented, load
+from cifar10 import RESNET, Data, Training, load
 from paired import Line
 from torch import Tensor
 
@@ -55,6 +52,7 @@ def main() -> None:
     ask.add_argument("--batch", type=int, default=512)
     ask.add_argument("--rounds", type=int, nargs="+", default=[5, 9], help="of the lottery: the rows to show")
     ask.add_argument("--limit", type=int, help="use only so many images of each batch file, to try it out")
+    ask.add_argument("--shared", action="store_true", help="other processes use the GPU too: record no times")
     ask.add_argument("--eager", action="store_true", help="no CUDA graph")
     given = ask.parse_args()
     if given.table:
@@ -71,41 +69,38 @@ def train(given: argparse.Namespace) -> None:
     """All that was asked for and is not in --out yet, one after the other; then the table."""
     wanted = paired.chosen(given.arms, list(ARMS))
     cuda = torch.cuda.is_available()
-    settings = {
-        "benchmark": NAME,
-        "epochs": given.epochs,
-        "batch": given.batch,
-        "rounds": sorted(given.rounds),
-        "limit": given.limit,
-        "graph": cuda and not given.eager,
-        "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
-        "torch": torch.__version__,
-        "pufferfish": pf.__version__,
-    }
-    lines: list[Line] = []
-    if given.out and given.out.exists() and given.out.stat().st_size:
-        lines = paired.read([given.out], NAME)
-        if lines[0]["settings"] != settings:
-            raise SystemExit(f"{given.out} has results with {lines[0]['settings']}, not {settings}")
+    graph = cuda and not given.eager
+    settings = paired.about(
+        NAME,
+        epochs=given.epochs,
+        batch=given.batch,
+        rounds=sorted(given.rounds),
+        limit=given.limit,
+        graph=graph,
+    )
+    lines = paired.earlier(given.out, settings)
     done = {(line["of"], line["seed"]) for line in lines}
     data = load(given.data, torch.device("cuda" if cuda else "cpu"), given.limit)
     if len(data[0]) < given.batch:
         raise SystemExit(f"--batch {given.batch}: there are only {len(data[0])} images to train on")
-    print(f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in settings.items()), "\n")
     for seed in given.seeds:
-        for name in [arm for arm in ARMS if arm in wanted and (arm, seed) not in done]:
-            run = Ticketed(data, seed, given.batch, settings["graph"])
+        for name in [arm for arm in wanted if (arm, seed) not in done]:
+            run = Ticketed(data, seed, given.batch, graph)
             found = [
                 {"of": name, "seed": seed, **line, "settings": settings}
                 for line in results(name, run, given.epochs, set(given.rounds))
             ]
+            if given.shared:
+                found = [line | {"seconds": None} for line in found]
             lines += found
-            if given.out:
-                with given.out.open("a") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in found)
+            paired.append(given.out, found)
             for line in found:
-                spent = f"{line['parameters']:12,} parameters {line['seconds']:7.1f} s"
-                print(f"seed {seed}  {line['arm']:28} {line['score']:6.2f} {spent}", flush=True)
+                spent = "" if given.shared else f"{line['seconds']:7.1f} s"
+                print(
+                    f"seed {seed}  {line['arm']:28} {line['score']:6.2f} {line['parameters']:12,} parameters "
+                    + spent,
+                    flush=True,
+                )
     print("\n" + table(lines))
 
 
@@ -116,7 +111,6 @@ class Ticketed(Training):
 
     def __init__(self, data: Data, seed: int, batch: int, graph: bool) -> None:
         super().__init__(data, seed, batch, data[0].device)
-        self.steps = len(self.images) // batch
         self.graphed = graph
         self.image = torch.zeros(1, *self.images.shape[1:], device="meta")
         self.epochs, self.seconds, self.training_macs = 0, 0.0, 0
@@ -129,21 +123,15 @@ class Ticketed(Training):
         self.macs, self._a_row = found.forward_macs, found.forward_macs + found.backward_macs
 
     def advance(self, turn: int, turns: int) -> None:
-        total, rise = turns * self.steps, max(turns * self.steps // 5, 1)
-        self.model.train()
-        shuffled = torch.randperm(len(self.images), generator=self.generator, device=self.device)
-        seen = augmented(self.images, self.generator)
-        for i in range(self.steps):
-            now = turn * self.steps + i
-            for group in self.optimizer.param_groups:
-                group["lr"] = 0.4 * min(now / rise, (total - now) / max(total - rise, 1))
-            some = shuffled[i * self.batch : (i + 1) * self.batch]
-            self._run([seen[some], self.labels[some]], [])
-            self.optimizer.step()
-            if self.rival is not None:
-                self.rival.after_step()
+        super().advance(turn, turns)
         self.epochs += 1
         self.training_macs += self.steps * self.batch * self._a_row
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        self._run([x, y], [])
+        self.optimizer.step()
+        if self.rival is not None:
+            self.rival.after_step()
 
     def timed(self, work: Callable[[], T]) -> T:
         """What it returns; its time counts."""
@@ -157,8 +145,7 @@ class Ticketed(Training):
     def _gradients(self, inputs: list[Tensor], kept: list[Tensor]) -> Tensor:
         """New ones, not added to old ones: so a replay fills the same tensors again."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self._precision():
-            loss = F.cross_entropy(self.model(inputs[0]), inputs[1], label_smoothing=0.1)
+        loss = self.loss(*inputs)
         loss.backward()
         return loss.detach()
 
@@ -205,11 +192,7 @@ def results(name: str, run: Ticketed, epochs: int, rounds: set[int]) -> Iterator
 
 def table(lines: list[Line]) -> str:
     """Means, and accuracy and time beside the dense run's."""
-    of: dict[str, dict[int, Line]] = {}
-    for one in lines:
-        if one["seed"] in of.setdefault(one["arm"], {}):
-            raise SystemExit(f"{one['arm']!r}, seed {one['seed']}: more than one result")
-        of[one["arm"]][one["seed"]] = one
+    of = paired.by_arm(lines)
     dense = of.get("dense", {})
     rows = [[
         "", "parameters", "MACs", "accuracy, %", "difference to dense", "changed at", "epochs", "training MACs",
@@ -219,17 +202,17 @@ def table(lines: list[Line]) -> str:
         found = of[arm]
         mean = {
             key: statistics.mean(one[key] for one in found.values())
-            for key in ("parameters", "macs", "score", "epochs", "training_macs", "seconds")
+            for key in ("parameters", "macs", "score", "epochs", "training_macs")
         }
-        both = [seed for seed in found if seed in dense]
-        scores = [{seed: one["score"] for seed, one in x.items()} for x in (found, dense)]
+        gaps = paired.paired(paired.scored(found), paired.scored(dense)) if arm != "dense" else []
         at = sorted({one["changed"] for one in found.values()} - {None})
-        slower = [found[seed]["seconds"] / dense[seed]["seconds"] for seed in both]
+        times = {seed: one["seconds"] for seed, one in found.items() if one["seconds"] is not None}
+        slower = [t / dense[s]["seconds"] for s, t in times.items() if s in dense and dense[s]["seconds"]]
         rows.append([
             arm, f"{mean['parameters']:,.0f}", f"{mean['macs'] / 1e6:.0f} M", f"{mean['score']:.2f}",
-            paired.interval(paired.paired(*scores), 2) if arm != "dense" else "",
+            paired.interval(gaps, 2),
             "–".join(map(str, at[:1] + at[1:][-1:])) if "lottery" not in arm else "", f"{mean['epochs']:.0f}",
-            f"{mean['training_macs']:.2e}", f"{mean['seconds']:.1f}",
+            f"{mean['training_macs']:.2e}", f"{statistics.mean(times.values()):.1f}" if times else "",
             f"{statistics.mean(slower):.2f}×" if slower else "", str(len(found)),
         ])  # fmt: skip
     return aligned(rows, left=(0,))
