@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust import alike, complete, trust_ratios, wide
+from .trust import LayerWise, complete, trust_ratios, wide
 
 
-class LAMB(optim.AdamW):
+class LAMB(LayerWise, optim.AdamW):
     """Layer-wise adaptive moments (You et al. 2020): r = m̂/(√v̂ + ε) + λw, then w ← w − lr · ‖w‖/‖r‖ · r.
 
     Args:
@@ -49,18 +48,6 @@ class LAMB(optim.AdamW):
         for settings in (self.defaults, *self.param_groups):
             # AdamW would refuse it beside a rate that is a tensor.
             settings["foreach"] = foreach if settings["foreach"] is None else settings["foreach"]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; `closure` computes loss and gradients before it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params, grads, trusted in alike(group):
-                self._update(group, params, grads, trusted)
-        return loss
 
     def _update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust import alike, complete, trust_ratios
+from .trust import LayerWise, complete, trust_ratios
 
 
-class LARS(optim.SGD):
+class LARS(LayerWise, optim.SGD):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017).
 
     g ← η‖w‖/(‖g‖ + λ‖w‖) · (g + λw), then momentum and the step of SGD. As in torch's SGD the rate stands outside the
@@ -52,18 +51,6 @@ class LARS(optim.SGD):
             raise ValueError(f"LARS: trust={trust} is not above 0; 0.001 is usual")
         super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, foreach=foreach)
         complete(self, trust=trust, exclude_vectors=exclude_vectors)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; `closure` computes loss and gradients before it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params, grads, trusted in alike(group):
-                self._update(group, params, grads, trusted)
-        return loss
 
     def _update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool

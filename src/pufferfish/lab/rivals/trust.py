@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class LayerWise(torch.optim.Optimizer):
+    """An optimizer that updates layers together, and asks for each whether it is trusted."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; `closure` computes loss and gradients before it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params, grads, trusted in alike(group):
+                self._update(group, params, grads, trusted)
+        return loss
+
+    @abstractmethod
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool
+    ) -> None:
+        """Of parameters that are alike; `trusted` ones are decayed and scaled by their trust ratio."""
 
 
 def trust_ratios(
