@@ -17,16 +17,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from local_workers import adamw, assert_same, batch, build, by_hand, close, diloco, floats, sgd, train, update
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.compress import Aggregator, BFloat16, BlockInt8, Simulated, TopK
 from pufferfish.local import LocalSteps
 
 
-def same_everywhere(model: nn.Module) -> None:
+def ranks_agree(model: nn.Module) -> None:
     for name, x in model.state_dict().items():
-        theirs = x.clone()
-        dist.broadcast(theirs, 0)
-        assert torch.equal(theirs, x), name
+        assert same_everywhere(x), name
 
 
 def one_step_is_ddp(rank: int, size: int) -> None:
@@ -40,7 +38,7 @@ def one_step_is_ddp(rank: int, size: int) -> None:
         update(model, optimizers[0], step, rank)
         assert local.step(model)
         update(ddp, optimizers[1], step, rank)
-        same_everywhere(model)
+        ranks_agree(model)
     close(model, other)
 
 
@@ -53,7 +51,7 @@ def equals_workers_by_hand(rank: int, size: int) -> None:
         local, optimizer = LocalSteps(h, outer=outer), make(model.parameters())
         local.start(model)
         assert train(local, model, optimizer, range(6), rank) == list(range(h, 7, h))
-        same_everywhere(model)
+        ranks_agree(model)
         close(model, by_hand(size, h, 6, make, **settings))
 
 
@@ -64,7 +62,7 @@ def starts_from_rank_zero(rank: int, size: int) -> None:
     model[3].weight.requires_grad_(False)  # not averaged, but equal
     model.register_buffer("mask", torch.tensor([[True, False]]) if rank else torch.tensor([[False, False]]))
     LocalSteps(2).start(model)
-    same_everywhere(model)
+    ranks_agree(model)
     assert torch.equal(model[3].weight, build()[3].weight)
 
 
@@ -75,7 +73,7 @@ def compressed_as_simulated(rank: int, size: int) -> None:
         local = LocalSteps(2, outer=diloco, method=method)
         local.start(model)
         train(local, model, sgd(model.parameters()), range(6), rank)
-        same_everywhere(model)
+        ranks_agree(model)
 
         workers = [build() for _ in range(size)]
         optimizers = [sgd(worker.parameters()) for worker in workers]
@@ -122,7 +120,7 @@ def a_poisoned_round_is_lost(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(local, model, optimizer, range(3, 5), rank)
-    same_everywhere(model)
+    ranks_agree(model)
     assert any(not torch.equal(x, before[name]) for name, x in floats(model).items())
 
 
@@ -173,7 +171,7 @@ def follows_a_switch(rank: int, size: int) -> None:
         train(local, model, optimizer, range(4 * epoch, 4 * epoch + 4), rank)
     assert local.outer is outer
     local.sync(model)
-    same_everywhere(model)
+    ranks_agree(model)
     assert momenta(local).keys() == dict(model.named_parameters()).keys()
     assert switch.report is not None
 
@@ -215,7 +213,7 @@ def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
     if last:
         model[3] = build()[3]
     assert local.sync(model)  # and the job can go on
-    same_everywhere(model)
+    ranks_agree(model)
 
 
 def counts_its_bytes(rank: int, size: int) -> None:
@@ -247,7 +245,7 @@ def machines_that_share_models(rank: int, size: int) -> None:
     for step in range(4):
         update(ddp, optimizer, step, rank)
         local.step(model)
-    same_everywhere(model)
+    ranks_agree(model)
 
     workers = [build() for _ in range(2)]
     optimizers = [sgd(worker.parameters()) for worker in workers]

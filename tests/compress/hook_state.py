@@ -16,13 +16,13 @@ from training import (
     grads,
     loss,
     momentum,
-    same_everywhere,
     train,
     weights,
     wrapped,
 )
 
 import pufferfish as pf
+from processes import same_everywhere
 from pufferfish.compress import (
     Aggregator,
     BFloat16,
@@ -180,3 +180,14 @@ def methods_are_changed_together(rank: int) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"matches no parameter|keeps them"):
         hook.use({"*": TopK()} if rank else {"nowhere": TopK()})
     train(ddp, optimizer, range(5, 6), rank)
+
+
+def state_cases(rank: int, size: int, folder: Path) -> None:
+    resumes_from_a_checkpoint(rank, folder)
+    through_the_switch(rank)
+    unused_parameters_keep_their_memory(rank)
+    a_state_of_another_model_is_refused(rank)
+    bad_steps_leave_no_trace(rank, size)
+    if size == 2:
+        memory_follows_the_units(rank)
+        methods_are_changed_together(rank)

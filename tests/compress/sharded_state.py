@@ -17,16 +17,16 @@ from sharding import (
     hooked,
     kept,
     loss,
-    momentum,
-    same_everywhere,
     sharded,
     train,
     weights,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from training import momentum
 
 import pufferfish as pf
+from processes import same_everywhere
 from pufferfish.compress import (
     BFloat16,
     EFSignSGD,
@@ -212,3 +212,16 @@ def unused_parameters(mesh: DeviceMesh, rank: int) -> None:
         for step in range(3):
             loss(model, step, rank, maybe=step == 1).backward()
         assert kept(hook)["(root)"]["memory"].numel() == 12 + 18
+
+
+def state_cases(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    for name in ("topk", "dgc", "int8", "qsgd", "several"):
+        resumes(mesh, rank, name)
+    resumes_from_a_checkpoint(mesh, rank, folder)
+    another_layout_starts_anew(mesh, rank)
+    memory_follows_the_units(mesh, rank)
+    methods_are_changed_together(mesh, rank)
+    frozen_parameters(mesh, rank)
+    unused_parameters(mesh, rank)
+    another_model(mesh, rank)
+    through_the_switch(mesh, rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,10 +91,6 @@ def loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
     return model(x, **options).square().mean()
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
     for step in steps:
         loss(model, step, rank).backward()
@@ -110,12 +105,6 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
-
-
-def same_everywhere(x: Tensor) -> bool:
-    theirs = x.clone()
-    dist.broadcast(theirs, 0)
-    return torch.equal(x, theirs)
 
 
 def kept(hook: ShardedHook) -> dict[str, dict[str, Tensor]]:

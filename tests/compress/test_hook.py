@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hook_state import (
-    a_state_of_another_model_is_refused,
-    bad_steps_leave_no_trace,
-    memory_follows_the_units,
-    methods_are_changed_together,
-    resumes_from_a_checkpoint,
-    through_the_switch,
-    unused_parameters_keep_their_memory,
-)
+from hook_state import state_cases
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,14 +23,13 @@ from training import (
     loss,
     momentum,
     resumes,
-    same_everywhere,
     train,
     weights,
     wrapped,
 )
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.compress import (
     DGC,
     QSGD,
@@ -220,19 +211,13 @@ def cases(rank: int, size: int, folder: Path) -> None:
         gradients_are_the_aggregators(name, rank, size)
         resumes(name, rank)
     resumes("powersgd", rank, find_unused_parameters=True)
-    resumes_from_a_checkpoint(rank, folder)
     no_compression_is_plain_averaging(rank, size)
-    through_the_switch(rank)
-    unused_parameters_keep_their_memory(rank)
-    a_state_of_another_model_is_refused(rank)
-    bad_steps_leave_no_trace(rank, size)
+    state_cases(rank, size, folder)
     if size == 2:
         gradients_are_the_aggregators("topk", rank, size, static_graph=True)
         gradients_are_the_aggregators("topk", rank, size, gradient_as_bucket_view=True)
         several_backward_passes(rank)
-        memory_follows_the_units(rank)
         several_dtypes(rank)
-        methods_are_changed_together(rank)
         compiled(rank)
         uneven_inputs(rank)
         a_broken_backward_leaves_nothing_behind(rank)

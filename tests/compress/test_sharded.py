@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_state import (
-    another_layout_starts_anew,
-    another_model,
-    frozen_parameters,
-    memory_follows_the_units,
-    methods_are_changed_together,
-    resumes,
-    resumes_from_a_checkpoint,
-    through_the_switch,
-    unused_parameters,
-)
+from sharded_state import state_cases
 from sharding import (
     METHODS,
     Net,
@@ -29,8 +18,6 @@ from sharding import (
     hooked,
     kept,
     loss,
-    momentum,
-    same_everywhere,
     sharded,
     train,
     weights,
@@ -38,8 +25,9 @@ from sharding import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from training import momentum
 
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.compress import (
     DGC,
     QSGD,
@@ -267,17 +255,15 @@ def cases(rank: int, size: int, folder: Path) -> None:
     for name in METHODS:
         gradients_are_the_aggregators(mesh, rank, name)
     gradients_are_the_aggregators(mesh, rank, "topk", memory=False)
-    for name in ("topk", "dgc", "int8", "qsgd", "several"):
-        resumes(mesh, rank, name)
-    resumes_from_a_checkpoint(mesh, rank, folder)
-    rest: list[Callable[[DeviceMesh, int], None]] = [
-        no_compression_is_plain_averaging, shards_draw_their_own_numbers, several_passes,
-        another_layout_starts_anew, bad_steps_leave_no_trace, bad_shards_become_zero, memory_follows_the_units,
-        sixteen_bits, one_module, methods_are_changed_together, frozen_parameters, unused_parameters, refusals,
-        another_model, through_the_switch,
-    ]  # fmt: skip
-    for case in rest:
-        case(mesh, rank)
+    no_compression_is_plain_averaging(mesh, rank)
+    shards_draw_their_own_numbers(mesh, rank)
+    several_passes(mesh, rank)
+    bad_steps_leave_no_trace(mesh, rank)
+    bad_shards_become_zero(mesh, rank)
+    sixteen_bits(mesh, rank)
+    one_module(mesh, rank)
+    refusals(mesh, rank)
+    state_cases(mesh, rank, folder)
 
 
 def alone(rank: int, size: int, device: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 import pufferfish as pf
+from processes import same_everywhere
 from pufferfish.exact import exact_
 from pufferfish.integrations.lightning import SwitchCallback
 from pufferfish.lr import Rewarm
@@ -205,9 +206,7 @@ class OnEveryRank(Callback):
         assert isinstance(pl_module.layers[0], pf.layers.LowRank)
         assert self.hooked == [trainer.strategy.model]
         for name, p in pl_module.named_parameters():
-            theirs = p.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, p), name
+            assert same_everywhere(p), name
 
 
 @pytest.mark.timeout(240)  # the hang guard

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.exact import exact_
 from pufferfish.integrations.transformers import train
 from pufferfish.lr import Rewarm
@@ -215,9 +215,7 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
         assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
         assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
         for p in trainer.model.parameters():
-            theirs = p.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, p)
+            assert same_everywhere(p)
         return trainer
 
     whole = run("whole")
