@@ -92,19 +92,3 @@ def train(
 def close(model: nn.Module, other: nn.Module) -> None:
     for (name, x), y in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def assert_same(a: Any, b: Any, at: str = "") -> None:
-    """Equal in every bit."""
-    if isinstance(a, Tensor):
-        assert torch.equal(a, b), at
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), at
-        for key in a:
-            assert_same(a[key], b[key], f"{at}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), at
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{at}/{i}")
-    else:
-        assert a == b, at

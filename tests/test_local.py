@@ -12,7 +12,8 @@ import torch
 from torch import nn, optim
 
 import pufferfish as pf
-from local_workers import adamw, assert_same, batch, build, by_hand, close, diloco, sgd, train
+from local_workers import adamw, batch, build, by_hand, close, diloco, sgd, train
+from nested import equal
 from pufferfish.compress import DGC, BlockInt8, SignSGD, TopK
 from pufferfish.local import LocalSteps
 
@@ -142,7 +143,7 @@ def test_state_of_another_run_is_refused() -> None:
         before = copy.deepcopy(net.state_dict())
         with pytest.raises(ValueError, match=told):
             other.start(net)
-        assert_same(dict(net.state_dict()), dict(before))
+        equal(dict(net.state_dict()), dict(before))
     fresh = LocalSteps(2)
     fresh.load_state_dict(LocalSteps(2).state_dict())  # saved before the start
     fresh.start(model)

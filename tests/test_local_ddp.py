@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from local_workers import adamw, assert_same, batch, build, by_hand, close, diloco, floats, sgd, train, update
+from local_workers import adamw, batch, build, by_hand, close, diloco, floats, sgd, train, update
+from nested import equal
 from processes import in_processes, same_everywhere
 from pufferfish.compress import Aggregator, BFloat16, BlockInt8, Simulated, TopK
 from pufferfish.local import LocalSteps
@@ -115,8 +116,8 @@ def a_poisoned_round_is_lost(rank: int, size: int) -> None:
             assert torch.equal(x, before[name]), name
     state = local.state_dict()
     assert state["lost"] == 2
-    assert_same(state["outer"], kept["outer"])
-    assert_same(state["aggregator"]["own"], kept["aggregator"]["own"])
+    equal(state["outer"], kept["outer"])
+    equal(state["aggregator"]["own"], kept["aggregator"]["own"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(local, model, optimizer, range(3, 5), rank)
@@ -146,12 +147,12 @@ def resumes_in_the_middle(rank: int, size: int) -> None:
                     model.load_state_dict(saved[0])
                     optimizer.load_state_dict(saved[1])
                     local.load_state_dict(saved[2])
-                    assert_same(local.state_dict(), saved[2])
+                    equal(local.state_dict(), saved[2])
                     if stop != 5:
                         local.start(model)
                 assert train(local, model, optimizer, range(stop, 10), rank)[-1] == 9
                 runs.append((model.state_dict(), local.state_dict()))
-            assert_same(runs[0], runs[1])
+            equal(runs[0], runs[1])
 
 
 def follows_a_switch(rank: int, size: int) -> None:
@@ -283,7 +284,7 @@ def checkpointed_between_two_averages(rank: int, size: int, folder: str) -> None
                 train(local, model, optimizer, range(at.position["step"] if at else 0, stop), rank)
                 checkpoint.save(step=stop)
         ends.append((model.state_dict(), local.state_dict()))
-    assert_same(ends[0], ends[1])
+    equal(ends[0], ends[1])
 
 
 def cases(rank: int, size: int, folder: str) -> None:

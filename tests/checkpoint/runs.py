@@ -105,25 +105,6 @@ class Run:
         ]
 
 
-def equal(a: Any, b: Any, at: str = "") -> None:
-    """Same structure, same bits."""
-    assert type(a) is type(b), at
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype, at
-        assert a.stride() == b.stride(), at
-        assert torch.equal(a, b), at
-    elif isinstance(a, dict):
-        assert set(a) == set(b), at
-        for key in a:
-            equal(a[key], b[key], f"{at}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), at
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            equal(x, y, f"{at}/{i}")
-    else:
-        assert a == b, at
-
-
 def momentum(model: nn.Module, run: Run) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     run.scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=TOTAL + 1)

@@ -18,7 +18,6 @@ from runs import (
     Run,
     adamw,
     build,
-    equal,
     fused,
     mixed_precision,
     momentum,
@@ -28,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pufferfish as pf
+from nested import equal
 from pufferfish.checkpoint import Checkpoint
 
 
