@@ -1,4 +1,4 @@
-"""The report's figures against slow references: what is compared, what is predicted, what is missing."""
+"""The report of a whole bench: its figures against slow references, its page as a browser's parser sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,21 @@ from page import Page
 
 from pufferfish.lab.report import report
 from pufferfish.lab.report.statistics import student
-from pufferfish.measure import RunLog
+from pufferfish.lab.report.text import latex
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    for name in METHODS:
+        for seed in range(3):
+            write_run(folder / f"{name}-{seed}", name, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(bench: Path) -> str:
+    return report([bench])
 
 
 def student_by_integration(freedom: int) -> float:
@@ -106,115 +120,54 @@ def test_curves_are_means_over_seeds(bench: Path) -> None:
     assert float(last["at"]) == sent
 
 
-def test_missing_pieces_are_said(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "bf16", 1, finished=None, results={})
-    for n, name in enumerate(("bare", "other")):
-        folder = write_run(
-            tmp_path / name, name, n, results={}, predicted={}, layers=[], versions={}, hardware={}
-        )
-        (folder / "metrics.csv").write_text("seconds,step,epoch,name,value\n")
-    said = " ".join(Page(report([tmp_path])).said)
-    assert "bf16: seed 1 did not finish; in the curves only." in said
-    assert "No run has low-rank layers in its record." in said
-    for form in ("csv", "latex", "markdown"):
-        assert "bf16" in report([tmp_path], form)
+def test_page_is_whole_and_needs_nothing_else(html: str) -> None:
+    page = Page(html)
+    assert len(html.encode()) < 1_000_000
+    for tag, attributes, _ in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    assert re.findall(r"https?:|//\w|@import|@font-face|url\((?!#)", html) == []
+    ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#(\w+)\)", html)) <= set(ids)
+    assert "default-src 'none'" in html
 
 
-def test_a_log_without_anything(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "mine"):
-        pass
-    said = " ".join(Page(report([tmp_path])).said)
-    for text in (
-        "Nothing to compare with",
-        "No run says how long a step takes.",
-        "no curves",
-        "No run has low-rank",
-    ):
-        assert text in said
-
-
-def test_a_run_that_was_never_a_number(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "a", name="dense", seed=0) as log:
-        log.log(step=1, **{"valid/accuracy": math.nan})
-        log.log(step=2, **{"valid/accuracy": 50.0})
-        log.result(accuracy=math.nan)
-    said = " ".join(Page(report([tmp_path])).said)
-    assert "dense: seed 0 ended with a accuracy" not in said
-    assert "dense: seed 0 ended with no number for accuracy." in said
-
-
-def test_what_cannot_be_compared_stands_apart(tmp_path: Path) -> None:
-    for n, link in enumerate(("100mbit", "1gbit")):
-        for name in ("dense", "pufferfish"):
-            write_run(tmp_path / f"{name}-{link}", name, 0, link={"asked": link, "got_mbit": 95.0 + n})
-    page = report([tmp_path])
-    assert page.count("<caption>Methods side by side</caption>") == 2
-    titles = re.findall(r"<h2>(.*?)</h2>", page)
-    assert titles == [
-        f"cifar10, 4 workers on 4 hosts, {link}, A processor with a name" for link in ("100mbit", "1gbit")
+def test_page_is_accessible(html: str) -> None:
+    page = Page(html)
+    pictures = [
+        attributes for tag, attributes, inside in page.elements if tag == "svg" and "svg" not in inside
     ]
-    assert "## Methods side by side (cifar10, 4 workers on 4 hosts, 1gbit" in report([tmp_path], "markdown")
+    assert all(a.get("role") == "img" or a.get("aria-hidden") == "true" for a in pictures)
+    drawn = re.findall(r'<svg viewBox="[^"]+" role="img">(<title>[^<]+</title><desc>[^<]+</desc>)?', html)
+    assert len(drawn) > 20
+    assert all(drawn)
+    heads = [attributes for tag, attributes, _ in page.elements if tag == "th"]
+    assert {attributes["scope"] for attributes in heads} == {"col", "row"}
+    count = sum(tag == "caption" for tag, _, _ in page.elements)
+    assert count == len(page.tables) == sum(tag == "table" for tag, _, _ in page.elements)
+    assert re.search('<html lang="en">', html)
 
 
-def test_runs_of_other_lengths_are_not_compared_as_wholes(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "pufferfish", 0, epochs=30)
-    page = Page(report([tmp_path]))
-    assert page.table("Methods side by side")["pufferfish"]["run against bf16"][0] == "–"
-    assert "pufferfish: another number of steps than bf16; whole runs are not compared." in page.said
-
-
-def test_seeds_are_paired_or_not_compared(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "pufferfish", 1)
-    page = Page(report([tmp_path]))
-    row = page.table("Methods side by side")["pufferfish"]
-    assert row["difference to bf16"][0] == row["step against bf16"][0] == "–"
-    assert "pufferfish: no finished seed in common with bf16, so nothing is paired." in page.said
-
-
-def test_predicted_times_say_so(tmp_path: Path) -> None:
-    for name in ("bf16", "pufferfish"):
-        write_run(tmp_path / name, name, 0, results={"accuracy": 0.9})
-    page = Page(report([tmp_path]))
-    row = page.table("Methods side by side")["pufferfish"]
-    assert row["a step"][0] == "560 ms predicted"
-    assert row["step against bf16"][0] == "2.12× predicted"
-    assert {"a step, predicted", "2.12× as fast", "by the cost model, not measured"} <= set(page.said)
-
-
-def test_a_prediction_never_beats_a_measurement(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "pufferfish", 0)
-    write_run(tmp_path / "c", "dreamt", 0, finished=None, predicted={"seconds_a_step": 0.001})
-    said = Page(report([tmp_path])).said
-    assert {"a step", "2.12× as fast", "590 ms instead of 1.25 s"} <= set(said)
-
-
-def test_when_nothing_is_faster(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "topk-0.01", 0)
-    said = Page(report([tmp_path])).said
-    assert said.count("nothing faster") == 2
-    assert "the next is topk-0.01, 0.54×: slower" in said
-
-
-def test_settings_that_differ_within_a_method_are_said(tmp_path: Path) -> None:
-    for seed in range(2):
-        write_run(
-            tmp_path / f"{seed}", "dense", seed, settings={"task": "cifar10", "data": {"crop": seed > 0}}
-        )
-    assert "dense: its runs differ in data.crop, not in the seed alone." in report([tmp_path])
-
-
-def test_against_and_target(tmp_path: Path) -> None:
-    for name in ("dense", "bf16", "pufferfish"):
-        write_run(tmp_path / name, name, 0)
-    rows = Page(report([tmp_path], against="dense", target=90)).table("Methods side by side")
-    assert rows["pufferfish"]["step against dense"][1] == pytest.approx(1.5 / 0.59)
-    lines = [line.split(",") for line in (tmp_path / "dense/metrics.csv").read_text().splitlines()]
-    first = next(float(line[0]) for line in lines if line[3] == "valid/accuracy" and float(line[4]) >= 0.9)
-    assert rows["dense"]["time to 90"][1] == first
-    with pytest.raises(ValueError, match=r"'fp8' is none of these runs' names: .*dense"):
-        report([tmp_path], against="fp8")
+def test_texts_say_what_the_page_says(bench: Path, html: str) -> None:
+    tables = Page(html).tables
+    markdown = report([bench], "markdown")
+    latex_text = report([bench], "latex")
+    rows = list(csv.DictReader(io.StringIO(report([bench], "csv"))))
+    for title, shown in tables.items():
+        _, rest = markdown.split(f"## {title}\n\n")
+        lines = rest.split("\n\n")[0].splitlines()
+        texts = [[text for text, _ in row] for row in shown]
+        assert [line[2:-2].split(" | ") for line in lines[:1] + lines[2:]] == texts
+        assert f"\\caption{{{latex(title)}." in latex_text
+        for row in texts[1:]:
+            assert " & ".join(map(latex, row)) + r" \\" in latex_text
+        for n, row in enumerate(shown[1:], 1):
+            for column, (text, value) in zip(texts[0], row, strict=True):
+                (cell,) = [r for r in rows if (r["table"], r["row"], r["column"]) == (title, str(n), column)]
+                assert cell["value"] == (value or ("" if text == "–" else text))
+    half = [r for r in rows if r["column"] == "accuracy, % ±"]
+    assert len(half) == len(METHODS)
+    assert {r["table"] for r in rows} == {*tables, "Progress"}
+    assert latex_text.count(r"\begin{tabular}") == latex_text.count(r"\bottomrule") == len(tables)
