@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 
 def in_processes(
@@ -17,6 +18,13 @@ def in_processes(
 ) -> None:
     """Call `cases(rank, size, *args)` in `size` new processes that form a group; an error in any is raised here."""
     mp.spawn(_worker, (cases, size, str(folder / f"store-{size}"), backend, args), nprocs=size, join=True)
+
+
+def same_everywhere(x: Tensor) -> bool:
+    """Whether this rank holds the bits of rank 0."""
+    theirs = x.detach().clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(theirs, x)
 
 
 def _worker(

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish import exact
 from pufferfish.exact import exact_
 
@@ -69,12 +69,6 @@ def wrapped(model: nn.Module, is_exact: bool = True, **options: Any) -> DDP:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
-
-
-def same_everywhere(x: Tensor) -> bool:
-    theirs = x.clone()
-    dist.broadcast(theirs, 0)
-    return torch.equal(x, theirs)
 
 
 def averages(rank: int, size: int, half: bool = False, unused: bool = False, **options: Any) -> None:

@@ -89,6 +89,16 @@ def test_compressed_gradients(tmp_path: Path) -> None:
     assert "31.6 times fewer bytes" in output
 
 
+def test_sharded_training(tmp_path: Path) -> None:
+    output = run(
+        *TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "fsdp2.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES=""
+    )
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+    assert "Switched to low rank at epoch 2" in output
+
+
 def test_sharded_replicas(tmp_path: Path) -> None:
     output = run(*TORCHRUN, "--nproc-per-node", "4", EXAMPLES / "fsdp2_compressed.py", cwd=tmp_path)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]

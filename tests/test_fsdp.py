@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,109 +10,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pufferfish as pf
+from fsdp_nets import (
+    Make,
+    Text,
+    adagrad,
+    adamw,
+    image_net,
+    momentum,
+    rmsprop,
+    same_as,
+    sharder,
+    states,
+    switched,
+    update,
+)
+from live import Live
 from processes import in_processes
 from pufferfish import fsdp
 from pufferfish.fsdp.outline import local, outline, parameters, whole
 from pufferfish.ranks import Workers
-
-Make = Callable[[nn.Module], torch.optim.Optimizer]
-EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp2.py"
-
-
-def image_net() -> nn.Module:
-    """With sizes that two and four workers cannot share evenly."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 33, 3, padding=1), nn.BatchNorm2d(33), nn.ReLU(), nn.Conv2d(33, 48, 3, stride=2),
-        nn.ReLU(), nn.Flatten(), nn.Linear(48 * 9, 65), nn.ReLU(), nn.Linear(65, 5),
-    )  # fmt: skip
-
-
-class Text(nn.Module):
-    """Attention with its packed projections; tied, frozen and computed tensors; a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 64)
-        self.layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(64, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.layer.linear1.bias.requires_grad_(False)
-        self.register_buffer("places", torch.linspace(0, 1, 64), persistent=False)
-        self.scale = torch.tensor(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(x) + self.places * self.scale).mean(1))
-
-
-def sharder(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], None]:
-    """Blocks first: here the layers that a plan may change, so that they are `FSDPLinear` and the like."""
-
-    def shard(model: nn.Module) -> None:
-        for child in model.children():
-            block = isinstance(child, nn.Conv2d | nn.Linear | nn.TransformerEncoderLayer | pf.layers.LowRank)
-            if block and child is not getattr(model, "head", None):  # tied: in one group with the embedding
-                fully_shard(child, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-
-    return shard
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # A bias of attention's keys has no gradient but rounding, which a smaller eps would blow up.
-    return torch.optim.AdamW(model.named_parameters(), lr=1e-3, eps=1e-4)
-
-
-def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.5)
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=1e-3)
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, text: bool = False) -> float:
-    g = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    x = torch.randint(11, (3, 7), generator=g) if text else torch.randn(3, 3, 8, 8, generator=g)
-    device = next(model.parameters()).device
-    y = torch.randint(5, (3,), generator=g)
-    loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Everything an optimizer keeps, whole, in the order of its groups."""
-    return [
-        {k: whole(v).clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
-
-
-def same_as(model: nn.Module, plain: nn.Module, tolerance: float = 0.0) -> None:
-    mine, theirs = parameters(model), parameters(plain)
-    assert list(mine) == list(theirs)
-    for name, p in mine.items():
-        assert p.requires_grad == theirs[name].requires_grad, name
-        torch.testing.assert_close(whole(p), theirs[name].detach(), rtol=tolerance, atol=tolerance)
 
 
 def goes_on_as_under_ddp(
@@ -175,23 +95,6 @@ def goes_on_as_under_ddp(
     same_as(model, plain, 1e-5)
     for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def switched(mesh: DeviceMesh, build: Callable[[], nn.Module], warm_up: int = 1) -> tuple[Any, ...]:
-    """A model before its switch, and how to rebuild it: without the decisions around it."""
-    model = build()
-    sharder(mesh)(model)
-    optimizer = adamw(model)
-    for step in range(warm_up):
-        update(model, optimizer, step, build is Text)
-    plan = pf.plan(build(), 0.25)
-
-    def rebuild(**other: Any) -> tuple[nn.Module, pf.Plan]:
-        given = {"build": build, "shard": sharder(mesh), "plan": plan, "optimizer": optimizer, "carry": True}
-        given["workers"] = Workers(dist.group.WORLD, torch.device("cpu"))
-        return fsdp.rebuild(model, **(given | other))
-
-    return model, optimizer, rebuild
 
 
 def what_stays_is_moved(mesh: DeviceMesh) -> None:
@@ -261,10 +164,6 @@ def spectra_are_those_of_the_whole_weights(mesh: DeviceMesh) -> None:
             assert torch.equal(values, expected[name]), name
 
 
-def half(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().half()
-
-
 def smaller() -> nn.Module:
     model = image_net()
     model[6] = nn.Linear(48 * 9, 64)
@@ -289,7 +188,7 @@ def errors_leave_the_model_as_it_was(mesh: DeviceMesh) -> None:
 
     for given, message in (
         ({"build": smaller}, r"build\(\) gives 6\.weight as torch\.float32 64×432, in the .* 65×432"),
-        ({"build": lambda: half(image_net)}, r"build\(\) gives 0\.weight as torch\.float16"),
+        ({"build": lambda: image_net().half()}, r"build\(\) gives 0\.weight as torch\.float16"),
         ({"build": Text}, r"build\(\) gives another model: parameter 0\.bias is not in it"),
         ({"build": lambda: model}, r"build\(\) gave 0\.weight on cpu; it must make a new model"),
         ({"build": lambda: image_net().to("cpu")}, r"build\(\) cannot run on the meta device"),
@@ -320,37 +219,6 @@ def errors_leave_the_model_as_it_was(mesh: DeviceMesh) -> None:
     if 16 % mesh.size() == 0:
         assert new[6].up.weight.placements == (Shard(1),)
     update(new, optimizer, 1)
-
-
-class Live(TorchDispatchMode):
-    """The most bytes that tensors have held at once: every storage that an operation gave or that was there.
-
-    Not counted is what an operation takes and gives back while it runs: LAPACK's workspace.
-    """
-
-    def __init__(self, there: list[Tensor]) -> None:
-        super().__init__()
-        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.add(there)
-        self.start = self.peak = self.now()
-
-    def add(self, values: Any) -> None:
-        for x in tree_leaves(values):
-            if isinstance(x, Tensor) and not x.is_meta:
-                self.storages.add(local(x).untyped_storage())
-
-    def now(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.add(result)
-        for _ in range(200):  # gloo's thread lets go of a message a moment after it has arrived
-            if self.now() <= self.peak:
-                return result
-            os.sched_yield()
-        self.peak = self.now()
-        return result
 
 
 def memory(mesh: DeviceMesh, m: int, n: int) -> float:
@@ -442,18 +310,3 @@ def cuda_cases(rank: int, size: int) -> None:
 def test_on_gpus(tmp_path: Path) -> None:
     size = torch.cuda.device_count()
     in_processes(cuda_cases, size, tmp_path, backend="nccl")
-
-
-@pytest.mark.timeout(120)
-def test_the_example_runs() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLE]
-    source = Path(pf.__file__).parents[1]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [
-        float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines() if "loss " in line
-    ]
-    assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
-    assert "Switched to low rank at epoch 2" in done.stdout

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.ranks import balanced, svd_cost
 
 SAMPLES = 8  # of every step, shared out among the workers
@@ -58,12 +58,10 @@ def update(
     optimizer.zero_grad()
 
 
-def same_everywhere(model: nn.Module) -> None:
+def ranks_agree(model: nn.Module) -> None:
     """Every rank holds the bits of rank 0."""
     for name, p in model.named_parameters():
-        theirs = p.detach().clone()
-        dist.broadcast(theirs, 0)
-        assert torch.equal(theirs, p), name
+        assert same_everywhere(p), name
 
 
 def trains(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, size: int, **options: Any) -> None:
@@ -88,7 +86,7 @@ def trains(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, size: 
         model[1].eval()
         update(ddp, optimizer, step, rank, size)
         update(alone, other, step)
-        same_everywhere(model)
+        ranks_agree(model)
         for (name, p), q in zip(model.named_parameters(), alone.named_parameters(), strict=True):
             assert name == q[0]
             torch.testing.assert_close(p, q[1], rtol=1e-4, atol=1e-5)
@@ -119,7 +117,7 @@ def options_are_kept(rank: int, size: int) -> None:
     )
     update(ddp, optimizer, 0, rank, size)
     assert seen
-    same_everywhere(ddp)
+    ranks_agree(ddp)
 
 
 def buckets_shrink_with_the_model(rank: int, size: int) -> None:
@@ -160,7 +158,7 @@ def compiled_both_ways(rank: int, size: int) -> None:
         for step in range(3):
             assert switch.step(wrapped, optimizer, step=step) == (step == 1)
             update(wrapped, optimizer, step, rank, size)
-            same_everywhere(model)
+            ranks_agree(model)
         assert any(isinstance(m, pf.layers.LowRank) for m in wrapped.modules())
 
 
@@ -212,7 +210,7 @@ def automatic(rank: int, size: int) -> None:
         if switch.step(ddp, optimizer, step=step, total=100):
             moments.append(step)
         update(ddp, optimizer, step, rank, size)
-        same_everywhere(model)
+        ranks_agree(model)
     assert moments == [2]
     assert switch.initial is not None
     for name, values in start.items():
@@ -246,8 +244,8 @@ def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
         update(ddp, optimizer, step, rank, size)
         for average in (ema, around):
             average.update_parameters(model if average is ema else ddp)
-            same_everywhere(average)
-        same_everywhere(model)
+            ranks_agree(average)
+        ranks_agree(model)
     assert switch.report is not None
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, (switch.report.loss, switch.report.plan.hash))
@@ -277,7 +275,7 @@ def restored_in_place(rank: int, size: int) -> None:
         torch.testing.assert_close(
             p, q
         )  # 4 ranks: buckets differ after a restart, and with them the last bit
-    same_everywhere(fresh)
+    ranks_agree(fresh)
 
 
 def the_slowest_measurement_counts(rank: int, size: int) -> None:
@@ -311,7 +309,7 @@ def accumulation_and_mixed_precision(rank: int, size: int) -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            same_everywhere(model)
+            ranks_agree(model)
         assert switch.report is not None
 
 

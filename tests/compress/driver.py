@@ -1,4 +1,4 @@
-"""One step of a method on simulated workers, without an aggregator: what tests against slow references need."""
+"""What tests against slow references need: one step of a method on simulated workers, random tensors, means."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def normal(*shape: int, workers: int, seed: int = 0) -> list[Tensor]:
     """Random tensors, one for each worker."""
     stream = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=stream) for _ in range(workers)]
+
+
+def mean(given: list[dict[str, Tensor]], name: str) -> Tensor:
+    """What workers' gradients of one name come to on average."""
+    return torch.stack([g[name] for g in given]).mean(0)

@@ -19,14 +19,13 @@ from training import (
     loss,
     momentum,
     resumes,
-    same_everywhere,
     train,
     weights,
     wrapped,
 )
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.compress import Aggregator, NoCompression, PowerSGD, Simulated, TopK, aggregator, compress
 from pufferfish.compress.testing import gradients
 

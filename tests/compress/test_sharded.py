@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_state import state_cases
+from sharding import (
+    METHODS,
+    Net,
+    alike,
+    grads,
+    hooked,
+    kept,
+    loss,
+    sharded,
+    train,
+    weights,
+)
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from training import momentum
 
-import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.compress import (
     DGC,
     QSGD,
@@ -28,126 +36,15 @@ from pufferfish.compress import (
     AlternatingPowerSGD,
     Atomo,
     BFloat16,
-    BlockFP8,
-    BlockInt8,
-    BlockRandomK,
-    EFSignSGD,
-    Float16,
     NoCompression,
     OneBitSGD,
     PowerSGD,
     RandomK,
-    SignSGD,
     Signum,
     Simulated,
-    TernGrad,
-    Threshold,
     TopK,
 )
-from pufferfish.compress.sharded import ShardedHook, compress_sharded
-
-METHODS: dict[str, Any] = {
-    "none": NoCompression(),
-    "bf16": BFloat16(),
-    "fp16": Float16(),
-    "topk": TopK(0.1),
-    "random": RandomK(0.1),
-    "random, own": RandomK(0.1, "own"),
-    "block random": BlockRandomK(0.1),
-    "sign": SignSGD(),
-    "signum": Signum(),
-    "ef-sign": EFSignSGD(),
-    "qsgd": QSGD(levels=3, bucket=8),
-    "terngrad": TernGrad(),
-    "threshold": Threshold(1e-3),
-    "dgc": DGC(0.9, warm_up=2),
-    "int8": BlockInt8(16),
-    "fp8": BlockFP8(16),
-    "several": {"first": TopK(0.1), "b?": SignSGD()},  # the outermost module's travel as they are
-}
-
-
-class Net(nn.Module):
-    """With sizes that two shards do not divide; `maybe` is used where the call says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 11)
-        self.b0 = checkpoint_wrapper(nn.Sequential(nn.Linear(11, 13), nn.Tanh()))
-        self.b1 = nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 5))
-        self.maybe = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, maybe: bool = False, spoil: float = 1.0) -> Tensor:
-        x = self.first(x).tanh()
-        if spoil != 1.0:
-            x.register_hook(
-                lambda g: torch.cat([g[:, :1] * spoil, g[:, 1:]], 1)
-            )  # its first row: shard 0 only
-        x = self.b1(self.b0(x))
-        return self.head(self.maybe(x) if maybe else x)
-
-
-def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> Net:
-    net = Net() if net is None else net
-    assert isinstance(net, Net)
-    for block in (net.first, net.b0, list(net.b1)):
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(net, mesh=mesh, **options)
-    return net
-
-
-def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, ShardedHook]:
-    model = sharded(mesh["shard"])
-    return model, compress_sharded(model, method, mesh["replicate"].get_group(), **options)
-
-
-def loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-    return model(x, **options).square().mean()
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
-    for step in steps:
-        loss(model, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's pieces."""
-    return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
-
-
-def same_everywhere(x: Tensor) -> bool:
-    theirs = x.clone()
-    dist.broadcast(theirs, 0)
-    return torch.equal(x, theirs)
-
-
-def kept(hook: ShardedHook) -> dict[str, dict[str, Tensor]]:
-    """Module → key → tensor; each module's shard is one row."""
-    found = {}
-    for name, group in hook.state_dict()["groups"].items():
-        state = group["state"]
-        parts = [state["shared"], *state["own"]]
-        found[name] = {key: x for part in parts for row in part.values() for key, x in row.items()}
-    return found
-
-
-def alike(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and all(
-        a[n].keys() == b[n].keys() and all(torch.equal(x, b[n][key]) for key, x in a[n].items()) for n in a
-    )
+from pufferfish.compress.sharded import compress_sharded
 
 
 def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int) -> None:
@@ -241,66 +138,6 @@ def several_passes(mesh: DeviceMesh, rank: int) -> None:
     )  # steps, modules; flags beside values and indices
 
 
-def resumes(mesh: DeviceMesh, rank: int, name: str) -> None:
-    ends = []
-    saved: Any = None
-    for stopped in (False, True):
-        model, hook = hooked(mesh, METHODS[name])
-        optimizer = momentum(model)
-        if stopped:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            hook.load_state_dict(saved[2])
-            assert alike(kept(hook), saved[3])
-        else:
-            train(model, optimizer, range(2), rank)
-            state = {n: x.to_local().clone() for n, x in model.state_dict().items()}
-            whole = {n: type(x).from_local(state[n], x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
-                     for n, x in model.state_dict().items()}  # fmt: skip
-            saved = whole, copy.deepcopy(optimizer.state_dict()), hook.state_dict(), kept(hook)
-        train(model, optimizer, range(2, 4), rank)
-        assert same_everywhere(weights(model))
-        ends.append(weights(model))
-    assert torch.equal(*ends), name
-
-
-def resumes_from_a_checkpoint(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    ends = []
-    for stop, name in ((4, "straight"), (2, "stopped"), (4, "stopped")):
-        model, hook = hooked(mesh, TopK(0.1))
-        optimizer = momentum(model)
-        with pf.Checkpoint(folder / name, model, optimizer, compressor=hook, every=1) as checkpoint:
-            at = checkpoint.resume()
-            for step in range(at.position["step"] if at else 0, stop):
-                train(model, optimizer, range(step, step + 1), rank)
-                checkpoint.step(step=step + 1)
-        ends.append(weights(model))
-    assert torch.equal(ends[0], ends[2])
-
-
-def another_layout_starts_anew(mesh: DeviceMesh, rank: int) -> None:
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
-    state = hook.state_dict()
-    state["groups"]["first"]["layout"] = "of other parameters"
-    with pytest.warns(UserWarning, match=r"first starts with empty memories: .* of other parameters"):
-        hook.load_state_dict(state)
-    assert kept(hook)["first"] == {}
-    assert "memory" in kept(hook)["b0"]
-    assert {group["state"]["steps"] for group in hook.state_dict()["groups"].values()} == {2}
-    with pytest.warns(UserWarning, match="starts with empty memories"):
-        hook.load_state_dict(state | {"shards": 4})
-    assert not any(kept(hook).values())
-    train(model, momentum(model), range(2, 3), rank)
-    with pytest.raises(ValueError, match="lacks groups, shards"):
-        hook.load_state_dict({"shard": 0})
-    others = {f"other.{name}": group for name, group in state["groups"].items()}
-    before = kept(hook)
-    with pytest.raises(ValueError, match=r"of another model, with other\..*; here are .*first"):
-        hook.load_state_dict(state | {"groups": others})
-    assert kept(hook).keys() == before.keys()
-
-
 def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int) -> None:
     """One row of one shard of one module is infinite on one rank: nobody keeps anything, everybody knows."""
     for name in ("topk", "signum", "int8"):
@@ -338,28 +175,6 @@ def bad_shards_become_zero(mesh: DeviceMesh, rank: int) -> None:
     assert not torch.equal(before["b1.0"]["memory"], kept(hook)["b1.0"]["memory"])
 
 
-def memory_follows_the_units(mesh: DeviceMesh, rank: int) -> None:
-    """Rate ÷ 10 and loss scale × 4: the memory × 40; under Adam × 4; where rates differ, as it is."""
-    for kind, split, factor in (
-        (torch.optim.SGD, 0, 40.0),
-        (torch.optim.Adam, 0, 4.0),
-        (torch.optim.SGD, 1, 1.0),
-    ):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        model = sharded(mesh["shard"])
-        params = list(model.parameters())  # `first.weight` comes first
-        groups = [{"params": params[:split], "lr": 1.0}] if split else []
-        optimizer = kind([*groups, {"params": params[split:], "lr": 0.1}])
-        group = mesh["replicate"].get_group()
-        hook = compress_sharded(model, TopK(0.1), group, optimizer=optimizer, scaler=scaler)
-        scaler.scale(loss(model, 0, rank)).backward()
-        before = kept(hook)["first"]["memory"]
-        optimizer.param_groups[-1]["lr"] = 0.01
-        scaler.update(4.0)
-        (0 * loss(model, 0, rank)).backward()  # zeros: the memory waits
-        torch.testing.assert_close(kept(hook)["first"]["memory"], before * factor)
-
-
 def sixteen_bits(mesh: DeviceMesh, rank: int) -> None:
     """Reduced in bf16: the memory is in fp32 all the same."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -380,101 +195,6 @@ def one_module(mesh: DeviceMesh, rank: int) -> None:
     loss(net, 0, rank, spoil=math.inf if rank == 3 else 1.0).backward()
     assert bool(grads(net)["head.weight"].isnan().all()) == (mesh["shard"].get_local_rank() == 0)
     assert list(hook.state_dict()["groups"]) == ["(root)"]
-
-
-def methods_are_changed_together(mesh: DeviceMesh, rank: int) -> None:
-    model, hook = hooked(mesh, TopK(0.1))
-    optimizer = momentum(model)
-    train(model, optimizer, range(2), rank)
-    before = kept(hook)
-    hook.use(EFSignSGD())
-    assert alike(kept(hook), before)  # the memory goes on
-    train(model, optimizer, range(2, 3), rank)
-    hook.use({"*": NoCompression()})
-    train(model, optimizer, range(3, 4), rank)
-    assert not any(kept(hook).values())  # and was sent
-    assert same_everywhere(weights(model))
-    wrong: list[tuple[Any, str]] = [
-        (TopK(0.2 if rank == 3 else 0.1), "differ from rank 0"),
-        ({"*": TopK()} if rank else {"first.weight": TopK()}, "matches no module|differ from rank 0"),
-        (PowerSGD(), "PowerSGD works on matrices"),
-    ]
-    for method, words in wrong:
-        with pytest.raises((ValueError, RuntimeError), match=words):
-            hook.use(method)
-        assert hook.method == {"*": NoCompression()}
-    train(model, optimizer, range(4, 5), rank)
-
-
-def another_model(mesh: DeviceMesh, rank: int) -> None:
-    """After a rebuild: memories stay with modules that stayed as they were."""
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
-    before, held = kept(hook), weakref.ref(model)
-    hook.attach(model)  # which changes nothing
-    assert alike(kept(hook), before)
-    net = Net()
-    net.b0 = nn.Sequential(nn.Linear(11, 2, bias=False), nn.Linear(2, 13))
-    new = sharded(mesh["shard"], net)
-    hook.attach(new)
-    assert alike(kept(hook), before | {"b0": {}})
-    del model
-    gc.collect()
-    assert held() is None
-    train(new, momentum(new), range(2, 4), rank)
-    assert same_everywhere(weights(new))
-    new.first.bias.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"first: a shard of 36 gradients, where there were 42: .* attach\(model\)"
-    ):
-        loss(new, 4, rank).backward()
-    with pytest.raises(ValueError, match="sharded over other ranks"):
-        hook.attach(sharded(init_device_mesh("cpu", (4,))))
-
-
-def through_the_switch(mesh: DeviceMesh, rank: int) -> None:
-    """The hook goes over to the new model, which is what a native 2-D mesh would come to."""
-    ends = []
-    for native in (True, False):
-        shape = mesh if native else mesh["shard"]
-        model: nn.Module = sharded(shape)
-        replicas = mesh["replicate"].get_group()
-        hook = None if native else pf.compress(model, NoCompression(), replicas=replicas)
-        optimizer, switch = momentum(model), pf.Switch(rank=2, when=pf.AtStep(2))
-        for step in range(4):
-            model, optimizer = switch.rebuild(
-                model, optimizer, build=Net, shard=lambda net, shape=shape: sharded(shape, net), step=step
-            )
-            train(model, optimizer, range(step, step + 1), rank)
-        assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
-        assert hook is None or hook.meter.steps == 4 * 4  # one for each sharded module
-        ends.append(weights(model))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-
-
-def frozen_parameters(mesh: DeviceMesh, rank: int) -> None:
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
-    before = kept(hook)
-    model.first.bias.requires_grad_(False)
-    hook.attach(model)
-    assert alike(kept(hook), before | {"first": {}})
-    train(model, momentum(model), range(2, 4), rank)
-    assert same_everywhere(weights(model))
-
-
-def unused_parameters(mesh: DeviceMesh, rank: int) -> None:
-    """Shards of changing sizes are nothing to a method that keeps nothing; for the others torch has a setting."""
-    model, _ = hooked(mesh, BFloat16())
-    for step in range(3):
-        loss(model, step, rank, maybe=step == 1).backward()
-        assert (model.maybe.weight.grad is None) == (step == 0)
-    model, hook = hooked(mesh, TopK(0.1))
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.12 or 2.13 on
-        model.set_reduce_scatter_unused_params(True)
-        for step in range(3):
-            loss(model, step, rank, maybe=step == 1).backward()
-        assert kept(hook)["(root)"]["memory"].numel() == 12 + 18
 
 
 def refusals(mesh: DeviceMesh, rank: int) -> None:
@@ -535,17 +255,15 @@ def cases(rank: int, size: int, folder: Path) -> None:
     for name in METHODS:
         gradients_are_the_aggregators(mesh, rank, name)
     gradients_are_the_aggregators(mesh, rank, "topk", memory=False)
-    for name in ("topk", "dgc", "int8", "qsgd", "several"):
-        resumes(mesh, rank, name)
-    resumes_from_a_checkpoint(mesh, rank, folder)
-    rest: list[Callable[[DeviceMesh, int], None]] = [
-        no_compression_is_plain_averaging, shards_draw_their_own_numbers, several_passes,
-        another_layout_starts_anew, bad_steps_leave_no_trace, bad_shards_become_zero, memory_follows_the_units,
-        sixteen_bits, one_module, methods_are_changed_together, frozen_parameters, unused_parameters, refusals,
-        another_model, through_the_switch,
-    ]  # fmt: skip
-    for case in rest:
-        case(mesh, rank)
+    no_compression_is_plain_averaging(mesh, rank)
+    shards_draw_their_own_numbers(mesh, rank)
+    several_passes(mesh, rank)
+    bad_steps_leave_no_trace(mesh, rank)
+    bad_shards_become_zero(mesh, rank)
+    sixteen_bits(mesh, rank)
+    one_module(mesh, rank)
+    refusals(mesh, rank)
+    state_cases(mesh, rank, folder)
 
 
 def alone(rank: int, size: int, device: str) -> None:

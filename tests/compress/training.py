@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from processes import same_everywhere
 from pufferfish.compress import (
     DGC,
     QSGD,
@@ -126,12 +126,6 @@ def weights(model: nn.Module) -> Tensor:
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same_everywhere(x: Tensor) -> bool:
-    theirs = x.clone()
-    dist.broadcast(theirs, 0)
-    return torch.equal(x, theirs)
 
 
 def alone(step: int, rank: int) -> dict[str, Tensor]:

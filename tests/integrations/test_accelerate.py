@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
@@ -11,34 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     extract_model_from_parallel,
 )
-from torch import Tensor, nn
+from adapters import BATCH, EPOCHS, SAMPLES, Register, as_launched, build, same, samples
+from torch import nn
 
 import pufferfish as pf
-from processes import in_processes
-from pufferfish.exact import exact_
+from processes import in_processes, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
 from pufferfish.lr import Rewarm
 
-SAMPLES, BATCH, EPOCHS = 32, 8, 3
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 Run = tuple[Accelerator, pf.Switch, nn.Module, Any, Any, Any]
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-
-
-def samples() -> list[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(64, generator=generator), i % 4) for i in range(SAMPLES)]
 
 
 def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -68,6 +55,7 @@ def trained(run: Run, epochs: range = range(EPOCHS), folder: Path | None = None)
                 optimizer.zero_grad()
         if folder is not None:
             accelerator.save_state(str(folder / str(epoch)))
+    assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
     return model
 
 
@@ -90,14 +78,6 @@ def by_hand(accumulate: int = 1, size: int = 1) -> nn.Module:
                     schedule.step()
                 optimizer.zero_grad()
     return model
-
-
-def same(one: nn.Module, other: nn.Module) -> None:
-    pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
-    assert any(isinstance(m, pf.layers.LowRank) for m in one.modules())
-    for (name, p), (twin, q) in pairs:
-        assert name == twin
-        assert torch.equal(p, q), name
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -152,25 +132,15 @@ def test_the_package_alone_imports_none_of_these_libraries() -> None:
 
 
 def cases(rank: int, size: int, folder: str, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
-    hooked: list[Any] = []
-
-    def register(ddp: Any) -> None:
-        hooked.append(ddp)
-        exact_(ddp)
-
+    as_launched(rank, size, port)
+    register = Register()
     accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=register, bucket_cap_mb=1)])
     run = prepared(accelerator, BATCH // size)
     whole = trained(run, folder=Path(folder))
-    assert hooked == [whole]
+    assert register.seen == [whole]
     assert whole.bucket_bytes_cap == 2**20
     for p in whole.parameters():
-        theirs = p.detach().clone()
-        dist.broadcast(theirs, 0)
-        assert torch.equal(theirs, p)
+        assert same_everywhere(p)
     # Signs of factors depend on the rank that computed the SVD: compare what they compute.
     x = torch.stack([s[0] for s in samples()])
     torch.testing.assert_close(whole(x), by_hand(size=size)(x), rtol=1e-3, atol=1e-3)

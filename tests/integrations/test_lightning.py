@@ -13,29 +13,24 @@ import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
+from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 import pufferfish as pf
-from pufferfish.exact import exact_
+from processes import same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
 from pufferfish.lr import Rewarm
 
-SAMPLES, BATCH, EPOCHS = 32, 8, 3
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
-
-
-def layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = layers()
+        self.layers = build()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -47,11 +42,6 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-def samples() -> list[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(64, generator=generator), i % 4) for i in range(SAMPLES)]
 
 
 def loader(batch: int = BATCH) -> Any:
@@ -72,7 +62,7 @@ def make(switch: pf.Switch, folder: Path, *callbacks: Callback, **options: Any) 
 
 
 def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
-    model, data, steps = layers(), samples(), 0
+    model, data, steps = build(), samples(), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for epoch in range(EPOCHS):
@@ -90,12 +80,6 @@ def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
                 steps += 1
         schedule.step()
     return model
-
-
-def same(one: nn.Module, other: nn.Module) -> None:
-    for (name, p), (twin, q) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert name == twin
-        assert torch.equal(p, q), name
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +105,7 @@ def test_the_other_package_and_mixed_precision(tmp_path: Path) -> None:
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = layers()
+            self.layers = build()
 
         training_step, configure_optimizers = Net.training_step, Net.configure_optimizers
 
@@ -205,26 +189,20 @@ class OnEveryRank(Callback):
         assert isinstance(pl_module.layers[0], pf.layers.LowRank)
         assert self.hooked == [trainer.strategy.model]
         for name, p in pl_module.named_parameters():
-            theirs = p.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, p), name
+            assert same_everywhere(p), name
 
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_two_processes(tmp_path: Path) -> None:
     """Forked ones: the checks run in the workers, and this process gets the multiplied-out weights."""
-    hooked: list[Any] = []
-
-    def register(ddp: Any) -> None:
-        hooked.append(ddp)
-        exact_(ddp)
+    register = Register()
 
     def run(folder: str, **resume: Any) -> Net:
         net, switch = Net(), pf.Switch(rank=0.25, when=pf.AtEpoch(1))
         saves = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
         strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
         make(
-            switch, tmp_path, saves, OnEveryRank(hooked), devices=2, strategy=strategy, register=register,
+            switch, tmp_path, saves, OnEveryRank(register.seen), devices=2, strategy=strategy, register=register,
             use_distributed_sampler=False,
         ).fit(net, DataLoader(samples(), BATCH // 2, sampler=Share()), **resume)  # fmt: skip
         return net

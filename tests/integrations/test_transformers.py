@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adapters import BATCH, EPOCHS, SAMPLES, Register, as_launched, same
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
-from processes import in_processes
-from pufferfish.exact import exact_
+from processes import in_processes, same_everywhere
 from pufferfish.integrations.transformers import train
 from pufferfish.lr import Rewarm
 
-SAMPLES, BATCH, EPOCHS = 32, 8, 3  # four updates an epoch
 STEPS = EPOCHS * SAMPLES // BATCH
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 
@@ -81,14 +79,6 @@ def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
             optimizer.zero_grad()
             steps += 1
     return model
-
-
-def same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
-    pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
-    assert pairs
-    for (name, p), (twin, q) in pairs:
-        assert name == twin
-        torch.testing.assert_close(p, q, **tolerance or {"rtol": 0, "atol": 0}, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +185,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def cases(rank: int, size: int, folder: str, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
-    hooked: list[Any] = []
-
-    def register(ddp: Any) -> None:
-        hooked.append(ddp)
-        exact_(ddp)
+    as_launched(rank, size, port)
+    register = Register()
 
     def run(name: str, **resume: Any) -> Trainer:
         trainer = make(
@@ -215,9 +198,7 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
         assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
         assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
         for p in trainer.model.parameters():
-            theirs = p.detach().clone()
-            dist.broadcast(theirs, 0)
-            assert torch.equal(theirs, p)
+            assert same_everywhere(p)
         return trainer
 
     whole = run("whole")
@@ -225,7 +206,7 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
         dist.barrier()
         resumed = run(str(step), resume_from_checkpoint=str(Path(folder, "whole", f"checkpoint-{step}")))
         same(whole.model, resumed.model)
-    assert len(hooked) == 3
+    assert len(register.seen) == 3
     # Signs of factors depend on the rank that computed the SVD: compare what they compute.
     x = torch.stack([s["x"] for s in samples()])
     alone = by_hand(pf.Switch(rank=0.25, when=pf.AtStep(5)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import METHODS, write_run
+from made_up import METHODS, write_run
 
 from pufferfish.lab.report import report
 

@@ -1,4 +1,4 @@
-"""What every optimizer has to do, whatever its rule: follow a switch, go on from a checkpoint, be copied."""
+"""What every optimizer has to do: follow its formula and a switch, go on from a checkpoint, be copied."""
 
 from __future__ import annotations
 
@@ -48,6 +48,41 @@ def update(model: nn.Module, optimizer: optim.Optimizer, step: int) -> Tensor:
 def equal(one: nn.Module, other: nn.Module) -> None:
     for (name, x), y in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(x, y), name
+
+
+SHAPES = ((4, 3), (4,), (2, 3, 3, 3), (), (5, 2))
+
+
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=dtype).to(device)) for shape in SHAPES]
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+        p.grad = None if (i + step) % 4 == 3 else g  # now and then there is none
+
+
+def equals_a_formula(
+    make: Callable[[list[dict[str, Any]]], optim.Optimizer],
+    formula: Callable[[list[nn.Parameter], dict[int, Any], dict[str, Any]], None],
+    own: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    """In two groups, the second with settings of its own. The formula takes a group's step, with what it keeps."""
+    ours, plain = parameters(dtype), parameters(dtype)
+    optimizer = make([{"params": ours[:3]}, {"params": ours[3:]} | own])
+    kept: list[dict[int, Any]] = [{}, {}]
+    for step in range(8):
+        give_gradients(ours, step)
+        give_gradients(plain, step)
+        optimizer.step()
+        for group, theirs, state in zip(optimizer.param_groups, (plain[:3], plain[3:]), kept, strict=True):
+            formula(theirs, state, group)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
 
 
 def follows_a_switch(make: Make, carried: set[str]) -> None:

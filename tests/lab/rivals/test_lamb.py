@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import citizens
 import pytest
 import torch
-from test_lars import give_gradients, parameters
+from citizens import give_gradients, parameters
 from torch import Tensor, nn
 
 from pufferfish.lab.rivals import LAMB
@@ -48,18 +49,8 @@ def reference(params: list[Tensor], kept: Kept, group: dict[str, Any]) -> None:
 def test_equals_the_formula(
     dtype: torch.dtype, foreach: bool | None, capturable: bool, settings: dict[str, Any]
 ) -> None:
-    ours, plain = parameters(dtype), parameters(dtype)
-    own = {"params": ours[3:], "weight_decay": 0.01, "lr": 0.03}
-    optimizer = LAMB([{"params": ours[:3]}, own], lr=0.1, foreach=foreach, capturable=capturable, **settings)
-    kept: list[Kept] = [{}, {}]
-    for step in range(8):
-        give_gradients(ours, step)
-        give_gradients(plain, step)
-        optimizer.step()
-        for group, theirs, moments in zip(optimizer.param_groups, (plain[:3], plain[3:]), kept, strict=True):
-            reference(theirs, moments, group)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    make = partial(LAMB, lr=0.1, foreach=foreach, capturable=capturable, **settings)
+    citizens.equals_a_formula(make, reference, {"weight_decay": 0.01, "lr": 0.03}, dtype)
 
 
 def test_zero_norms_have_ratio_one() -> None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import citizens
 import pytest
 import torch
+from citizens import give_gradients, parameters
 from torch import Tensor, nn
 
 from pufferfish.lab.rivals import LARS
-
-SHAPES = ((4, 3), (4,), (2, 3, 3, 3), (), (5, 2))
-
-
-def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
-    torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, dtype=dtype).to(device)) for shape in SHAPES]
-
-
-def give_gradients(params: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for i, p in enumerate(params):
-        g = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-        p.grad = None if (i + step) % 4 == 3 else g  # now and then there is none
 
 
 def reference(params: list[Tensor], kept: dict[int, Tensor], group: dict[str, Any]) -> None:
@@ -54,18 +42,9 @@ def reference(params: list[Tensor], kept: dict[int, Tensor], group: dict[str, An
     ],
 )
 def test_equals_the_formula(dtype: torch.dtype, foreach: bool | None, settings: dict[str, Any]) -> None:
-    ours, plain = parameters(dtype), parameters(dtype)
-    own = {"params": ours[3:], "weight_decay": 0.01, "lr": 3.0, "trust": 0.005}
-    optimizer = LARS([{"params": ours[:3]}, own], lr=10.0, foreach=foreach, **settings)
-    kept: list[dict[int, Tensor]] = [{}, {}]
-    for step in range(8):
-        give_gradients(ours, step)
-        give_gradients(plain, step)
-        optimizer.step()
-        for group, theirs, buffers in zip(optimizer.param_groups, (plain[:3], plain[3:]), kept, strict=True):
-            reference(theirs, buffers, group)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+    own = {"weight_decay": 0.01, "lr": 3.0, "trust": 0.005}
+    make = partial(LARS, lr=10.0, foreach=foreach, **settings)
+    citizens.equals_a_formula(make, reference, own, dtype)
 
 
 def test_zero_norms_have_ratio_one() -> None:

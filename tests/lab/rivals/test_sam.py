@@ -11,14 +11,13 @@ from typing import Any
 import citizens
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from citizens import batch, build, equal, update
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.lab.rivals import LARS, SAM
 
 RHO = 0.1
@@ -240,9 +239,7 @@ def two_workers(rank: int, size: int) -> None:
             b.copy_(first)
         for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
-            everywhere = one.detach().clone()
-            dist.broadcast(everywhere, 0)
-            assert torch.equal(one, everywhere), name
+            assert same_everywhere(one), name
         if rank == 0:
             for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,138 @@
+"""Which checkpoints are kept, and what becomes of damaged ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import names
+from torch import nn
+
+from pufferfish.checkpoint import Checkpoint, folders
+
+
+def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpoint(tmp_path, model, every=5, keep=2) as checkpoint:
+        for epoch in range(2):
+            for step in range(1, 13):  # counts from the start of the epoch
+                assert not checkpoint.step(step=step, epoch=epoch)
+        assert names(tmp_path) == ["000003-step-5", "000004-step-10"]
+        checkpoint.save(epoch=2)
+        assert names(tmp_path) == ["000004-step-10", "000005"]
+        at = checkpoint.resume()
+        assert at is not None
+        assert at.position == {"epoch": 2}
+        assert at.folder == tmp_path / "000005"
+    with Checkpoint(tmp_path, model, every=2, keep=None) as checkpoint:
+        for _ in range(7):
+            checkpoint.step()
+    assert names(tmp_path) == ["000004-step-10", "000005", "000006", "000007", "000008"]
+    files = {file.suffix for path in tmp_path.iterdir() for file in path.iterdir()}
+    assert files == {".json", ".safetensors"}
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    for settings in ({"every": 0}, {"keep": 0}):
+        with pytest.raises(ValueError, match="it counts from 1"):
+            Checkpoint(tmp_path, nn.Linear(1, 1), **settings)
+    with pytest.raises(TypeError, match="data: a list has no state_dict"):
+        Checkpoint(tmp_path, nn.Linear(1, 1), data=[1])
+    with pytest.raises(ValueError, match="neither"):
+        Checkpoint(tmp_path, nn.Linear(1, 1)).resume(damaged="whatever")  # type: ignore[arg-type]
+
+
+def test_what_dead_writers_left_is_removed(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = socket.gethostname()
+    for name in (f"{host}.{dead.pid}.a", f"{host}.{os.getpid()}.b", "elsewhere.example.17.c"):
+        (tmp_path / f".writing.{name}").mkdir()
+    os.utime(tmp_path / ".writing.elsewhere.example.17.c", (0, 0))
+    alive = {f".writing.{host}.{os.getppid()}.d", ".writing.elsewhere.12.e", ".writing"}
+    for name in alive:
+        (tmp_path / name).mkdir()
+    Checkpoint(tmp_path, nn.Linear(2, 2)).save()
+    assert set(names(tmp_path)) == alive | {"000001"}
+
+
+# Damage.
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def edit(file: Path) -> None:
+    file.write_text(file.read_text().replace('"world": 1', '"world": 2'))
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "message"),
+    [
+        ("model.safetensors", flip, "model.safetensors: damaged, its SHA-256"),
+        ("optimizer.safetensors", cut, "optimizer.safetensors: damaged, .* bytes instead of"),
+        ("training.json", Path.unlink, "training.json: damaged, the file is missing"),
+        ("rank-00000.json", flip, "rank-00000.json: damaged, its SHA-256"),
+        ("manifest.json", Path.unlink, "damaged, there is no manifest.json"),
+        ("manifest.json", cut, None),  # only its last line end: still whole
+        ("manifest.json", edit, "manifest.json: damaged, or not written"),
+        ("manifest.json", lambda f: f.write_text("[]"), "manifest.json: damaged, or not written"),
+        ("manifest.json", lambda f: f.write_bytes(b"\xff\xfe"), "manifest.json: damaged, or not written"),
+    ],
+)
+def test_a_damaged_one_is_named(file: str, harm: Any, message: str | None, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters())) as checkpoint:
+        checkpoint.save(step=1)
+        old = model.weight.detach().clone()
+        nn.init.zeros_(model.weight)
+        newest = checkpoint.save(step=2)
+        nn.init.ones_(model.weight)
+        harm(newest / file)
+        if message is None:
+            assert checkpoint.resume() is not None
+            return
+        with pytest.raises(ValueError, match=rf'000002-step-2.*{message}.*; damaged="previous" goes on'):
+            checkpoint.resume()
+        assert model.weight.eq(1).all()
+        with pytest.warns(UserWarning, match=rf"000002-step-2.*{message}.* going on from the one before"):
+            at = checkpoint.resume(damaged="previous")
+        assert at is not None
+        assert at.position == {"step": 1}
+        assert torch.equal(model.weight, old)
+        checkpoint.save(step=2)  # and on: the next one is the newest
+        at = checkpoint.resume()
+        assert at is not None
+        assert at.folder.name == "000003-step-2"
+
+
+def test_all_damaged(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        flip(checkpoint.save() / "model.safetensors")
+        with (
+            pytest.warns(UserWarning, match="going on"),
+            pytest.raises(ValueError, match="none of its 1 checkpoints is whole"),
+        ):
+            checkpoint.resume(damaged="previous")
+
+
+def test_a_later_format_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        monkeypatch.setattr(folders, "_VERSION", 2)
+        checkpoint.save()
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="format 2, this pufferfish reads 1"):
+            checkpoint.resume()

@@ -1,0 +1,49 @@
+"""What the adapters' tests train and compare, and what a launcher would tell their workers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pufferfish.exact import exact_
+
+SAMPLES, BATCH, EPOCHS = 32, 8, 3  # four updates an epoch
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def samples() -> list[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(64, generator=generator), i % 4) for i in range(SAMPLES)]
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
+    assert pairs
+    for (name, p), (twin, q) in pairs:
+        assert name == twin
+        assert torch.equal(p, q), name
+
+
+class Register:
+    """Averages exactly, and remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, ddp: Any) -> None:
+        self.seen.append(ddp)
+        exact_(ddp)
+
+
+def as_launched(rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip

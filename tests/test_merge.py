@@ -1,0 +1,128 @@
+"""reshape_ and merge_: low-rank layers to load a state into, and dense models back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pufferfish as pf
+from mixed import Mixed, images, low_rank_modules, snapshot
+from pufferfish.lab.models import GPT, resnet18
+
+# reshape_
+
+
+def test_reshaped_factors_are_nan_until_loaded() -> None:
+    trained, x = Mixed().eval(), images()
+    done = pf.factorize_(trained, pf.plan(trained, 4))
+    fresh = Mixed().eval()
+    assert pf.reshape_(fresh, done).hash == done.hash
+    assert fresh.fc.down.weight.isnan().all()
+    assert fresh.fc.up.weight.isnan().all()
+    assert fresh(x).isnan().any()
+    assert not fresh.fc.up.bias.isnan().any()
+    assert list(fresh.state_dict()) == list(trained.state_dict())
+    fresh.load_state_dict(trained.state_dict())
+    assert torch.equal(fresh(x), trained(x))
+
+
+def test_reshape_on_meta_then_assign() -> None:
+    trained, x = Mixed().eval(), images()
+    done = pf.factorize_(trained, pf.plan(trained, 4))
+    with torch.device("meta"):
+        fresh = Mixed().eval()
+    pf.reshape_(fresh, pf.Plan.from_json(done.to_json()))
+    assert all(p.is_meta for p in fresh.parameters())
+    fresh.load_state_dict(trained.state_dict(), assign=True)
+    assert torch.equal(fresh(x), trained(x))
+
+
+def test_reshape_ignores_values() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    plan = pf.plan(model)
+    nn.init.constant_(model[0].weight, float("nan"))
+    pf.reshape_(model, plan)
+    assert low_rank_modules(model)
+
+
+# merge_
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_merge_gives_the_dense_model_back(dtype: torch.dtype) -> None:
+    model, x = Mixed().to(dtype).eval(), images().to(dtype)
+    original = [(name, type(m)) for name, m in model.named_modules()]
+    shapes = [(name, v.shape, v.dtype) for name, v in model.state_dict().items()]
+    pf.factorize_(model, pf.plan(model, 4))
+    low_rank = model(x)
+    pf.merge_(model)
+    assert [(name, type(m)) for name, m in model.named_modules()] == original
+    assert [(name, v.shape, v.dtype) for name, v in model.state_dict().items()] == shapes
+    assert not any(m.training for m in model.modules())
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-11, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(model(x), low_rank, rtol=tolerance, atol=tolerance)
+    # And it is a dense model like any other: nothing knows that it was low-rank.
+    Mixed().to(dtype).load_state_dict(model.state_dict())
+    model.train()(x).sum().backward()
+
+
+def test_merge_of_a_dense_model_is_nothing() -> None:
+    model = Mixed()
+    before = snapshot(model, None)
+    pf.merge_(model)
+    assert snapshot(model, None) == before
+
+
+def test_there_and_back_and_there_again() -> None:
+    model, x = Mixed().double().eval(), images().double()
+    plan = pf.plan(model, 4)
+    pf.factorize_(model, plan)
+    first = model(x)
+    pf.merge_(model)
+    done = pf.factorize_(model, plan)
+    assert all(e.error is not None and e.error < 1e-6 for e in done if e.rank)
+    torch.testing.assert_close(model(x), first, rtol=1e-9, atol=1e-9)
+    pf.merge_(model)
+    torch.testing.assert_close(model(x), first, rtol=1e-9, atol=1e-9)
+
+
+def test_some_matrices_of_a_layer() -> None:
+    model, x = Mixed().eval(), images()
+    keep = ["attention.k", "attention.out", "lstm.weight_ih_l1", "gru.weight_hh_*", "conv"]
+    names = list(model.state_dict())
+    dense_k = model.attention.in_proj_weight[64:128].detach().clone()
+    pf.factorize_(model, pf.plan(model, 4, keep=keep))
+    assert model.attention.ranks == {"q": 4, "v": 4}
+    assert torch.equal(model.attention.k.weight, dense_k)
+    low_rank = model(x)
+    pf.merge_(model)
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(x), low_rank, rtol=1e-4, atol=1e-5)
+
+
+def test_plan_of_tells_what_a_model_is_now() -> None:
+    model = Mixed()
+    done = pf.factorize_(model, pf.plan(model, 4, keep=["gru"]))
+    before = snapshot(model, None)
+    assert pf.plan_of(model).ranks == done.ranks
+    assert pf.plan_of(model).hash == done.hash
+    assert pf.plan_of(Mixed()).ranks == {}
+    assert snapshot(model, None) == before
+
+
+@pytest.mark.parametrize(
+    ("build", "example"),
+    [
+        (lambda: resnet18(width=16), lambda: torch.randn(2, 3, 16, 16)),
+        (lambda: GPT(vocabulary=30, d=32, layers=2, heads=2, context=8), lambda: torch.randint(30, (2, 8))),
+    ],
+)
+def test_whole_networks(build: Callable[[], nn.Module], example: Callable[[], Tensor]) -> None:
+    model, x = build().eval(), example()
+    pf.factorize_(model, pf.plan(model, 0.25, multiple=1))
+    low_rank = model(x)
+    low_rank.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    pf.merge_(model)
+    torch.testing.assert_close(model(x), low_rank, rtol=1e-3, atol=1e-4)
