@@ -84,7 +84,9 @@ def contender(name: str, batch: int) -> Contender:
         model,
         lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
         lambda net: nn.functional.cross_entropy(net(x), y),
-        plan=low,
+        become=None
+        if low is None
+        else lambda net, own: pf.Switch(low, when=pf.AtStep(0)).step(net, own, step=0),
     )
 
 

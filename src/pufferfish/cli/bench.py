@@ -10,12 +10,15 @@ from .common import Commands
 HELP = """\
 Compare ways to train a task: accuracy over seeds, and seconds a step on a network.
 
-fp32 DDP (dense), DDP with bf16 gradients (bf16) and a step without any exchange are always in. Steps are timed in
-rounds in which all methods take turns. Each run is a cell of the folder: start the same command again and it goes on;
-more methods and seeds may be added.
+fp32 DDP (dense), DDP with bf16 gradients (bf16) and a step without any exchange are always in; of one worker, which
+sends nothing, dense alone. Steps are timed in rounds in which all methods take turns. Each run is a cell of the folder:
+start the same command again and it goes on; more methods and seeds may be added.
 
   pufferfish bench digits --methods powersgd-4,pufferfish,auto+powersgd-4 --hosts 4 --network 100mbit --seeds 3
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' --hosts 4 --network 1gbit --tune lr=5
+  pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3        (pruning in rounds)
+  pufferfish bench digits --methods pufferfish,early-bird-0.3,early-bird-0.5,early-bird-0.7 --seeds 3
+  pufferfish bench cifar10 --batch 2048 --methods dense@lars=1.6,dense@lamb=0.02,dense@sam --tune lr=3
   torchrun … -m pufferfish bench cifar10 --methods pufferfish --hosts 4 --per-host 8 --device cuda   (a real cluster)
 """
 
@@ -33,7 +36,8 @@ def add(commands: Commands) -> None:
         "--methods",
         default="pufferfish",
         metavar="M,M,…",
-        help="as in `pufferfish train` (default: pufferfish)",
+        help="as in `pufferfish train`, and @OPTIMIZER or @OPTIMIZER=LR behind it for another one than the recipe's "
+        "(default: pufferfish)",
     )
     bench.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each method (default 1)")
     bench.add_argument(

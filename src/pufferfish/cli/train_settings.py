@@ -62,17 +62,11 @@ def _recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
     """With the numbers that were given in place of its own."""
     from dataclasses import replace
 
-    keys = ("epochs", "batch", "lr", "optimizer")
-    given = {key: value for key in keys if (value := getattr(arguments, key)) is not None}
+    from ..lab.train.optimizer import with_optimizer
+
+    given = {key: value for key in ("epochs", "batch") if (value := getattr(arguments, key)) is not None}
     changed = replace(recipe, **given)
-    kinds = {"sam": "sgd", "adamw": "adam"}  # whose rates are of the same size
-    alike = kinds.get(changed.optimizer, changed.optimizer) == kinds.get(recipe.optimizer, recipe.optimizer)
-    if arguments.lr is None and not alike:
-        raise ValueError(
-            f"--optimizer {changed.optimizer}: say --lr too; the recipe's {recipe.lr:g} is for {recipe.optimizer}, and "
-            "their rates are of other sizes"
-        )
-    return changed
+    return with_optimizer(changed, arguments.optimizer or recipe.optimizer, arguments.lr)
 
 
 def places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..choice import choice
 from ..network import Shape
 from ..report import write
 from ..tasks.find import find
 from ..tasks.task import Recipe, Task
+from .entry import entry
 
 FILE = "bench.json"
 VERSION = 1
-#: In every bench: what the others are compared with.
+#: In every bench of several workers: what the others are compared with. One worker sends nothing, so the first will do.
 ALWAYS = ("dense", "bf16")
 #: They may grow from call to call; all else changes what a cell means.
 _GROW = ("methods", "seeds", "rounds")
@@ -30,7 +30,7 @@ class Asked:
 
     Args:
         task: as in `pufferfish train`.
-        methods: ways to train, as `choice` reads them; dense and bf16 are always in.
+        methods: ways to train, as `entry` reads them; dense is always in, and bf16 where several workers exchange.
         seeds: 0, 1 … below it.
         recipe, epochs, batch: the task's recipe, and what stands in place of its numbers.
         tune: learning rates that every method tries; 0: all take the recipe's.
@@ -76,22 +76,33 @@ class Asked:
                     raise ValueError(
                         f"--network {self.network}: one host has no link; take --hosts 2 or more"
                     )
-        object.__setattr__(self, "methods", tuple(dict.fromkeys([*ALWAYS, *self.methods])))
+        object.__setattr__(self, "methods", tuple(dict.fromkeys([*self.references, *self.methods])))
 
     @property
     def workers(self) -> int:
         """Of the whole job."""
         return self.hosts * self.per_host
 
+    @property
+    def references(self) -> tuple[str, ...]:
+        """What the others are compared with."""
+        return ALWAYS if self.workers > 1 else ALWAYS[:1]
+
+    @property
+    def timed(self) -> bool:
+        """Whether steps are timed in rounds: not those of simulated workers, nor in a CUDA graph, which a run records."""
+        return not self.simulate and not self.graph
+
     def found(self) -> tuple[Task, Recipe]:
         """The task and the numbers; refuses what does not fit together before anything runs."""
-        for method in self.methods:
-            choice(method)
+        entries = [entry(method) for method in self.methods]
         task = find(self.task)
         changed: dict[str, Any] = {
             k: v for k, v in (("epochs", self.epochs), ("batch", self.batch)) if v is not None
         }
         recipe = dataclasses.replace(task.recipe(self.recipe), **changed)
+        for one in entries:
+            one.recipe(recipe)
         if recipe.batch % self.workers:
             raise ValueError(
                 f"a batch of {recipe.batch} does not go to {self.workers} workers in equal parts; change --batch"

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..tasks.task import Recipe
 from .asked import Asked
+from .entry import entry
 from .rates import grid
 
 #: Of the runs that choose a learning rate: none of those that count.
@@ -36,9 +38,10 @@ class Cell:
         return f"runs/{slug(self.method)}/seed-{self.seed}"
 
 
-def cells(asked: Asked, lr: float) -> Iterator[Cell]:
+def cells(asked: Asked, recipe: Recipe) -> Iterator[Cell]:
     """All of a bench: first those that choose a rate around the recipe's, then seed after seed."""
     for method in asked.methods:
+        lr = entry(method).recipe(recipe).lr
         yield from (Cell(method, lr=rate) for rate in grid(lr, asked.tune))
     for seed in range(asked.seeds):
         yield from (Cell(method, seed) for method in asked.methods)
@@ -58,7 +61,7 @@ def slug(method: str) -> str:
     >>> slug("auto+powersgd-4"), slug("my/file.py:Mine(2)")
     ('auto+powersgd-4', 'file.py_Mine_2-...')
     """
-    plain = re.sub(r"[^\w.+=-]+", "_", method.rsplit("/", 1)[-1]).strip("_.")
+    plain = re.sub(r"[^\w.+=@-]+", "_", method.rsplit("/", 1)[-1]).strip("_.")
     return plain if plain == method else f"{plain}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
 
 
@@ -69,8 +72,8 @@ class Shard:
     A method's learning rates are compared before its seeds run, so with tuning a member takes whole methods; else
     every n-th run. No member ever waits for another.
 
-    >>> asked = Asked(task="digits", methods=("pufferfish",), seeds=2)
-    >>> [cell.name for cell in cells(asked, 0.1) if Shard.parse("2/3").takes(cell, asked)]
+    >>> asked = Asked(task="digits", methods=("pufferfish",), seeds=2, hosts=2)
+    >>> [cell.name for cell in cells(asked, asked.found()[1]) if Shard.parse("2/3").takes(cell, asked)]
     ['runs/bf16/seed-0', 'runs/bf16/seed-1']
     """
 

@@ -10,15 +10,20 @@ from typing import Any
 
 from ...checkpoint.control import Control
 from ..report import report, write
+from ..rivals.driver import is_rival, make
+from ..tasks.task import Recipe, Task
+from ..train import optimizer
 from ..train.job import job
 from ..train.screen import Screen
 from .asked import Asked
 from .cells import Shard, cells, finished
+from .contenders import lacking
+from .entry import entry
 from .start import Heard, run_on_hosts
-from .summary import lacking, rounds_of, summarise
+from .summary import summarise
 from .table import table
 from .tuned import rates_of
-from .work import Work
+from .work import Work, settings
 
 PAGE = "report.html"
 
@@ -44,7 +49,9 @@ def bench(
     shard = shard or Shard()
     asked = asked.with_earlier(root)
     task, recipe = asked.found()
-    task.steps(task.load(data), recipe.batch)  # what is wrong with the data is said once, and by nobody else
+    an_epoch = task.steps(task.load(data), recipe.batch)  # what is wrong with the data is said once, and here
+    for method in asked.methods:
+        refuse(method, asked, task, recipe, an_epoch)
     given: dict[str, Any] = {"data": data and str(data.resolve()), "shard": str(shard)}
     if "RANK" in os.environ:
         return _in_this_job(asked, root, data, shard, target)
@@ -75,12 +82,24 @@ def run(asked: Asked, root: Path, **settings: Any) -> int:
     return 1 if failed else 0
 
 
+def refuse(method: str, asked: Asked, task: Task, recipe: Recipe, an_epoch: int) -> None:
+    """What a run of the method would refuse at its start, before anything runs."""
+    one = entry(method)
+    own = one.recipe(recipe)
+    settings(asked, method, own, Path()).check(task, 1 if asked.simulate else asked.workers)
+    if is_rival(one.choice.model):
+        model = task.build()
+        try:
+            make(one.choice.model, model, optimizer(model, own), epochs=own.epochs, an_epoch=an_epoch)
+        except ValueError as error:
+            raise ValueError(f"--methods {method}: {error}") from None
+
+
 def left(asked: Asked, root: Path, shard: Shard) -> bool:
     """Whether a shard has something to do."""
     _, recipe = asked.found()
-    mine = (cell for cell in cells(asked, recipe.lr) if shard.takes(cell, asked))
-    times = not asked.simulate and asked.workers > 1
-    untimed = [m for m in lacking(asked, rounds_of(root)) if shard.times(m, asked)] if times else []
+    mine = (cell for cell in cells(asked, recipe) if shard.takes(cell, asked))
+    untimed = [m for m in lacking(asked, root) if shard.times(m, asked)] if asked.timed else []
     return bool(untimed) or not all(finished(root / cell.name) for cell in mine)
 
 

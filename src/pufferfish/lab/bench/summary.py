@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..choice import choice
+from ...measure import read
 from ..report.bench import CEILING, SUMMARY
-from .asked import ALWAYS, Asked, read_json, write_json
+from .asked import ALWAYS, read_json, write_json
 from .rates import Rate
 from .timing import Round, quartiles, ratios
-
-#: Kinds of models whose steps are timed in rounds; of others a run's own steps are shown.
-TIMED = ("dense", "pufferfish", "auto")
 
 
 def rounds_of(root: Path) -> list[dict[str, Any]]:
@@ -24,12 +21,6 @@ def rounds_of(root: Path) -> list[dict[str, Any]]:
         (root / "timing").glob("round-*.json"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)]
     )
     return [read_json(path, "it was there a moment ago") for path in paths]
-
-
-def lacking(asked: Asked, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The methods of which fewer rounds were timed than asked for, and whose models can be made to be timed."""
-    few = (m for m in asked.methods if sum(m in r["methods"] for r in rounds) < asked.rounds)
-    return [m for m in few if choice(m).model in TIMED]
 
 
 def summarise(root: Path, methods: Sequence[str], rates: Mapping[str, Rate]) -> None:
@@ -54,8 +45,10 @@ def summarise(root: Path, methods: Sequence[str], rates: Mapping[str, Rate]) -> 
             ]
         said = here[-1]["predicted"].get(method, {})
         found[method] = {"results": results, "predicted": _predicted(said)}
-    if rounds:
+    if any("alone" in r[ALWAYS[0]] for r in rounds):
         found[CEILING] = _ceiling(rounds, found[ALWAYS[0]])
+    elif computing := _simulated(root):
+        found[CEILING] = {"results": {}, "predicted": {"seconds_a_step": statistics.median(computing)}}
     for method, rate in rates.items():
         if rate.edge:
             found[method]["results"].setdefault("notes", []).append(at_the_edge(method, rate))
@@ -79,9 +72,9 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
     against = {name: quartiles(ratios(rounds, method, name)) for name in ALWAYS if name != method}
     return {
         "seconds_a_step": median("seconds"),
-        "alone": median("alone"),
         "bytes_a_step": median("bytes"),
         "messages_a_step": median("messages"),
+        **({"alone": median("alone")} if "alone" in seen[0] else {}),
         "parts": {part: statistics.median(x["parts"][part] for x in seen) for part in seen[0]["parts"]},
         "rounds": {
             "count": len(seen),
@@ -94,6 +87,17 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
 def _predicted(said: Mapping[str, float]) -> dict[str, Any]:
     parts = {part: seconds for part, seconds in said.items() if part != "seconds"}
     return {"seconds_a_step": said["seconds"], "parts": parts} if said else {}
+
+
+def _simulated(root: Path) -> list[float]:
+    """What the cost model says of a dense step without its exchange, where workers are simulated."""
+    runs = [read(path.parent) for path in sorted((root / "runs" / ALWAYS[0]).glob("*/run.json"))]
+    said = [
+        (run.metrics.get("predicted/step"), run.metrics.get("predicted/exchange"))
+        for run in runs
+        if run.workers > 1
+    ]
+    return [step[-1][2] - exchange[-1][2] for step, exchange in said if step and exchange]
 
 
 def _ceiling(rounds: Sequence[Round], dense: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from ...table import aligned
+from ...table import aligned, short
 from ..report.groups import Comparison, Group, comparisons, find
-from ..report.headline import difference, median, notes, reached, score, speed, step
+from ..report.headline import difference, median, notes, reached, run_ratio, score, speed, step
 from ..report.numbers import nbytes, seconds
 from .asked import ALWAYS
 
 
 def table(root: Path, target: float | None = None) -> str:
-    """A line for each method: how fast, and against what; what was predicted; how good; how much it sends."""
+    """A line for each method: how large, how fast, and against what; what was predicted; how good; how much it sends.
+
+    Columns that say nothing are left out: one worker sends nothing.
+    """
     return "\n\n".join(_one(comparison, target) for comparison in comparisons(find([root])))
 
 
 def _one(comparison: Comparison, target: float | None) -> str:
     by_name = {group.name: group for group in comparison.groups}
     references = [by_name[name] for name in ALWAYS if name in by_name]
-    head = ["method", "a step", *(f"× {group.name}" for group in references), "predicted"]
-    head += [comparison.measure.label] + [f"to {g.name}" for g in [comparison.reference] if g]
-    head += ["bytes a step", "whole run"] + ([] if target is None else [f"to {target:g}"])
-    rows = [head]
-    for group in comparison.groups:
-        row = [group.name, step(group).text]
-        row += [_speed(other, group) for other in references]
-        row += [_predicted(group), score(comparison, group).text]
-        row += [difference(comparison, group).text] * (comparison.reference is not None)
-        row += [median(group.results("bytes_a_step"), nbytes).text, median(group.wholes(), seconds).text]
-        rows.append(row + ([] if target is None else [reached(group, comparison, target).text]))
+    against = comparison.reference
+    columns: dict[str, Callable[[Group], str]] = {
+        "method": lambda group: group.name,
+        "parameters": lambda group: median(group.results("parameters"), short).text,
+        "MACs": lambda group: median(group.results("macs"), short).text,
+        "a step": lambda group: step(group).text,
+    }
+    columns |= {f"× {other.name}": partial(_speed, other) for other in references}
+    columns |= {
+        "predicted": _predicted,
+        comparison.measure.label: lambda group: score(comparison, group).text,
+    }
+    if against:
+        columns[f"to {against.name}"] = lambda group: difference(comparison, group).text
+    columns["bytes a step"] = lambda group: median(group.results("bytes_a_step"), nbytes).text
+    columns["whole run"] = lambda group: median(group.wholes(), seconds).text
+    if against:
+        columns[f"run × {against.name}"] = partial(_whole, against)
+    if target is not None:
+        columns[f"to {target:g}"] = lambda group: reached(group, comparison, target).text
+    shown = {head: [show(group) for group in comparison.groups] for head, show in columns.items()}
+    told = [[head, *cells] for head, cells in shown.items() if {*cells} - {"–", nbytes(0)}]
     said = [textwrap.fill(note, 110) for note in notes(comparison)]
-    return "\n".join([comparison.title, "", aligned(rows, left=(0,)), "", *said])
+    return "\n".join([comparison.title, "", aligned(list(zip(*told, strict=True)), left=(0,)), "", *said])
 
 
 def _speed(reference: Group, group: Group) -> str:
@@ -43,6 +59,12 @@ def _speed(reference: Group, group: Group) -> str:
         return "–"
     quarters = cell.text[cell.text.find("(") :] if reference.name == ALWAYS[0] and "(" in cell.text else ""
     return f"{cell.value:.2f}× {quarters}{'predicted' * cell.text.endswith('predicted')}".strip()
+
+
+def _whole(reference: Group, group: Group) -> str:
+    """How many times as fast as the reference's a whole run is."""
+    found = None if group is reference else run_ratio(reference, group)
+    return "–" if found is None else f"{found:.2f}×"
 
 
 def _predicted(group: Group) -> str:

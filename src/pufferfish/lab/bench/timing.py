@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compress import Hook, compress
 from ...measure import Breakdown
-from ...plan import Plan
-from ...switch import Switch
-from ...when import AtStep
 from ..choice import Choice
+from ..rivals import SAM
 
 #: Of all methods, before any counts: buckets are rebuilt, memory is warm.
 WARM_UP = 2
@@ -33,10 +31,10 @@ class Contender:
 
     Args:
         chosen: what compresses its gradients.
-        model: full-rank.
+        model: as it is built.
         optimizer: made for the model.
         loss: of one batch, always the same.
-        plan: makes it low-rank, as in a run: by a switch, under DDP.
+        become: makes of the model, in DDP, and the optimizer what a run has made of them at its end: low rank, or a ticket.
         clip: largest norm of the gradients.
     """
 
@@ -46,7 +44,7 @@ class Contender:
         model: nn.Module,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         loss: Callable[[nn.Module], Tensor],
-        plan: Plan | None = None,
+        become: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
         clip: float | None = None,
     ) -> None:
         self.chosen, self.bare, self.loss, self.clip = chosen, model, loss, clip
@@ -54,22 +52,33 @@ class Contender:
         self.device = next(model.parameters()).device
         self.ddp = DistributedDataParallel(model) if self.size > 1 else None
         self.optimizer = optimizer(model)
+        if isinstance(self.optimizer, SAM):
+            self.optimizer.model = self.ddp or model  # whose first pass is not sent
         self.hook: Hook | None = None
         if self.ddp is not None and chosen.compress is not None:
             made = compress(self.ddp, chosen.compress, optimizer=self.optimizer)
             assert isinstance(made, Hook)
             self.hook = made
-        if plan is not None:
-            Switch(plan, when=AtStep(0)).step(self.ddp or model, self.optimizer, step=0)
+        if become is not None:
+            become(self.ddp or model, self.optimizer)
 
     def step(self, exchange: bool = True) -> None:
         """One update; without the exchange, what this worker computes alone."""
         with self._synchronised(exchange):
             self.optimizer.zero_grad()
-            self.loss(self.ddp or self.bare).backward()
+            if isinstance(self.optimizer, SAM):
+                with self.optimizer.alone():
+                    self._backward()
+                with self.optimizer.perturbed():
+                    self._backward()
+            else:
+                self._backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.bare.parameters(), self.clip)
         self.optimizer.step()
+
+    def _backward(self) -> None:
+        self.loss(self.ddp or self.bare).backward()
 
     def turn(self, steps: int, exchange: bool = True) -> dict[str, float]:
         """Mean seconds of so many steps, and of their parts (see `Breakdown`); all ranks begin and end together."""
@@ -122,7 +131,8 @@ def steps_a_turn(contenders: Mapping[str, Contender]) -> dict[str, int]:
     for _ in range(WARM_UP):
         for name, contender in contenders.items():
             taken[name] = contender.turn(1)["step"]
-            contender.turn(1, exchange=False)
+            if contender.size > 1:
+                contender.turn(1, exchange=False)
     found = torch.tensor([min(MOST, max(1, round(LONG / seconds))) for seconds in taken.values()])
     if dist.is_initialized():
         found = found.to(next(iter(contenders.values())).device)
@@ -133,19 +143,25 @@ def steps_a_turn(contenders: Mapping[str, Contender]) -> dict[str, int]:
 def interleaved(
     contenders: Mapping[str, Contender], count: int, steps: Mapping[str, int], first: int = 0
 ) -> Iterator[Round]:
-    """Rounds, from the one numbered `first`: in each all have their turn, in rotating order, with exchange and without."""
+    """Rounds, from the one numbered `first`: in each all have their turn, in rotating order, with exchange and without.
+
+    One worker has no exchange, and no "alone".
+    """
     names = list(contenders)
     for turn in range(first, first + count):
         found: Round = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             contender = contenders[name]
             parts = contender.turn(steps[name])
-            alone = contender.turn(steps[name], exchange=False)
             nbytes, messages = contender.sent()
             found[name] = {
-                "seconds": parts.pop("step"), "parts": parts, "alone": alone["step"],
-                "bytes": nbytes, "messages": messages,
-            }  # fmt: skip
+                "seconds": parts.pop("step"),
+                "parts": parts,
+                "bytes": nbytes,
+                "messages": messages,
+            }
+            if contender.size > 1:
+                found[name]["alone"] = contender.turn(steps[name], exchange=False)["step"]
         yield {name: found[name] for name in names}
 
 

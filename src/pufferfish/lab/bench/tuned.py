@@ -10,6 +10,7 @@ from ...measure import read
 from ..tasks.task import Recipe, Task
 from .asked import Asked
 from .cells import Cell, finished
+from .entry import entry
 from .rates import Rate, best, grid
 
 
@@ -17,6 +18,7 @@ def rate_of(
     method: str, asked: Asked, root: Path, task: Task, recipe: Recipe, failed: Iterable[str] = ()
 ) -> Rate | None:
     """The recipe's without tuning; None while trials are missing that did not fail, or when all failed."""
+    recipe = entry(method).recipe(recipe)
     if not asked.tune:
         return Rate(recipe.lr, {})
     scores: dict[float, float | None] = {}

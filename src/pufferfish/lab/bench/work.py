@@ -23,15 +23,16 @@ from typing import Any
 import torch.distributed as dist
 
 from ...checkpoint.control import Control, Sigterm
-from ..choice import choice
 from ..network import Shape
+from ..tasks.task import Recipe
 from ..train import Settings, train
 from ..train.job import job, place
-from .asked import ALWAYS, load, write_json
+from .asked import Asked, load, write_json
 from .cells import Cell, Shard, cells, finished
-from .contenders import contenders
+from .contenders import contenders, lacking
+from .entry import entry
 from .predict import predictions
-from .summary import lacking, rounds_of
+from .summary import rounds_of
 from .timing import interleaved, steps_a_turn
 from .tuned import rate_of
 
@@ -74,12 +75,12 @@ class Work:
 
     def go(self) -> bool:
         """All that is left to do; False when it was asked to stop before the end."""
-        mine = [cell for cell in cells(self.asked, self.recipe.lr) if self.shard.takes(cell, self.asked)]
+        mine = [cell for cell in cells(self.asked, self.recipe) if self.shard.takes(cell, self.asked)]
         for number, cell in enumerate(mine, 1):
             lr = self.control.first(lambda cell=cell: self._rate(cell))  # type: ignore[misc]
             if self._stops() or (lr is not None and not self._run(cell, lr, number, len(mine))):
                 return False
-        return self.asked.simulate or self.size == 1 or self._time()
+        return not self.asked.timed or self._time()
 
     def _stops(self) -> bool:
         return any(self.control.gather(self.stopping))
@@ -100,11 +101,10 @@ class Work:
         folder = self.root / cell.name
         self.say({"begin": cell.name, "number": number, "of": of})
         begun = time.perf_counter()
-        given = Settings(
-            choice(cell.method), dataclasses.replace(self.recipe, lr=lr), folder, data=self.data, seed=cell.seed,
-            device=self.asked.device, precision=self.asked.precision, graph=self.asked.graph, hosts=self.asked.hosts,
-            **self._simulated(),
-        )  # fmt: skip
+        recipe = dataclasses.replace(entry(cell.method).recipe(self.recipe), lr=lr)
+        given = dataclasses.replace(
+            settings(self.asked, cell.method, recipe, folder), data=self.data, seed=cell.seed
+        )
         found: Any = {}
         with self._named(cell.name):
             found = train(self.task, given, link=self.link)
@@ -115,25 +115,19 @@ class Work:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return found is not None
 
-    def _simulated(self) -> dict[str, Any]:
-        if not self.asked.simulate:
-            return {}
-        link = {"network": self.asked.network} if self.asked.network else {}
-        return {"simulate": self.asked.workers, **link}
-
     def _time(self) -> bool:
         """Rounds for the methods that lack some, with the references in each; False when it was asked to stop."""
         wanted, first = self.control.first(self._untimed)
+        if not wanted:
+            return True
         with self._named("timing"):
             racing = contenders(
-                list(dict.fromkeys([*ALWAYS, *wanted])) if wanted else [], self.asked, self.root,
+                list(dict.fromkeys([*self.asked.references, *wanted])), self.asked, self.root,
                 self.task.load(self.data), rank=self.rank, size=self.size, device=place(self.asked.device),
             )  # fmt: skip
-            if not set(wanted) & racing.keys():
-                return True
             self.say({"timing": list(racing)})
             steps = steps_a_turn(racing)
-            said = predictions(racing, steps, self.elsewhere)
+            said = predictions(racing, steps, self.elsewhere) if self.size > 1 else {}
             elsewhere = self.elsewhere and str(self.elsewhere)
             about = {"steps": steps, "link": self.link, "elsewhere": elsewhere, "predicted": said}
             tag = "" if self.shard.of == 1 else f"-{self.shard.number}of{self.shard.of}"
@@ -147,10 +141,9 @@ class Work:
 
     def _untimed(self) -> tuple[list[str], int]:
         """Methods of which rounds are missing, without those that cannot be trained; how many rounds there are."""
-        rounds = rounds_of(self.root)
-        failed = {cell.method for cell in cells(self.asked, self.recipe.lr) if cell.name in self.failed}
-        missing = [m for m in lacking(self.asked, rounds) if self.shard.times(m, self.asked)]
-        return [m for m in missing if m not in failed], len(rounds)
+        failed = {cell.method for cell in cells(self.asked, self.recipe) if cell.name in self.failed}
+        missing = [m for m in lacking(self.asked, self.root) if self.shard.times(m, self.asked)]
+        return [m for m in missing if m not in failed], len(rounds_of(self.root))
 
     def _fail(self, cell: str, why: str) -> None:
         self.failed.append(cell)
@@ -170,6 +163,17 @@ class Work:
             speak({"failed": cell, "error": why})
             sys.stderr.flush()
             os._exit(1)
+
+
+def settings(asked: Asked, method: str, recipe: Recipe, folder: Path) -> Settings:
+    """What a method's runs are told."""
+    simulated: dict[str, Any] = {"simulate": asked.workers} if asked.simulate else {}
+    if asked.simulate and asked.network:
+        simulated["network"] = asked.network
+    return Settings(
+        entry(method).choice, recipe, folder, name=method, device=asked.device, precision=asked.precision,
+        graph=asked.graph, hosts=asked.hosts, **simulated,
+    )  # fmt: skip
 
 
 def speak(told: dict[str, Any]) -> None:

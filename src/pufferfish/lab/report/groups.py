@@ -66,7 +66,8 @@ class Group:
         return {seed_of(run): ends(run)[0] for run in self.finished if clocked(run) and ends(run)[0] > 0}
 
     def steps(self) -> set[int]:
-        return {ends(run)[1] for run in self.finished}
+        """Of one training: what trains several times has all of them in its `wholes`, and the first is as long as others'."""
+        return {trainings(run)[0]["steps"] if trainings(run) else ends(run)[1] for run in self.finished}
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,14 @@ def ends(run: Run) -> tuple[float, int]:
     """Seconds and steps at the end of a run."""
     rows = [rows[-1] for rows in run.metrics.values() if rows]
     last = max((row[0] for row in rows), default=0.0)
-    seconds = float(run.results["seconds"]) if is_number(run.results.get("seconds")) else last
+    told = (run.results.get(key) for key in ("seconds", "training_seconds"))
+    seconds = next((float(x) for x in told if is_number(x)), last)
     return seconds, max((row[1] for row in rows), default=0)
+
+
+def trainings(run: Run) -> list[dict[str, Any]]:
+    """Of a method that trains several times to come to its model: each one's; else none."""
+    return run.results.get("trainings") or []
 
 
 def is_number(value: Any) -> bool:

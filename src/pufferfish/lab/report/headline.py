@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .bench import CEILING
 from .curves import first_to
-from .groups import Comparison, Group, clocked, seed_of
+from .groups import Comparison, Group, clocked, seed_of, trainings
 from .numbers import count, faster, interval, millions, nbytes, seconds
 from .statistics import differences, estimate, ratio
 from .tables import Cell, Table, flat
@@ -55,6 +55,10 @@ def notes(comparison: Comparison) -> list[str]:
     said = [
         f"± is half of a 95 % interval (Student's t) over seeds; {'more' if measure.higher else 'less'} is better."
     ]
+    if any(group.results("macs") for group in comparison.groups):
+        said.append(
+            "MACs are those of a forward pass for one row of a batch, by the model at the end of the run."
+        )
     if reference is None:
         said.append(
             "Nothing to compare with: none of the runs is named bf16 or dense (--against takes another)."
@@ -69,9 +73,11 @@ def notes(comparison: Comparison) -> list[str]:
     if counts:
         said.append(
             f"A step is the median of {'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} timed in rounds in which all "
-            "methods took turns, low-rank ones after the switch; its speed the median of the rounds' ratios, from the lower "
-            f"to the upper quartile in brackets. “{CEILING}” is dense DDP's step without any."
+            "methods took turns, each with its model as it is at the end of its run; its speed the median of the rounds' ratios, from the lower "
+            "to the upper quartile in brackets."
         )
+    if any(group.name == CEILING for group in comparison.groups):
+        said.append(f"“{CEILING}” is dense DDP's step without any.")
     for group in comparison.groups:
         said += dict.fromkeys(note for run in group.runs for note in run.results.get("notes") or ())
         late = [str(seed_of(run)) for run in group.runs if not run.finished]
@@ -92,6 +98,12 @@ def notes(comparison: Comparison) -> list[str]:
         broken = [str(seed_of(run)) for run in group.finished if run.results.get(measure.name, 0.0) is None]
         if broken:
             said.append(f"{group.name}: seed {', '.join(broken)} ended with no number for {measure.name}.")
+        often = max((len(trainings(run)) for run in group.finished), default=0)
+        if often:
+            said.append(
+                f"{group.name}: its whole run is {often} trainings. Its parameters and MACs are those that are not zero; "
+                "its steps compute with all of them."
+            )
         said += _differing(group)
     return said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,27 @@ from torch import nn
 
 from ..rivals import LAMB, LARS, SAM
 from ..tasks.task import Recipe
+
+#: Optimizers whose rates are of the same size as another's.
+_ALIKE = {"sam": "sgd", "adamw": "adam"}
+
+
+def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe:
+    """The recipe with another optimizer and rate; a rate is needed where the recipe's would mean nothing.
+
+    >>> with_optimizer(Recipe(epochs=1, batch=1, lr=0.1), "sam").lr
+    0.1
+    >>> with_optimizer(Recipe(epochs=1, batch=1, lr=0.1), "lars")
+    Traceback (most recent call last):
+    ValueError: optimizer lars: say --lr too (in a bench @lars=LR); the recipe's 0.1 is for sgd, and their rates ...
+    """
+    changed = replace(recipe, optimizer=name, lr=recipe.lr if lr is None else lr)
+    if lr is None and _ALIKE.get(name, name) != _ALIKE.get(recipe.optimizer, recipe.optimizer):
+        raise ValueError(
+            f"optimizer {name}: say --lr too (in a bench @{name}=LR); the recipe's {recipe.lr:g} is for "
+            f"{recipe.optimizer}, and their rates are of other sizes"
+        )
+    return changed
 
 
 def optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) -> torch.optim.Optimizer:
