@@ -79,6 +79,7 @@ def test_the_table_of_one_worker(one_worker: Path, capsys: pytest.CaptureFixture
     assert "another number of steps" not in said
     for page in (shown.out, (one_worker / "report.html").read_text()):
         assert "no exchange" not in page
+        assert "bytes a step" not in page
     assert f"| {BIRD} | {read(one_worker / Cell(BIRD, 0).name).results['parameters']:,} |" in report(
         [one_worker], "markdown"
     )
