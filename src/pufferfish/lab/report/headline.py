@@ -24,8 +24,8 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     columns += [f"step against {against}"] * bool(reference) + ["whole run"]
     columns += [f"run against {against}"] * bool(reference)
     columns += [] if target is None else [f"time to {target:g}"]
-    sizes = ["bytes_a_step"] * any(any(group.results("bytes_a_step").values()) for group in comparison.groups)
-    sizes.append("peak_memory")
+    sent = [x for group in comparison.groups for x in group.results("bytes_a_step").values()]
+    sizes = ["bytes_a_step"] * (any(sent) or not sent) + ["peak_memory"]
     columns += [*(key.replace("_", " ") for key in sizes), "seeds"]
     speeds = {group.name: step_ratio(reference, group) for group in comparison.groups}
     fastest = max((s[0] for s in speeds.values() if s), default=1.0)
