@@ -18,8 +18,8 @@ from pufferfish.lab.bench.cells import Cell, cells
 from pufferfish.lab.bench.contenders import contenders, lacking
 from pufferfish.lab.bench.entry import entry
 from pufferfish.lab.bench.rates import grid
-from pufferfish.lab.bench.timing import Contender
 from pufferfish.lab.choice import choice
+from pufferfish.lab.contender import Contender
 from pufferfish.lab.report import report
 from pufferfish.lab.rivals import SAM
 from pufferfish.measure import read
