@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.lab.bench.timing import Contender, Round, interleaved, ratios, steps_a_turn
+from pufferfish.lab.bench.timing import Round, interleaved, ratios, steps_a_turn
 from pufferfish.lab.choice import choice
+from pufferfish.lab.contender import Contender
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.network import Network
 from pufferfish.table import aligned

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.advise.measured import computing, sending
 from pufferfish.lab.advise.subject import Subject, subject
-from pufferfish.lab.advise.ways import Way, turns
+from pufferfish.lab.advise.ways import turns, way
 from pufferfish.lab.choice import choice
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
@@ -125,14 +125,14 @@ def work(given: argparse.Namespace) -> None:
 
 def job(about: Subject, methods: list[str], rounds: int) -> dict[str, Any]:
     plan = pf.plan(about.build(), about.rank, keep=about.keep, multiple=1)
-    ways = {name: Way(about, choice(name), plan) for name in methods}
+    ways = {name: way(about, choice(name), plan) for name in methods}
     bare: dict[str, Work] = {}
     works: dict[str, Work] = {}
-    for name, way in ways.items():
+    for name, one in ways.items():
         chosen = choice(name)
         if chosen.model not in bare:
-            bare[chosen.model] = computing(way)
-        works[name] = sending(bare[chosen.model], way.bare, chosen.compress, dist.get_world_size())
+            bare[chosen.model] = computing(one)
+        works[name] = sending(bare[chosen.model], one.bare, chosen.compress, dist.get_world_size())
     link = probe(largest=message_bytes(ways[methods[0]].bare))
     times = turns(ways, rounds)
     return {

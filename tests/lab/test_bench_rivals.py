@@ -18,8 +18,8 @@ from pufferfish.lab.bench.cells import Cell, cells
 from pufferfish.lab.bench.contenders import contenders, lacking
 from pufferfish.lab.bench.entry import entry
 from pufferfish.lab.bench.rates import grid
-from pufferfish.lab.bench.timing import Contender
 from pufferfish.lab.choice import choice
+from pufferfish.lab.contender import Contender
 from pufferfish.lab.report import report
 from pufferfish.lab.rivals import SAM
 from pufferfish.measure import read
@@ -68,10 +68,11 @@ def test_the_table_of_one_worker(one_worker: Path, capsys: pytest.CaptureFixture
     assert lines[2].split("  ")[0] == "method"
     heads = [head.strip() for head in lines[2].split("  ") if head]
     assert heads == [
-        "method", "parameters", "MACs", "a step", "× dense", "accuracy, %", "to dense", "whole run", "run × dense",
+        "method", "learning rate", "parameters", "MACs", "a step", "× dense", "accuracy, %", "to dense", "whole run", "run × dense",
     ]  # fmt: skip
     table = {line.split()[0]: [x for x in line.split("  ") if x] for line in lines[3:9]}
     assert list(table) == ALL  # one worker has nothing to send in bf16
+    assert [row[1].strip() for row in table.values()] == ["0.03"] * 5 + ["1"]
     times = {name: read(one_worker / Cell(name, 0).name).results["training_seconds"] for name in table}
     assert float(table[LOTTERY][-1].rstrip("×")) == pytest.approx(times["dense"] / times[LOTTERY], abs=0.006)
     said = " ".join(shown.out.split())
@@ -79,6 +80,7 @@ def test_the_table_of_one_worker(one_worker: Path, capsys: pytest.CaptureFixture
     assert "another number of steps" not in said
     for page in (shown.out, (one_worker / "report.html").read_text()):
         assert "no exchange" not in page
+        assert "bytes a step" not in page
     assert f"| {BIRD} | {read(one_worker / Cell(BIRD, 0).name).results['parameters']:,} |" in report(
         [one_worker], "markdown"
     )

@@ -220,7 +220,10 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--method", "early-bird", "--epochs", "1"], "drawn between epochs"),
         (["digits", "--recipe", "long"], "it has short"),
         (["digits", "--optimizer", "lion"], "there are sgd, adam, adamw, lars, lamb, sam"),
-        (["digits", "--optimizer", "lars"], "say --lr too; the recipe's 0.03 is for sgd"),
+        (
+            ["digits", "--optimizer", "lars"],
+            "say --lr too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
+        ),
         (["digits", "--optimizer", "adamw"], "say --lr too"),
         (["digits", "--optimizer", "sam", "--precision", "fp16"], "take --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not play"),

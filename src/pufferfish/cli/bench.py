@@ -18,7 +18,7 @@ start the same command again and it goes on; more methods and seeds may be added
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' --hosts 4 --network 1gbit --tune lr=5
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3        (pruning in rounds)
   pufferfish bench digits --methods pufferfish,early-bird-0.3,early-bird-0.5,early-bird-0.7 --seeds 3
-  pufferfish bench cifar10 --batch 2048 --methods dense@lars=1.6,dense@lamb=0.02,dense@sam --tune lr=3
+  pufferfish bench cifar10 --batch 2048 --methods dense@sgd=1.6,dense@lars=1.6,dense@lamb=0.02,dense@sam=1.6 --tune lr=3
   torchrun … -m pufferfish bench cifar10 --methods pufferfish --hosts 4 --per-host 8 --device cuda   (a real cluster)
 """
 

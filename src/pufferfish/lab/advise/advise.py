@@ -25,7 +25,7 @@ from .advice import Advice
 from .job import in_job, shared
 from .measured import computing
 from .subject import Subject
-from .ways import Way, turns
+from .ways import turns, way
 
 #: Compression methods that are tried, the simplest first.
 METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
@@ -56,7 +56,7 @@ def advise(
 def check(found: Advice, about: Subject, rounds: int = 3, best: int | None = 3) -> Advice:
     """Run dense training and the `best` (None: all) in this job, by turns: measured steps beside the predicted ones."""
     chosen = found.choices if best is None else [found.choices[0], *found.top(best)]
-    ways = {c.name: Way(about, *_way(c.name, found)) for c in chosen}
+    ways = {c.name: way(about, *_way(c.name, found)) for c in chosen}
     times = turns(ways, rounds)
     steps = dict(zip(times, shared([statistics.median(laps) for laps in times.values()]), strict=True))
     choices = [replace(c, measured=steps.get(c.name)) for c in found.choices]
@@ -83,7 +83,7 @@ class _Advisor:
         self.words = {word: _method(word) for word in (methods if engine == "ddp" else ("bf16",))}
         group = dist.group.WORLD if in_job() else None
         self.workers = Workers(group, torch.device(about.device), "advise")
-        dense = Way(about, choice("dense"))
+        dense = way(about, choice("dense"))
         self.model = dense.bare
         first = computing(dense)
         self.timed = self._timed(about.rank)
@@ -134,8 +134,8 @@ class _Advisor:
 
     def _measure(self, plans: Sequence[Plan]) -> None:
         """The computing of every low-rank model, twice, by turns: what else runs on a machine only adds to it."""
-        ways = {made.hash: Way(self.about, choice(LOW_RANK), made) for made in plans}
-        twice = [{name: computing(way) for name, way in ways.items()} for _ in range(2)]
+        ways = {made.hash: way(self.about, choice(LOW_RANK), made) for made in plans}
+        twice = [{name: computing(one) for name, one in ways.items()} for _ in range(2)]
         for made in plans:
             small = _faster(*(found[made.hash] for found in twice))
             self._jobs[made.hash] = Job(self.model, self.dense, self.size, None, made, _NOTE, small)

@@ -13,22 +13,22 @@ from ...compress.method import Method
 from ...measure import Work, dry_run
 from ...measure.alone import alone
 from ...measure.remedies import gradients, plain
+from ..contender import Contender
 from .job import in_job, shared, told
-from .ways import Way, timed
 
 _PARTS = ("data", "forward", "backward", "optimizer")
 #: Steps that are timed fill so many seconds, and are at least and at most so many.
 _SECONDS, _LEAST, _MOST = 1.0, 5, 30
 
 
-def computing(way: Way) -> Work:
+def computing(way: Contender) -> Work:
     """A step without its exchange. In a job: the mean over the workers, as long as the slowest of them takes."""
     for _ in range(2):
-        (lap,) = shared([timed(way, exchange=False)])
+        (lap,) = shared([way.seconds(exchange=False)])
     steps = max(_LEAST, min(_MOST, int(_SECONDS / lap)))
     work = alone(way.model, lambda: way.step(exchange=False), way.optimizer, steps=steps)
     parts = shared([getattr(work, name) for name in _PARTS])
-    (slowest,) = shared([statistics.median(timed(way, exchange=False) for _ in range(steps))])
+    (slowest,) = shared([statistics.median(way.seconds(exchange=False) for _ in range(steps))])
     longer = max(1.0, slowest / sum(parts))
     buffers = sum(x.nbytes for x in way.bare.buffers()) if in_job() else 0
     changed: dict[str, Any] = {n: longer * x for n, x in zip(_PARTS, parts, strict=True)}

@@ -15,6 +15,7 @@ from ...names import unwrap
 from ...planning import plan
 from ...switch import Switch
 from ...when import AtStep
+from ..contender import Contender
 from ..rivals.driver import is_rival, make
 from ..tasks.task import Recipe, Task
 from ..train import optimizer
@@ -22,7 +23,6 @@ from .asked import Asked
 from .cells import Cell, finished
 from .entry import entry
 from .summary import rounds_of
-from .timing import Contender
 
 Become = Callable[[nn.Module, torch.optim.Optimizer], object]
 

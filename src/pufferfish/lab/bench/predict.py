@@ -13,8 +13,8 @@ from ...measure.breakdown import PARTS
 from ...measure.remedies import message_bytes
 from ..advise.job import shared
 from ..advise.measured import sending
+from ..contender import Contender
 from ..network import Shape
-from .timing import Contender
 
 _COMPUTING = ("data", "forward", "backward", "optimizer")
 _LAPS = 5

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...table import aligned, short
+from ..report.bench import CEILING
 from ..report.groups import Comparison, Group, comparisons, find
 from ..report.headline import difference, median, notes, reached, run_ratio, score, speed, step
 from ..report.numbers import nbytes, seconds
@@ -27,8 +28,10 @@ def _one(comparison: Comparison, target: float | None) -> str:
     by_name = {group.name: group for group in comparison.groups}
     references = [by_name[name] for name in ALWAYS if name in by_name]
     against = comparison.reference
+    differ = len({*map(_rate, comparison.groups)} - {"–"}) > 1
     columns: dict[str, Callable[[Group], str]] = {
         "method": lambda group: group.name,
+        **({"learning rate": _rate} if differ else {}),
         "parameters": lambda group: median(group.results("parameters"), short).text,
         "MACs": lambda group: median(group.results("macs"), short).text,
         "a step": lambda group: step(group).text,
@@ -59,6 +62,12 @@ def _speed(reference: Group, group: Group) -> str:
         return "–"
     quarters = cell.text[cell.text.find("(") :] if reference.name == ALWAYS[0] and "(" in cell.text else ""
     return f"{cell.value:.2f}× {quarters}{'predicted' * cell.text.endswith('predicted')}".strip()
+
+
+def _rate(group: Group) -> str:
+    """The one that its runs took: the recipe's, or its optimizer's, or the one that tuning chose."""
+    found = {run.settings.get("recipe", {}).get("lr") for run in group.runs if group.name != CEILING}
+    return ", ".join(f"{lr:.3g}" for lr in found if lr is not None) or "–"
 
 
 def _whole(reference: Group, group: Group) -> str:

@@ -147,7 +147,7 @@ def ends(run: Run) -> tuple[float, int]:
     """Seconds and steps at the end of a run."""
     rows = [rows[-1] for rows in run.metrics.values() if rows]
     last = max((row[0] for row in rows), default=0.0)
-    told = (run.results.get(key) for key in ("seconds", "training_seconds"))
+    told = [run.results[key] for key in ("seconds", "training_seconds") if key in run.results]
     seconds = next((float(x) for x in told if is_number(x)), last)
     return seconds, max((row[1] for row in rows), default=0)
 

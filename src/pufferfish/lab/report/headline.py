@@ -24,7 +24,9 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     columns += [f"step against {against}"] * bool(reference) + ["whole run"]
     columns += [f"run against {against}"] * bool(reference)
     columns += [] if target is None else [f"time to {target:g}"]
-    columns += ["bytes a step", "peak memory", "seeds"]
+    sent = [x for group in comparison.groups for x in group.results("bytes_a_step").values()]
+    sizes = ["bytes_a_step"] * (any(sent) or not sent) + ["peak_memory"]
+    columns += [*(key.replace("_", " ") for key in sizes), "seeds"]
     speeds = {group.name: step_ratio(reference, group) for group in comparison.groups}
     fastest = max((s[0] for s in speeds.values() if s), default=1.0)
     rows = []
@@ -42,7 +44,7 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
             row.append(_speed((whole, False) if whole else None) if group is not reference else Cell())
         if target is not None:
             row.append(reached(group, comparison, target))
-        row += [median(group.results(key), nbytes) for key in ("bytes_a_step", "peak_memory")]
+        row += [median(group.results(key), nbytes) for key in sizes]
         rows.append(
             [*row, Cell() if group.name == CEILING else Cell(str(len(group.finished)), len(group.finished))]
         )
