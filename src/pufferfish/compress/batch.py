@@ -16,6 +16,9 @@ from .casts import NoCompression
 from .method import Method
 from .table import Methods
 
+#: Bytes of the first piece, where several go out one after the other.
+FIRST = 2**20
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -135,15 +138,17 @@ def batches(
 def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
     """Names of what goes out together. Those used last have their gradients first, so they come first.
 
+    The first piece is small, like DDP's first bucket: the link has something to do early.
+
     >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
     [['c', 'b'], ['a']]
     """
     found: list[list[str]] = [[]]
-    size = 0
+    size, limit = 0, FIRST if nbytes is None else min(FIRST, nbytes)
     for name in reversed(list(like)):
-        if nbytes is not None and size >= nbytes:
+        if nbytes is not None and size >= limit:
             found.append([])
-            size = 0
+            size, limit = 0, nbytes
         found[-1].append(name)
         size += like[name].nbytes
     return found

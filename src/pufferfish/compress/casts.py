@@ -62,7 +62,5 @@ class Float16(Method):
 def _mean(x: Tensor, turn: Turn, dtype: torch.dtype) -> Steps:
     if turn.size > 1:
         x /= turn.size  # before the sum, which may overflow in 16 bits
-    if dtype == x.dtype:
-        return (yield Sum(x)), None
-    total = yield Sum(turn.empty(x.shape, dtype).copy_(x))
-    return x.copy_(total), None
+    sent = x if dtype == x.dtype else turn.empty(x.shape, dtype).copy_(x)
+    return (yield Sum(sent)), None
