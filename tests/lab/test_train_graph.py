@@ -52,6 +52,12 @@ class Dropped(Digits):
 _made: list[Any] = []
 
 
+@pytest.fixture(autouse=True)
+def same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else cuDNN's sums differ from run to run, and a pruned channel may be another."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def settings(task: Task, method: str, folder: Path, **more: Any) -> Settings:
     recipe = replace(task.recipe("short"), epochs=4, switch_at=2, **more.pop("recipe", {}))
     if isinstance(task, Wikitext2):
