@@ -146,7 +146,7 @@ def table(lines: list[Line]) -> str:
     of = paired.by_arm(lines)
     scores = {arm: paired.scored(found) for arm, found in of.items()}
     measure = "held-out accuracy, %" if lines[0]["settings"]["held_out"] else "accuracy, %"
-    rows = [["", "batch", "rate", "updates", measure, "difference to sgd", "seconds", "seeds"]]
+    rows = [["", "batch", "rate", "updates", measure, "difference to sgd", "seeds"]]
     rivals = list(RIVALS)
     for arm in sorted(scores, key=lambda a: (int(a.split()[1]), rivals.index(a.split()[0]))):
         name, batch = arm.split()
@@ -155,7 +155,7 @@ def table(lines: list[Line]) -> str:
         rows.append([
             name, batch, ", ".join(f"{lr:.4g}" for lr in used), str(next(iter(of[arm].values()))["updates"]),
             f"{statistics.mean(scores[arm].values()):.2f}", paired.interval(gaps, 2),
-            f"{statistics.mean(line['seconds'] for line in of[arm].values()):.0f}", str(len(scores[arm])),
+            str(len(scores[arm])),
         ])  # fmt: skip
     return aligned(rows, left=(0,))
 
