@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from paper import COUNTS
 from pufferfish.lab.data.images import moved
-from pufferfish.lab.data.order import held_out, share, shuffled, steps
+from pufferfish.lab.data.order import Epoch, held_out, steps
 from pufferfish.lab.tasks import Recipe, Task, find
 
 RECIPE = Recipe(epochs=1, batch=8, lr=0.1)
@@ -393,16 +393,19 @@ def test_find(tmp_path: Path) -> None:
 
 
 def test_an_epoch_has_every_row_once_in_any_order() -> None:
-    first, second = (torch.cat(list(shuffled(100, 10, torch.Generator().manual_seed(i)))) for i in range(2))
+    first, second = (
+        torch.cat(list(Epoch("train", 10, generator=torch.Generator().manual_seed(i)).order(100)))
+        for i in range(2)
+    )
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(100))
     assert first.tolist() != second.tolist()
-    assert len(list(shuffled(100, 30, torch.Generator()))) == 3
+    assert len(list(Epoch("train", 30, generator=torch.Generator()).order(100))) == 3
 
 
 def test_shares_are_all_of_it() -> None:
     for n in range(12):
         for size in range(1, 6):
-            parts = [range(n)[share(n, rank, size)] for rank in range(size)]
+            parts = [range(n)[Epoch("test", 1, rank=rank, size=size).part(n)] for rank in range(size)]
             assert [i for part in parts for i in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert steps(9, 9) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,6 +36,65 @@ class Splits:
         return len(self.on(split, "cpu")[0])
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """Which batches of an epoch are asked for.
+
+    Args:
+        split: "train" is shuffled, others come in order, all of them.
+        batch: rows of all workers together.
+        generator: draws the order; in the same state on all workers.
+        rank, size: whose share of each batch, of how many workers; each gets the same number of batches.
+        start: number of the first batch, when an epoch goes on.
+
+    >>> epoch = Epoch("test", 4, rank=1, size=2, start=1)
+    >>> [epoch.share(rows).tolist() for rows in epoch.order(10)]
+    [[6, 7], [9]]
+    """
+
+    split: str
+    batch: int
+    device: torch.device | str = "cpu"
+    generator: torch.Generator | None = None
+    rank: int = 0
+    size: int = 1
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"there is no rank {self.rank} among {self.size} workers")
+        if self.training and self.batch % self.size:  # else their gradients would not weigh the same
+            raise ValueError(
+                f"a batch of {self.batch} cannot be shared evenly by {self.size} workers; take a multiple of {self.size}"
+            )
+
+    @property
+    def training(self) -> bool:
+        """Whether it is shuffled, and of whole batches."""
+        return self.split == "train"
+
+    def order(self, n: int, what: str = "rows", device: torch.device | str | None = None) -> Iterator[Tensor]:
+        """Row numbers of each batch of all workers, out of `n`, from `start` on.
+
+        They go to the device all at once: to send a batch's alone would wait for the batch before.
+        """
+        device = self.device if device is None else device
+        if not self.training:
+            rows = torch.arange(n, device=device)
+        else:
+            count = steps(n, self.batch, what) * self.batch
+            rows = drawn(n, self.generator).argsort()[:count].to(device)
+        return islice(iter(rows.split(self.batch)), self.start, None)
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Those of `rows` that are this worker's."""
+        return rows[self.part(len(rows))]
+
+    def part(self, n: int) -> slice:
+        """Which of `n` are this worker's."""
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+
+
 def steps(n: int, batch: int, what: str = "rows") -> int:
     """Whole batches in `n` rows.
 
@@ -45,41 +106,6 @@ def steps(n: int, batch: int, what: str = "rows") -> int:
     return n // batch
 
 
-def share(n: int, rank: int, size: int) -> slice:
-    """Which of the `n` rows of a batch are those of `rank`.
-
-    >>> share(8, 1, 4), share(3, 0, 2), share(3, 1, 2)
-    (slice(2, 4, None), slice(0, 1, None), slice(1, 3, None))
-    """
-    if not 0 <= rank < size:
-        raise ValueError(f"there is no rank {rank} among {size} workers")
-    return slice(n * rank // size, n * (rank + 1) // size)
-
-
-def even(batch: int, size: int) -> None:
-    """Refuse a training batch that workers cannot share evenly: their gradients would not weigh the same."""
-    if batch % size:
-        raise ValueError(
-            f"a batch of {batch} cannot be shared evenly by {size} workers; take a multiple of {size}"
-        )
-
-
-def shuffled(
-    n: int,
-    batch: int,
-    generator: torch.Generator | None,
-    what: str = "rows",
-    device: torch.device | str | None = None,
-) -> Iterator[Tensor]:
-    """An epoch's whole batches of row numbers, over all workers, in an order drawn from `generator`.
-
-    They go to `device` all at once: to send a batch's alone would wait for the batch before.
-    """
-    count = steps(n, batch, what)
-    order = drawn(n, generator).argsort().to(device)
-    return (order[i * batch : (i + 1) * batch] for i in range(count))
-
-
 def drawn(shape: int | tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Numbers from 0 to 1. Without a generator workers would draw different ones, so it is refused."""
     if generator is None:
@@ -88,11 +114,6 @@ def drawn(shape: int | tuple[int, ...], generator: torch.Generator | None) -> Te
         )
     shape = (shape,) if isinstance(shape, int) else shape
     return torch.rand(shape, generator=generator, device=generator.device)
-
-
-def in_order(n: int, batch: int, device: torch.device | str | None = None) -> Iterator[Tensor]:
-    """All rows, batch by batch; the last one may be smaller."""
-    return iter(torch.arange(n, device=device).split(batch))
 
 
 def held_out(n: int, held: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.images import moved, scaled
-from ..data.order import drawn, even, in_order, share, shuffled, steps
+from ..data.order import Epoch, drawn, steps
 from .task import Batch, Recipe, Task, evaluating
 
 
@@ -29,32 +28,20 @@ class Classify(Task):
     def steps(self, data: Any, batch: int) -> int:
         return steps(data.size("train"), batch, "training images")
 
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
-        pixels, labels = data.on(split, device)
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        pixels, labels = data.on(of.split, of.device)
         n = len(labels)
-        if split != "train":
-            for rows in islice(in_order(n, batch, device), start, None):
-                mine = rows[share(len(rows), rank, size)]
+        order = of.order(n, "training images")
+        if not of.training:
+            for rows in order:
+                mine = of.share(rows)
                 yield scaled(pixels[mine], self.mean, self.std), labels[mine]
             return
-        even(batch, size)
-        order = shuffled(n, batch, generator, "training images", device)
         # All random numbers of the epoch before its first batch, so that a resumed one has the same.
-        shifts = (drawn((2, n), generator) * (2 * self.shift + 1)).long().to(device) - self.shift
-        mirrored = (drawn(n, generator) < (0.5 if self.mirror else 0.0)).to(device)
-        for rows in islice(order, start, None):
-            mine = rows[share(batch, rank, size)]
+        shifts = (drawn((2, n), of.generator) * (2 * self.shift + 1)).long().to(of.device) - self.shift
+        mirrored = (drawn(n, of.generator) < (0.5 if self.mirror else 0.0)).to(of.device)
+        for rows in order:
+            mine = of.share(rows)
             images = moved(pixels, mine, shifts[0, mine], shifts[1, mine], mirrored[mine])
             yield scaled(images, self.mean, self.std), labels[mine]
 

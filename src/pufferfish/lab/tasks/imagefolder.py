@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from ..data.folders import data_folder
 from ..data.imagefolder import Files, ahead, listed
 from ..data.images import scaled
-from ..data.order import drawn, even, held_out, in_order, share, shuffled, steps
+from ..data.order import Epoch, drawn, held_out, steps
 from ..models import REFERENCES, resnet50
 from .classify import Classify
 from .task import Batch, Recipe, known
@@ -95,35 +94,19 @@ class ImageFolder(Classify):
     def steps(self, data: dict[str, Files], batch: int) -> int:
         return steps(len(data["train"].paths), batch, "training images")
 
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
-        files: Files = data[split]
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        files: Files = data[of.split]
         n = len(files.paths)
-        draws = None
-        if split == "train":
-            even(batch, size)
-            order = shuffled(n, batch, generator, "training images")
-            draws = drawn((n, 5), generator).cpu()
-        else:
-            order = in_order(n, batch)
-        mine = [rows[share(len(rows), rank, size)].cpu() for rows in islice(order, start, None)]
+        order = of.order(n, "training images", device="cpu")
+        draws = drawn((n, 5), of.generator).cpu() if of.training else None
+        mine = [of.share(rows) for rows in order]
         work = (
             [(files.paths[i], None if draws is None else draws[i, :4].tolist()) for i in rows.tolist()]
             for rows in mine
         )
         for rows, pixels in zip(mine, ahead(work, self.size), strict=True):
-            images = scaled(pixels.to(device), self.mean, self.std)
+            images = scaled(pixels.to(of.device), self.mean, self.std)
             if draws is not None:
-                mirrored = (draws[rows, 4] < 0.5).to(device)
+                mirrored = (draws[rows, 4] < 0.5).to(of.device)
                 images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
-            yield images, files.labels[rows].to(device)
+            yield images, files.labels[rows].to(of.device)

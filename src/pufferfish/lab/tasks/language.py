@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.order import Splits, drawn, even, in_order, share, shuffled, steps
+from ..data.order import Epoch, Splits, drawn, steps
 from ..data.text import windows
 from ..models import GPT, REFERENCES
 from .task import Batch, Recipe, Task, evaluating
@@ -72,33 +71,16 @@ class Windows(Task):
         """Windows to train on, wherever the epoch's first one begins."""
         return data.size("train") // self.context - 1
 
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
-        (text,) = data.on(split, device)
-        if split != "train":
-            cut = windows(text, self.context)
-            for rows in islice(in_order(len(cut), batch, device), start, None):
-                yield (cut[rows[share(len(rows), rank, size)]],)
-            left = (len(text) - 1) % self.context
-            if left:  # what fills no window is the last worker's
-                yield (text[None, -left - 1 :][: rank == size - 1],)
-            return
-        even(batch, size)
-        count = self._count(data)
-        first = int(drawn(1, generator) * self.context)  # every epoch cuts the text elsewhere
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        (text,) = data.on(of.split, of.device)
+        # Every epoch of training cuts the text elsewhere.
+        first = int(drawn(1, of.generator) * self.context) if of.training else 0
         cut = windows(text, self.context, first)
-        for rows in islice(shuffled(count, batch, generator, "windows", device), start, None):
-            yield (cut[rows[share(batch, rank, size)]],)
+        for rows in of.order(self._count(data) if of.training else len(cut), "windows"):
+            yield (cut[of.share(rows)],)
+        left = (len(text) - 1) % self.context
+        if left and not of.training:  # what fills no window is the last worker's
+            yield (text[None, -left - 1 :][: of.rank == of.size - 1],)
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         return self._loss(model, batch[0], label_smoothing=recipe.label_smoothing)

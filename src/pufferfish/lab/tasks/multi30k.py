@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.bpe import BEGIN, BPE, END, PADDING
 from ..data.folders import read
 from ..data.multi30k import DATASET, pairs
-from ..data.order import Splits, even, in_order, share, shuffled, steps
+from ..data.order import Epoch, Splits, steps
 from ..models import REFERENCES, Transformer
 from .beam import beam_search
 from .bleu import bleu
@@ -102,33 +101,15 @@ class Multi30k(Task):
     def steps(self, data: Pairs, batch: int) -> int:
         return steps(data.rows.size("train"), batch, "training sentences")
 
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
-        both = data.rows.on(split, device)
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        both = data.rows.on(of.split, of.device)
         # Counted on the CPU: a batch is cut without waiting for the device.
-        lengths = [(x != PADDING).sum(1) for x in data.rows.on(split, "cpu")]
-        n = data.rows.size(split)
-        if split == "train":
-            even(batch, size)
-            order = shuffled(n, batch, generator, "training sentences")
-        else:
-            order = in_order(n, batch)
-        for rows in islice(order, start, None):
-            rows = rows.cpu()
-            mine = rows[share(len(rows), rank, size)].to(device)
+        lengths = [(x != PADDING).sum(1) for x in data.rows.on(of.split, "cpu")]
+        for rows in of.order(data.rows.size(of.split), "training sentences", device="cpu"):
+            mine = of.share(rows).to(of.device)
             source, target = (x[mine, : int(l[rows].max())] for x, l in zip(both, lengths, strict=True))
-            tokens = (int(lengths[1][rows].sum()) - len(rows)) / size
-            yield source, target, torch.tensor(tokens, device=device)
+            tokens = (int(lengths[1][rows].sum()) - len(rows)) / of.size
+            yield source, target, torch.tensor(tokens, device=of.device)
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         return self._lost(model, batch, recipe.label_smoothing) / batch[2]

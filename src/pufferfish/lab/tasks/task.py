@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...names import unwrap
 from ..data.folders import Dataset
+from ..data.order import Epoch
 
 Batch = tuple[Tensor, ...]
 
@@ -162,25 +163,19 @@ class Task(ABC):
     def steps(self, data: Any, batch: int) -> int:
         """Updates in an epoch."""
 
-    @abstractmethod
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
+    def batches(self, data: Any, split: str, batch: int, **which: Any) -> Iterator[Batch]:
         """One epoch of "train" (shuffled, augmented), "valid" or "test" (in order, all of it).
 
-        `batch` counts the rows of all workers; this is the share of `rank`. The workers together get the same
-        rows for any `size`, if their generators are in the same state, and each the same number of batches. A resumed
-        epoch begins at batch `start`.
+        Args:
+            data: what `load` gave.
+            batch: rows of all workers together.
+            which: device, generator, rank, size, start: see `Epoch`.
         """
+        return self.epoch(data, Epoch(split, batch, **which))
+
+    @abstractmethod
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        """The same, for tasks to say how. The workers together get the same rows for any number of them."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:

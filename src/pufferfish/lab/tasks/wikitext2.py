@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.folders import read
-from ..data.order import Splits, even, share, steps
+from ..data.order import Epoch, Splits, steps
 from ..data.text import columns
 from ..data.wikitext2 import DATASET, VOCABULARY, tokens
 from ..models import REFERENCES, LSTMLanguageModel
@@ -80,27 +80,14 @@ class Wikitext2(Task):
         rows = data.size("train") // batch
         return steps(rows - 1, self.bptt, f"words in each of {batch} columns to guess")
 
-    def batches(
-        self,
-        data: Any,
-        split: str,
-        batch: int,
-        *,
-        device: torch.device | str = "cpu",
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        size: int = 1,
-        start: int = 0,
-    ) -> Iterator[Batch]:
-        (text,) = data.on(split, device)
-        width = batch if split == "train" else COLUMNS
-        if split == "train":
-            even(batch, size)
-        mine = columns(text, width)[:, share(width, rank, size)]
+    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
+        (text,) = data.on(of.split, of.device)
+        width = of.batch if of.training else COLUMNS
+        mine = columns(text, width)[:, of.part(width)]
         # Training batches are of one size; of a text to evaluate on the last one may be shorter.
-        last = self.bptt * self.steps(data, batch) if split == "train" else len(mine) - 1
-        h, c = (torch.zeros(self.layers, mine.shape[1], self.d, device=device) for _ in range(2))
-        for i in range(start * self.bptt, last, self.bptt):
+        last = self.bptt * self.steps(data, of.batch) if of.training else len(mine) - 1
+        h, c = (torch.zeros(self.layers, mine.shape[1], self.d, device=of.device) for _ in range(2))
+        for i in range(of.start * self.bptt, last, self.bptt):
             end = min(i + self.bptt, last)
             yield mine[i:end], mine[i + 1 : end + 1], h, c
 
