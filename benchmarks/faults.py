@@ -6,7 +6,7 @@ A CNN with batch norm, dropout, momentum and a one-cycle schedule trains through
 every few steps. Its workers are killed (SIGKILL) at random steps, during the switch and while a checkpoint is
 written; torchrun restarts them, and the job must end in the very bits of one that nobody killed: SHA-256 of
 parameters, buffers and optimizer state. Then SIGTERM, to one worker and to the launcher: saved, left, resumed, the same bits.
-Then the number of workers changes on the way. Exit status 1 if a result differs.
+Then the number of workers changes on the way. Exit status 1 if a result differs. `cut.py` pulls cables instead.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Strike:
     point: str  # of POINTS
     rank: int
     step: int
-    signal: str = "SIGKILL"
+    signal: str = "SIGKILL"  # or "cut": none, but the rank waits until its cable is out
     launcher: bool = False
 
 
@@ -75,6 +75,7 @@ class Job:
     steps: int
     switch_at: int
     every: int
+    timeout: float = 60.0  # seconds that workers wait for one another
     strikes: list[Strike] = field(default_factory=list)
 
 
@@ -121,16 +122,22 @@ class Fate:
         signal.signal(signal.SIGTERM, lambda *_: self.terminated.set())  # as a job's own handler would
         self.calls: Counter[tuple[str, int]] = Counter()
         self.mine = [
-            (s, folder / f"struck-{i}") for i, s in enumerate(strikes) if s.rank == rank and s.point in POINTS
+            (s, folder / f"struck-{i}", folder / f"cut-{i}")
+            for i, s in enumerate(strikes)
+            if s.rank == rank and s.point in POINTS
         ]
 
     def at(self, point: str) -> None:
         self.calls[point, self.step] += 1
-        for strike, sent in self.mine:
+        for strike, sent, cut in self.mine:
             # Not the first broadcast or file of a step: the one before it is out.
             due = self.calls[point, self.step] == (2 if point in ("switch", "files") else 1)
             if (strike.point, strike.step) == (point, self.step) and due and not sent.exists():
                 sent.touch()
+                if strike.signal == "cut":
+                    while not cut.exists():
+                        time.sleep(0.01)
+                    return
                 os.kill(os.getppid() if strike.launcher else os.getpid(), signal.Signals[strike.signal])
                 self.terminated.wait(30)  # until the launcher has passed it on
 
@@ -150,10 +157,10 @@ def work(folder: Path) -> None:
     """One worker's life, or what a signal leaves of it."""
     die_with_parent()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, size = dist.get_rank(), dist.get_world_size()
     data = json.loads((folder / "job.json").read_text())
     job = Job(**data | {"strikes": [Strike(**s) for s in data["strikes"]]})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+    rank, size = dist.get_rank(), dist.get_world_size()
     log(folder / "starts", rank, size)
     fate = Fate(folder, job.strikes, rank)
     fate.before(Workers, "share", "switch")
@@ -228,10 +235,7 @@ def finish(folder: Path, rank: int, model: nn.Module, optimizer: torch.optim.Opt
 
 def launch(folder: Path, job: Job, workers: int, timeout: float = 900) -> End:
     """Run the job in `folder` under torchrun; again in the same folder it resumes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.json").write_text(json.dumps(asdict(job)))
-    for old in folder.glob("left-*"):
-        old.unlink()
+    prepare(folder, job)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}",
         f"--max-restarts={len(job.strikes)}", "--monitor-interval=0.1", __file__, "--work", str(folder),
@@ -249,7 +253,19 @@ def launch(folder: Path, job: Job, workers: int, timeout: float = 900) -> End:
             if run.poll() is None:
                 run.kill()  # its workers die with it
                 run.wait()
-    seconds = time.perf_counter() - began
+    return ended(folder, status, time.perf_counter() - began)
+
+
+def prepare(folder: Path, job: Job) -> None:
+    """Write what workers read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+    for old in folder.glob("left-*"):
+        old.unlink()
+
+
+def ended(folder: Path, status: int, seconds: float) -> End:
+    """Read what they wrote."""
     ends = [json.loads(path.read_text()) for path in sorted(folder.glob("end-*.json"))]
     return End(
         status=status,

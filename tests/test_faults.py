@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmark import benchmark
 
-def _benchmark() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "faults.py"
-    spec = importlib.util.spec_from_file_location("faults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = _benchmark()
+faults = benchmark("faults")
 JOB = faults.Job(steps=24, switch_at=9, every=4)
 
 

@@ -92,6 +92,12 @@ def add(commands: Commands) -> None:
     )
     where.add_argument("--hosts", type=int, metavar="N", help="on the emulated network")
     where.add_argument("--per-host", type=int, metavar="N", help="workers on each (1)")
+    where.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="that workers wait for one another before they give up (torch's default: half an hour, NCCL's ten minutes)",
+    )
     records = train.add_argument_group("records")
     records.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/TASK-METHOD-SEED")
     records.add_argument(
@@ -135,6 +141,7 @@ def _here(task: Task, given: Settings, link: Any = None) -> int:
 
 def _worker(arguments: argparse.Namespace) -> int:
     """One of several: what is wrong with all of them is told once."""
+    from ..lab.train.job import Lost
     from ..lab.train.screen import Screen
     from ..lab.train.start import told
 
@@ -148,6 +155,9 @@ def _worker(arguments: argparse.Namespace) -> int:
         task, given = settings(arguments, hosts=started.get("hosts", 1))
         settled = True
         return _here(task, given, started.get("link"))
+    except Lost as error:
+        Screen().lost(f"rank {rank} has lost the others: {error}")
+        return 1
     except (ValueError, TypeError, OSError, ImportError) as error:
         shared = not settled or str(error).startswith("rank ")
         text = str(error).removeprefix("rank 0: ")

@@ -53,6 +53,7 @@ def settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Setti
         simulate=arguments.workers if arguments.simulate else None,
         sinks=tuple(sink for sink in ("jsonl", "tensorboard") if getattr(arguments, sink)),
         hosts=hosts,
+        timeout=arguments.timeout,
         name=name,
         **more,
     )

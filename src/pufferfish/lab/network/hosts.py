@@ -93,7 +93,7 @@ class Hosts(ABC):
         *,
         per_host: int = 1,
         env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
+        restarts: int = 0,
         write: Callable[[str], object] = print,
         grace: float = 10.0,
     ) -> int:
@@ -104,14 +104,14 @@ class Hosts(ABC):
         Args:
             command: script and arguments, or "-m", module and arguments.
             env: added to the environment.
-            options: more for torchrun, such as "--max-restarts=3".
+            restarts: how often torchrun may start the workers again, on all hosts, when some have failed.
             write: gets every line of output, with the host before it.
 
         Returns:
             0, or the exit code of the host that failed first.
         """
         return launch(
-            self, command, per_host=per_host, env=env or {}, options=options, write=write, grace=grace
+            self, command, per_host=per_host, env=env or {}, restarts=restarts, write=write, grace=grace
         )
 
     def measure(self) -> Link:

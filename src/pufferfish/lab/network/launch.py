@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .hosts import Hosts
 
+#: Seconds that an agent waits for an answer of the others before it gives up: torchrun's 60 are a short cut.
+_PATIENCE = 600
+
 
 def launch(
     hosts: Hosts,
@@ -20,7 +23,7 @@ def launch(
     *,
     per_host: int,
     env: Mapping[str, str],
-    options: Sequence[str],
+    restarts: int,
     write: Callable[[str], object],
     grace: float,
 ) -> int:
@@ -29,6 +32,8 @@ def launch(
         raise ValueError("launch: there is no command; give a script, or '-m' and a module")
     if not 1 <= per_host <= 64:
         raise ValueError(f"{per_host} workers a host: choose 1 to 64")
+    if restarts < 0:
+        raise ValueError(f"{restarts} restarts: choose 0 or more")
     port = hosts.port()
     threads = max(1, (os.cpu_count() or 1) // (hosts.hosts * per_host))
     settings = {
@@ -49,11 +54,10 @@ def launch(
         for host in range(hosts.hosts):
             line = [
                 sys.executable, "-m", "torch.distributed.run",
-                f"--nnodes={hosts.hosts}", f"--node-rank={host}", f"--nproc-per-node={per_host}",
-                f"--master-addr={hosts.address(0)}", f"--master-port={port}",
+                f"--nnodes={hosts.hosts}", f"--nproc-per-node={per_host}",
                 # Without it agents look their names up, which leads to 127.0.0.1.
                 f"--local-addr={hosts.address(host)}",
-                *options, *command,
+                *_meeting(host, hosts.address(0), port, restarts), *command,
             ]  # fmt: skip
             agent = hosts.run(host, line, settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             agents.append(agent)
@@ -74,6 +78,20 @@ def launch(
     if not failed:
         return 0
     return failed[0] if failed[0] > 0 else 128 - failed[0]  # as a shell says that a signal ended it
+
+
+def _meeting(host: int, address: str, port: int, restarts: int) -> list[str]:
+    """How the agents find one another.
+
+    In torchrun's static way they meet once; while a link is cut each would restart its workers alone, again and
+    again. In c10d's they wait for one another.
+    """
+    if not restarts:
+        return [f"--node-rank={host}", f"--master-addr={address}", f"--master-port={port}"]
+    more = f"is_host={int(host == 0)},read_timeout={_PATIENCE}"
+    return [
+        f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={more}"
+    ]  # fmt: skip
 
 
 def _print(

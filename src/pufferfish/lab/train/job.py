@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+#: In gloo's errors, which have no class of their own.
+_LOST = ("gloo/transport", "timeout caused pair closure")
+
+
+class Lost(RuntimeError):
+    """Others of the job cannot be reached any more."""
+
 
 @contextlib.contextmanager
-def job(device: str) -> Iterator[int]:
-    """How many processes: of the group there is, of one made as torchrun says and left afterwards, or alone."""
+def job(device: str, timeout: float | None = None) -> Iterator[int]:
+    """How many processes: of the group there is, of one made as torchrun says and left afterwards, or alone.
+
+    Args:
+        timeout: seconds that they wait for one another; None: as long as torch does.
+    """
     if dist.is_available() and dist.is_initialized():
         yield dist.get_world_size()
         return
@@ -22,12 +35,17 @@ def job(device: str) -> Iterator[int]:
         yield 1
         return
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        wait = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise OSError(f"the workers do not meet at {where}: {str(error).splitlines()[0]}") from None
     try:
         yield dist.get_world_size()
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in _LOST):
+            raise Lost(re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])) from error
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -33,7 +33,7 @@ def train(task: Task, given: Settings, *, link: Mapping[str, Any] | None = None)
     1482
     """
     device = place(given.device)
-    with job(given.device) as size:
+    with job(given.device, given.timeout) as size:
         control = Control()
         data = control.together(lambda: _loaded(task, given, size))
         run = Run(task, given, data, control, device, link)

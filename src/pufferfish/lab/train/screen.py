@@ -7,6 +7,7 @@ of interest only when something breaks.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from collections import deque
 #: Set for workers whose output somebody relays.
 RELAYED = "PUFFERFISH_RELAYED"
 _MARK = "\x1e"
+_RANK = "[rank"  # torch writes it before the lines of a worker's traceback
 
 
 class Screen:
@@ -52,6 +54,10 @@ class Screen:
         """Why it did not run."""
         self._show("refuse", text)
 
+    def lost(self, text: str) -> None:
+        """That other workers are out of reach."""
+        self._show("lost", text)
+
     def _show(self, kind: str, text: str) -> None:
         if self.silent:
             return
@@ -87,13 +93,20 @@ class Relay:
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
         self.refused: list[str] = []
+        self._killed = ""  # that a worker was, and by which signal
+        self._lost = ""  # what the first worker said that could not reach the others
         self._first: list[str] = []  # of what is not for the user: from the first traceback on
         self._last: deque[str] = deque(maxlen=15)
 
     @property
     def trouble(self) -> str:
-        """What broke first, as far as anybody can tell; others break because of it."""
-        return "\n".join(self._first or self._last)
+        """What broke first, as far as anybody can tell; others break because of it. Empty where `why` says it all."""
+        return "\n".join(self._first or ([] if self.why else self._last))
+
+    @property
+    def why(self) -> str:
+        """What ended the job, where a line says it."""
+        return "; ".join(filter(None, (self._killed, self._lost)))
 
     def __call__(self, line: str) -> None:
         """One line of a host's output."""
@@ -101,10 +114,18 @@ class Relay:
         _, marked, said = text.partition(_MARK)
         if not marked:
             self._last.append(text)
-            if (self._first or "Traceback" in text) and len(self._first) < 60:
+            if ended := re.search(r"failed \(exitcode: -(\d+)\)", text):  # its agent's words
+                self._killed = f"a worker was ended by signal {ended[1]}"
+            # After that a traceback without a rank is an agent's, who tells the same at length.
+            begins = "Traceback" in text and (_RANK in text or not self.why)
+            goes_on = bool(self._first) and (_RANK in text or _RANK not in self._first[0])
+            if (goes_on or begins) and len(self._first) < 60:
                 self._first.append(text)
             return
         kind, _, words = said.partition(" ")
+        if kind == "lost":
+            self._lost = self._lost or words
+            return
         if kind == "refuse":
             if words in self.refused:
                 return

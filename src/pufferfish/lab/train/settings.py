@@ -33,6 +33,7 @@ class Settings:
         network: the links that they are predicted for.
         sinks: where numbers go as well: "jsonl", "tensorboard".
         hosts: machines that the workers are on.
+        timeout: seconds that they wait for one another before they give up; None: as long as torch does.
         name: of the run in its records; "": as the choice was written.
         about: more for run.json's settings.
 
@@ -58,6 +59,7 @@ class Settings:
     sinks: tuple[str, ...] = ()
     quiet: bool = False
     hosts: int = 1
+    timeout: float | None = None
     name: str = ""
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -66,6 +68,8 @@ class Settings:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: it counts from 1")
+        if self.timeout is not None and not 0 < self.timeout < 1e9:
+            raise ValueError(f"--timeout {self.timeout:g}: it is in seconds, above 0")
         if self.precision not in PRECISIONS:
             raise ValueError(f"--precision {self.precision}: there are {', '.join(PRECISIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -47,8 +47,11 @@ def start(command: Sequence[str], *, network: str | None, hosts: int, per_host: 
         return 130
     if not code or relay.refused:
         return 2 if relay.refused else 0
-    print(relay.trouble, file=sys.stderr)
-    screen.say("a worker has failed, see above; the same command goes on from the last checkpoint")
+    why = relay.why
+    if relay.trouble:
+        print(relay.trouble, file=sys.stderr)
+        why = "a worker has failed, see above"
+    screen.say(f"{why}; the same command goes on from the last checkpoint")
     return 1
 
 

@@ -1,0 +1,21 @@
+"""The files of benchmarks/ as modules, for tests that run their short forms."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def benchmark(name: str) -> ModuleType:
+    """benchmarks/`name`.py, executed once. What it imports from there has to be asked for before."""
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where dataclasses look their annotations up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
