@@ -103,11 +103,12 @@ def _torch_bf16(_, bucket):  # type: ignore[no-untyped-def]  # DDP lets its own 
 
 
 def table(rounds: list[Round], methods: list[str]) -> str:
-    rows = [["s a step", "median", "alone", "exchange", "as fast as " + methods[0]]]
+    against = [name for name in (methods[0], "bf16") if name in methods]
+    rows = [["s a step", "median", "alone", "exchange", *(f"as fast as {name}" for name in against)]]
     for name in methods:
         step, alone = (statistics.median(r[name][key] for r in rounds) for key in ("seconds", "alone"))
-        faster = statistics.median(ratios(rounds, name, methods[0]))
-        rows.append([name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", f"{faster:.2f}×"])
+        faster = [f"{statistics.median(ratios(rounds, name, other)):.2f}×" for other in against]
+        rows.append([name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", *faster])
     return aligned(rows, left=(0,))
 
 
