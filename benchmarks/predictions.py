@@ -1,11 +1,12 @@
 """The cost model against the clock: steps over emulated links, predicted without having seen one, and then measured.
 
-    python benchmarks/predictions.py [--models resnet18 gpt] [--hosts 4] [--links 100mbit …] [--rounds 3] [--keep FOLDER]
+    python benchmarks/predictions.py [--models resnet18 gpt digits:cnn …] [--hosts 4] [--per-host 1] [--links 100mbit …]
+        [--methods dense powersgd-4 powersgd-4@node …] [--rounds 3] [--keep FOLDER]
 
 A job on every link. It measures computing without any exchange and runs the methods dry, which knows nothing of the link,
 and probes the link for a few seconds: nothing is fitted to steps, on this link or another. Then each method's step is
-predicted and measured, all taking turns in every round, and the medians are compared. A link whose times are in `--keep`
-is not measured again. Needs root, or user namespaces.
+predicted and measured, all taking turns in every round, and the medians are compared. `@node` is `levels="node"`: with
+several workers a host. A link whose times are in `--keep` is not measured again. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pufferfish as pf
+from pufferfish.lab.advise.job import shared
 from pufferfish.lab.advise.measured import computing, sending
 from pufferfish.lab.advise.subject import Subject, subject
 from pufferfish.lab.advise.ways import turns, way
@@ -33,7 +35,7 @@ from pufferfish.lab.choice import choice
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
 from pufferfish.measure import CostModel, Line, Link, Work, probe
-from pufferfish.measure.remedies import message_bytes
+from pufferfish.measure.remedies import gradients, message_bytes, on_levels
 from pufferfish.table import aligned
 
 METHODS = ["dense", "bf16", "powersgd-4", "int8", "topk-0.01", "pufferfish", "pufferfish+powersgd-4"]
@@ -64,8 +66,9 @@ def classes(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--models", nargs="+", default=list(KEEP), choices=list(KEEP))
+    ask.add_argument("--models", nargs="+", default=list(KEEP), help="of this file, or tasks")
     ask.add_argument("--hosts", type=int, default=4)
+    ask.add_argument("--per-host", type=int, default=1, help="workers")
     ask.add_argument("--links", nargs="+", default=LINKS)
     ask.add_argument("--methods", nargs="+", default=METHODS)
     ask.add_argument("--rounds", type=int, default=3)
@@ -76,7 +79,7 @@ def main() -> None:
         work(given)
         return
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, pufferfish "
-          f"{pf.__version__}, {given.hosts} hosts, {given.rounds} rounds\n")  # fmt: skip
+          f"{pf.__version__}, {given.hosts} hosts of {given.per_host}, {given.rounds} rounds\n")  # fmt: skip
     errors: list[float] = []
     for model in given.models:
         for link in given.links:
@@ -87,7 +90,7 @@ def main() -> None:
             toll = f"{1e9 * costs.link.toll:.2g} ns of computing lost a byte"
             print(f"{model}, {given.hosts} hosts, {link}: probed {costs.link}, {toll}")
             print(table(costs, works, steps, found["times"]), "\n", flush=True)
-            errors += costs.errors([(works[name], steps[name]) for name in works])
+            errors += [costs.predict(work).step / steps[name] - 1 for name, work in works.items()]
     within, mean = sum(abs(e) <= 0.2 for e in errors), statistics.mean(map(abs, errors))
     print(f"{within} of {len(errors)} steps within 20 %; mean deviation {mean:.1%}, largest "
           f"{max(errors, key=abs):+.1%}")  # fmt: skip
@@ -96,12 +99,14 @@ def main() -> None:
 def measured(given: argparse.Namespace, model: str, link: str) -> dict[str, Any]:
     """What a job on such a link finds."""
     with tempfile.TemporaryDirectory() as folder:
-        out = (given.keep or Path(folder)) / f"{model}-{given.hosts}-{link}.json"
+        out = (given.keep or Path(folder)) / f"{model}-{given.hosts}x{given.per_host}-{link}.json"
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
             words = ["--models", model, "--rounds", str(given.rounds), "--methods", *given.methods]
             with Network(given.hosts, link) as network:
-                code = network.launch([__file__, "--worker", str(out), *words], env=ENV)
+                code = network.launch(
+                    [__file__, "--worker", str(out), *words], per_host=given.per_host, env=ENV
+                )
             if code:
                 raise SystemExit(f"{model}, {link}: the workers failed with exit code {code}")
         found: dict[str, Any] = json.loads(out.read_text())
@@ -113,7 +118,8 @@ def work(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     (model,) = given.models
-    about = subject(f"{__file__}:{model}", keep=KEEP[model])
+    text = f"{__file__}:{model}" if model in KEEP else model
+    about = subject(text, keep=KEEP.get(model), rank=dist.get_rank(), size=dist.get_world_size())
     found = job(about, given.methods, given.rounds)
     if dist.get_rank() == 0:
         aside = given.worker.with_suffix(".new")
@@ -125,14 +131,26 @@ def work(given: argparse.Namespace) -> None:
 
 def job(about: Subject, methods: list[str], rounds: int) -> dict[str, Any]:
     plan = pf.plan(about.build(), about.rank, keep=about.keep, multiple=1)
-    ways = {name: way(about, choice(name), plan) for name in methods}
+    size, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    parts = {name: name.partition("@") for name in methods}
+    ways = {
+        name: way(about, choice(word), plan, levels="node" if node else "flat")
+        for name, (word, _, node) in parts.items()
+    }
     bare: dict[str, Work] = {}
     works: dict[str, Work] = {}
     for name, one in ways.items():
-        chosen = choice(name)
+        word, _, node = parts[name]
+        chosen = choice(word)
         if chosen.model not in bare:
             bare[chosen.model] = computing(one)
-        works[name] = sending(bare[chosen.model], one.bare, chosen.compress, dist.get_world_size())
+        if node and chosen.compress is not None:
+            dist.barrier()
+            made = on_levels(bare[chosen.model], chosen.compress, gradients(one.bare), size, per_node)
+            encode, decode = shared([made.encode, made.decode], slowest=True)
+            works[name] = replace(made, encode=encode, decode=decode)
+        else:
+            works[name] = sending(bare[chosen.model], one.bare, chosen.compress, size)
     link = probe(largest=message_bytes(ways[methods[0]].bare))
     times = turns(ways, rounds)
     return {
@@ -149,11 +167,13 @@ def _work(data: dict[str, Any]) -> Work:
 
 
 def _link(data: dict[str, Any]) -> Link:
-    lines = {
-        kind: Line(**{**line, "points": tuple(map(tuple, line["points"]))})
-        for kind, line in data["lines"].items()
-    }
-    return replace(Link(size=data["size"], lines=lines), toll=data["toll"])
+    def lines(some: dict[str, Any]) -> dict[str, Line]:
+        return {
+            kind: Line(**{**line, "points": tuple(map(tuple, line["points"]))}) for kind, line in some.items()
+        }
+
+    levels = {key: data[key] and lines(data[key]) for key in ("lines", "inside", "between")}
+    return Link(**{**data, **levels})
 
 
 def table(

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from processes import in_processes
 from pufferfish.exact import exact_
-from pufferfish.measure import Breakdown, diagnose, probe
+from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure.breakdown import PARTS
+from pufferfish.measure.remedies import gradients
 
 
 def build() -> nn.Module:
@@ -260,9 +261,14 @@ def levels(rank: int, size: int) -> None:
     assert link.inside is not None
     assert link.between is not None
     ddp, optimizer = job()  # groups of the same ranks as the probe's
-    pf.compress(ddp, pf.BFloat16(), optimizer=optimizer, levels="node")
+    hook = pf.compress(ddp, pf.BFloat16(), optimizer=optimizer, levels="node")
     train(ddp, optimizer, 2, rank)
-    del ddp
+    dry = dry_run(pf.BFloat16(), gradients(ddp.module), size, per_node=2)
+    handed = {kind: nbytes // 2 for kind, nbytes in hook.meter.handed.items()}  # a step
+    assert dry.inside == handed["reduce_scatter"] == 2 * handed["all_gather"]
+    if rank % 2 == 0:  # the owner of most; what all agree on goes inside too
+        assert dry.nbytes + 4 * (1 + 6) == handed["all_reduce"]
+    del ddp, hook
 
 
 @pytest.mark.timeout(180)

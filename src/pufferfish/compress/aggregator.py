@@ -21,7 +21,7 @@ from .table import Methods
 from .transport import Group, Transport
 from .turn import Turn
 
-#: Bytes of gradients that go out together, where they go out while others are still computed.
+#: Bytes of gradients that go out together, where they go out while others are still computed; at first fewer.
 PIECE = 25 * 2**20
 
 

@@ -142,6 +142,8 @@ def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
 
     >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
     [['c', 'b'], ['a']]
+    >>> pieces(dict.fromkeys("abcd", torch.empty(4, 2**20, dtype=torch.int8)), 2**23)
+    [['d'], ['c', 'b'], ['a']]
     """
     found: list[list[str]] = [[]]
     size, limit = 0, FIRST if nbytes is None else min(FIRST, nbytes)

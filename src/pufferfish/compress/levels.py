@@ -17,9 +17,6 @@ from .meter import Meter
 from .store import MEMORY, Store
 from .transport import Group, Transport, reduce_scatter
 
-#: "flat", "node", or the groups inside a machine and between machines.
-Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup]
-
 
 class Nodes:
     """The workers of this machine (`inside`), and those of the same place on all machines (`between`).
@@ -57,13 +54,17 @@ class Nodes:
             if bad.device.type != "cpu" or bad:
                 flat.masked_fill_(bad, 0)
             flat /= self.size  # before the sum, which may overflow in 16 bits
-            row = torch.empty_like(flat[0])
-            self.inside.meter.count("reduce_scatter", flat.nbytes, self.size, inside=True)
-            with self.inside.meter.exchange():
-                reduce_scatter(row, flat.view(-1), group=self.inside.group)
             names = shares[self.rank]
-            mine |= dict(zip(names, _views(row, names, gradients), strict=True))
+            mine |= dict(zip(names, _views(self._own_row(flat), names, gradients), strict=True))
         return mine
+
+    def _own_row(self, flat: Tensor) -> Tensor:
+        """The sum of the machine's workers, of the row that is ours."""
+        row = torch.empty_like(flat[0])
+        self.inside.meter.count("reduce_scatter", flat.nbytes, self.size, inside=True)
+        with self.inside.meter.exchange():
+            reduce_scatter(row, flat.view(-1), group=self.inside.group)
+        return row
 
     def up(
         self, owners: Sequence[Sequence[str]], means: Mapping[str, Tensor], like: Mapping[str, Tensor]
@@ -79,6 +80,10 @@ class Nodes:
             for theirs, row in zip(shares, rows, strict=True):
                 everything |= dict(zip(theirs, _views(row, theirs, like), strict=True))
         return everything
+
+
+#: "flat", "node", or the groups inside a machine and between machines.
+Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup] | Nodes
 
 
 def hand_over(
@@ -109,6 +114,8 @@ def hand_over(
 
 def chosen(levels: Levels, group: dist.ProcessGroup | Transport | None) -> Nodes | None:
     """What `levels` asks for; None for one level."""
+    if isinstance(levels, Nodes):
+        return levels
     if levels == "flat":
         return None
     if isinstance(group, Transport):

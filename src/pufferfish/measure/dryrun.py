@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compress.aggregator import Aggregator
+from ..compress.levels import Nodes
+from ..compress.meter import Meter
 from ..compress.table import Methods
 from ..compress.transport import Coming, Transport
 
@@ -22,6 +25,7 @@ class Sent:
     encode: float = 0.0  # seconds, up to the last message
     decode: float = 0.0  # and after it
     overlaps: bool = False  # whether messages leave while the backward pass goes on
+    inside: int = 0  # bytes that are averaged inside each machine first
 
     @property
     def nbytes(self) -> int:
@@ -36,11 +40,13 @@ def dry_run(
     *,
     device: torch.device | str | None = None,
     steps: int = 3,
+    per_node: int = 1,
 ) -> Sent:
     """A method on random gradients of the shapes and dtypes of `like`, as if there were `size` workers.
 
     All of them send what we send, so that the work on what arrives is done too. Random numbers are our own. Times
-    are medians over `steps` after a first one; the messages are those of the last.
+    are medians over `steps` after a first one; the messages are those of the last. With `per_node` workers a machine it
+    is `levels="node"`, and the messages are those between machines.
 
     >>> from pufferfish.compress import BFloat16
     >>> sent = dry_run(BFloat16(), {"w": torch.empty(64, 64)}, 4, steps=1)
@@ -54,8 +60,9 @@ def dry_run(
         for name, x in like.items()
     }
     means = {name: torch.empty_like(g) for name, g in gradients.items()}
-    worker = OneOf(size)
-    aggregator = Aggregator(method, worker)
+    worker = OneOf(size // per_node)
+    nodes = _OneOfNodes(per_node, worker, gradients) if per_node > 1 else None
+    aggregator = Aggregator(method, worker, levels=nodes or "flat")
     laps: dict[str, list[float]] = {"encode": [], "decode": []}
     for step in range(1 + steps):
         worker.sent.clear()
@@ -72,6 +79,7 @@ def dry_run(
         encode=statistics.median(laps["encode"]),
         decode=statistics.median(laps["decode"]),
         overlaps=aggregator.overlap_bytes is not None,
+        inside=sum(nodes.handed.values()) if nodes else 0,
     )
 
 
@@ -84,8 +92,8 @@ class OneOf(Transport):
     8
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
+    def __init__(self, size: int, meter: Meter | None = None) -> None:
+        super().__init__(meter)
         self.size, self.ranks = size, (0,)
         self.sent: list[tuple[str, int]] = []
 
@@ -100,3 +108,19 @@ class OneOf(Transport):
     def _scatter(self, mine: list[list[Tensor]]) -> Coming[list[list[Tensor]]]:
         self.sent.append(("all_to_all", sum(piece.nbytes for piece in mine[0])))
         return lambda: [[mine[0][0]] * self.size]
+
+
+class _OneOfNodes(Nodes):
+    """The worker of a machine that owns most: all its copies, without its neighbours."""
+
+    def __init__(self, size: int, between: OneOf, like: Mapping[str, Tensor]) -> None:
+        self.inside: Any = OneOf(size, between.meter)
+        self.between: Any = between
+        self.size = size
+        self.handed: dict[torch.dtype, int] = {}  # bytes
+        shares = [sum(like[n].nbytes for n in names) for names in self.owners(like)]
+        self.rank = shares.index(max(shares))
+
+    def _own_row(self, flat: Tensor) -> Tensor:
+        self.handed[flat.dtype] = flat.nbytes
+        return flat[self.rank].clone()

@@ -46,14 +46,15 @@ def probe(
         raise ValueError("probe: one process has no link; start two or more with torchrun")
     device = torch.device(device)
 
+    whole = group or dist.group.WORLD
+
     def lines(group: dist.ProcessGroup | None) -> dict[str, Line]:
         size = dist.get_world_size(group)
         return {
-            kind: Line.fit(kind, size, _times(kind, group, device, largest, seconds, rounds))
+            kind: Line.fit(kind, size, _times(kind, group, whole, device, largest, seconds, rounds))
             for kind in KINDS
         }
 
-    whole = group or dist.group.WORLD
     size = dist.get_world_size(group)
     link = Link(size=size, lines=lines(whole))
     if device.type == "cpu":
@@ -72,13 +73,14 @@ def probe(
 def _times(
     kind: str,
     group: dist.ProcessGroup | None,
+    whole: dist.ProcessGroup | None,
     device: torch.device,
     largest: int,
     limit: float,
     rounds: int,
 ) -> list[tuple[int, float]]:
-    """Bytes and seconds, the same on all ranks."""
-    workers = Workers(group, device, "probe")
+    """Bytes and seconds, the same on all ranks. Groups that share a line use it at the same time, as in a step."""
+    workers = Workers(whole, device, "probe")
     sends = Group(group)
     wire = WIRE[kind](sends.size)
     found: list[tuple[int, float]] = []
@@ -87,7 +89,7 @@ def _times(
         buffer = torch.zeros(nbytes // 4, device=device)
 
         def laps(n: int, buffer: Tensor = buffer) -> Tensor:
-            mine = torch.tensor([_lap(kind, sends, buffer) for _ in range(n)], dtype=torch.float64)
+            mine = torch.tensor([_lap(kind, sends, whole, buffer) for _ in range(n)], dtype=torch.float64)
             return workers.largest(mine)
 
         last = float(laps(1))  # connections are made in it
@@ -97,9 +99,9 @@ def _times(
     return found
 
 
-def _lap(kind: str, sends: Group, buffer: Tensor) -> float:
+def _lap(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
     """Seconds of one collective, which all begin together as well as a barrier can tell."""
-    dist.barrier(sends.group)
+    dist.barrier(whole)
     start = now(buffer.device)
     if kind == "all_reduce":
         sends._sum([buffer])()

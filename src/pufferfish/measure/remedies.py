@@ -12,7 +12,6 @@ from ..compress.method import Method
 from ..compress.table import Methods
 from ..names import own_name
 from ..plan import Plan
-from ..ranks import balanced
 from .dryrun import Sent, dry_run
 from .lowrank import RATIO, reshaped
 from .model import MIB, Work, buckets
@@ -155,15 +154,8 @@ def plain(work: Work, like: Mapping[str, Tensor], cap: int = 25) -> Work:
 
 def on_levels(work: Work, method: Method, like: Mapping[str, Tensor], size: int, per_node: int) -> Work:
     """With what `levels="node"` sends: of the tensors, each worker of a machine exchanges its share between them."""
-    names = sorted(like)
-    owners = balanced([like[n].numel() for n in names], per_node)
-    shares = [
-        {n: like[n] for n, owner in zip(names, owners, strict=True) if owner == i} for i in range(per_node)
-    ]
-    largest = max(shares, key=lambda share: sum(x.nbytes for x in share.values()))
-    sent = dry_run(method, largest, size // per_node)
-    inside = per_node * sum(x.nbytes for x in largest.values())
-    return replace(_sending(work, sent), overlaps=False, inside=inside)
+    sent = dry_run(method, like, size, per_node=per_node)
+    return replace(_sending(work, sent), overlaps=False, inside=sent.inside)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
