@@ -135,7 +135,10 @@ class Fate:
             if (strike.point, strike.step) == (point, self.step) and due and not sent.exists():
                 sent.touch()
                 if strike.signal == "cut":
+                    given_up = time.monotonic() + 60
                     while not cut.exists():
+                        if time.monotonic() > given_up:
+                            raise RuntimeError(f"nobody pulled the cable of {cut.name}")
                         time.sleep(0.01)
                     return
                 os.kill(os.getppid() if strike.launcher else os.getpid(), signal.Signals[strike.signal])

@@ -5,7 +5,16 @@ import torch
 from driver import State, drive, normal
 from torch import Tensor
 
-from pufferfish.compress import Aggregator, Method, NoCompression, PowerSGD, SignSGD, Simulated, TopK
+from pufferfish.compress import (
+    Aggregator,
+    BFloat16,
+    Method,
+    NoCompression,
+    PowerSGD,
+    SignSGD,
+    Simulated,
+    TopK,
+)
 from pufferfish.compress.accordion import Accordion
 from pufferfish.compress.blocks import BlockInt8
 from pufferfish.compress.dgc import DGC
@@ -14,6 +23,7 @@ from pufferfish.compress.testing import check_compressor
 PAIRS = [
     Accordion(PowerSGD(3), PowerSGD(1), every=2),
     Accordion(NoCompression(), TopK(k=0.1), every=1),
+    Accordion(BFloat16(), TopK(k=0.1), every=1),
     Accordion(TopK(k=0.5), PowerSGD(1), every=2),
 ]
 

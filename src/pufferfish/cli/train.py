@@ -96,7 +96,8 @@ def add(commands: Commands) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="that workers wait for one another before they give up (torch's default: half an hour, NCCL's ten minutes)",
+        help="that workers wait for one another before they give up; more than the first one needs to validate and to save "
+        "(torch's default: half an hour, NCCL's ten minutes)",
     )
     records = train.add_argument_group("records")
     records.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/TASK-METHOD-SEED")

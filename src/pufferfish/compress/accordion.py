@@ -129,7 +129,7 @@ class Accordion(Method):
             whole = known[key].clone() if key in known else s.new_zeros(len(turn.names), *s.shape[1:])
             whole[rows] = s
             turn.state[prefix + key] = whole
-        return mean.view_as(x), torch.zeros_like(x) if rest is None else rest.view_as(x)
+        return mean.to(x.dtype).view_as(x), torch.zeros_like(x) if rest is None else rest.view_as(x)
 
     def _decide(self, mean: Tensor, light: Tensor, turn: Turn) -> None:
         """At a period's end: what the next one is to be."""

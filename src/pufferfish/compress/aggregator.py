@@ -48,8 +48,8 @@ class Aggregator:
         smallest: 1-D tensors, and those of fewer elements, travel as they are (save in 16-bit averages).
             0 compresses all that the method can.
         nonfinite: "nan", or "zero" for loops that do not look.
-        overlap: whether pieces of 25 MiB go out while the backward pass goes on; for the hook. None: where it costs
-            nothing, that is for plain and 16-bit averages.
+        overlap: whether pieces of 25 MiB, the first of 1, go out while the backward pass goes on; for the hook. None:
+            where it costs nothing, that is for plain and 16-bit averages.
 
     >>> from pufferfish.compress import Simulated, TopK
     >>> two = Aggregator(TopK(k=1), Simulated(2), smallest=0)

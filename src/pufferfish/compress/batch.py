@@ -138,17 +138,21 @@ def batches(
 def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
     """Names of what goes out together. Those used last have their gradients first, so they come first.
 
-    The first piece is small, like DDP's first bucket: the link has something to do early.
+    The first piece is small, like DDP's first bucket: the link has something to do early. Where all is small it would
+    only be one message more.
 
     >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
     [['c', 'b'], ['a']]
     >>> pieces(dict.fromkeys("abcd", torch.empty(4, 2**20, dtype=torch.int8)), 2**23)
     [['d'], ['c', 'b'], ['a']]
     """
+    if nbytes is None:
+        return [list(reversed(list(like)))]
+    small = sum(x.nbytes for x in like.values()) < 8 * FIRST
     found: list[list[str]] = [[]]
-    size, limit = 0, FIRST if nbytes is None else min(FIRST, nbytes)
+    size, limit = 0, nbytes if small else min(FIRST, nbytes)
     for name in reversed(list(like)):
-        if nbytes is not None and size >= limit:
+        if size >= limit:
             found.append([])
             size, limit = 0, nbytes
         found[-1].append(name)

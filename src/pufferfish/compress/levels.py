@@ -83,6 +83,7 @@ class Nodes:
 
 
 #: "flat", "node", or the groups inside a machine and between machines.
+#: A user says one of the first three; `Nodes` is for who has none to talk to, such as a dry run.
 Levels = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup] | Nodes
 
 

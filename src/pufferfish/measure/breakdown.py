@@ -32,7 +32,7 @@ class Breakdown:
 
     | part | from … to |
     |---|---|
-    | data | the end of a step … the next forward: loading, logging, validation |
+    | data | the end of a step … the next forward: loading, logging, validation; what is done between two passes of a step |
     | forward | … with the loss, and with DDP's broadcast of buffers |
     | backward | without waiting for the exchange, and without what compression computes |
     | encode, decode | what compression computes (see `Meter`) |

@@ -66,13 +66,19 @@ class Ranking:
             speedup=now / seconds,
             run_speedup=run,
             hours=None if self.hours is None else self.hours / run,
-            wire_bytes=wire(remedy.work, self.size) / remedy.batches,
+            wire_bytes=wire(remedy.work, self.size, self.costs.link.per_node) / remedy.batches,
             note=remedy.note,
         )
 
 
-def wire(work: Work, size: int) -> float:
-    """Bytes that a worker sends in a step."""
+def wire(work: Work, size: int, per_node: int = 1) -> float:
+    """Bytes that a worker sends in a step; on two levels, to other machines.
+
+    >>> gathered = (("all_gather", 100),)
+    >>> [wire(Work(1.0, 1.0, messages=gathered, inside=n), 16, per_node=8) for n in (0, 400)]
+    [1500, 100]
+    """
+    size = size // per_node if work.inside else size
     return sum(WIRE[kind](size) * nbytes for kind, nbytes in (*work.messages, *work.gathers))
 
 

@@ -69,7 +69,8 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
     def median(key: str) -> float:
         return float(statistics.median(x[key] for x in seen))
 
-    against = {name: quartiles(ratios(rounds, method, name)) for name in ALWAYS if name != method}
+    timed = [name for name in ALWAYS if name != method and any(name in r for r in rounds)]
+    against = {name: quartiles(ratios(rounds, method, name)) for name in timed}
     return {
         "seconds_a_step": median("seconds"),
         "bytes_a_step": median("bytes"),

@@ -43,6 +43,7 @@ class Epoch:
     Args:
         split: "train" is shuffled, others come in order, all of them.
         batch: rows of all workers together.
+        device: where the batches are to be.
         generator: draws the order; in the same state on all workers.
         rank, size: whose share of each batch, of how many workers; each gets the same number of batches.
         start: number of the first batch, when an epoch goes on.

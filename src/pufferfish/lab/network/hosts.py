@@ -104,7 +104,8 @@ class Hosts(ABC):
         Args:
             command: script and arguments, or "-m", module and arguments.
             env: added to the environment.
-            restarts: how often torchrun may start the workers again, on all hosts, when some have failed.
+            restarts: how often torchrun may start the workers again, on all hosts, when some have failed. Ranks then
+                follow the text of the hosts' addresses: from ten hosts on, a rank's host is another.
             write: gets every line of output, with the host before it.
 
         Returns:

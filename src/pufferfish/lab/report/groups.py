@@ -154,7 +154,8 @@ def ends(run: Run) -> tuple[float, int]:
 
 def trainings(run: Run) -> list[dict[str, Any]]:
     """Of a method that trains several times to come to its model: each one's; else none."""
-    return run.results.get("trainings") or []
+    told = run.results.get("trainings")
+    return told if isinstance(told, list) else []
 
 
 def is_number(value: Any) -> bool:

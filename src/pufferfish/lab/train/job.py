@@ -43,7 +43,8 @@ def job(device: str, timeout: float | None = None) -> Iterator[int]:
     try:
         yield dist.get_world_size()
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(words in str(error) for words in _LOST):
+        gone = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if gone or any(words in str(error) for words in _LOST):
             raise Lost(re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])) from error
         raise
     finally:

@@ -94,6 +94,7 @@ class Relay:
         self.screen = screen
         self.refused: list[str] = []
         self._killed = ""  # that a worker was, and by which signal
+        self._aborted = False  # by itself: then it may have said why
         self._lost = ""  # what the first worker said that could not reach the others
         self._first: list[str] = []  # of what is not for the user: from the first traceback on
         self._last: deque[str] = deque(maxlen=15)
@@ -101,7 +102,7 @@ class Relay:
     @property
     def trouble(self) -> str:
         """What broke first, as far as anybody can tell; others break because of it. Empty where `why` says it all."""
-        return "\n".join(self._first or ([] if self.why else self._last))
+        return "\n".join(self._first or ([] if self.why and not self._aborted else self._last))
 
     @property
     def why(self) -> str:
@@ -115,7 +116,8 @@ class Relay:
         if not marked:
             self._last.append(text)
             if ended := re.search(r"failed \(exitcode: -(\d+)\)", text):  # its agent's words
-                self._killed = f"a worker was ended by signal {ended[1]}"
+                self._killed = self._killed or f"a worker was ended by signal {ended[1]}"
+                self._aborted |= ended[1] not in ("9", "15")
             # After that a traceback without a rank is an agent's, who tells the same at length.
             begins = "Traceback" in text and (_RANK in text or not self.why)
             goes_on = bool(self._first) and (_RANK in text or _RANK not in self._first[0])
