@@ -259,7 +259,7 @@ def close(gaps: list[float]) -> str:
         return "too few seeds"
     if mean < -POINTS:
         return "does not hold"
-    return "holds" if mean - paired.half_width(gaps) >= -POINTS else f"holds, interval below −{POINTS}"
+    return "holds" if mean - paired.half_width(gaps) >= -POINTS else "the mean does; not settled"
 
 
 def alike(gaps: list[float]) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from pufferfish.compress import (
     Aggregator,
     BFloat16,
+    Float16,
     Method,
     NoCompression,
     PowerSGD,
@@ -23,7 +24,6 @@ from pufferfish.compress.testing import check_compressor
 PAIRS = [
     Accordion(PowerSGD(3), PowerSGD(1), every=2),
     Accordion(NoCompression(), TopK(k=0.1), every=1),
-    Accordion(BFloat16(), TopK(k=0.1), every=1),
     Accordion(TopK(k=0.5), PowerSGD(1), every=2),
 ]
 
@@ -33,9 +33,10 @@ def test_holds_what_every_method_holds(method: Accordion) -> None:
     check_compressor(method, sizes=(1, 3), draws=50)
 
 
-def test_light_where_the_gradient_moves() -> None:
+@pytest.mark.parametrize("light", [NoCompression(), BFloat16(), Float16()])
+def test_light_where_the_gradient_moves(light: Method) -> None:
     """One tensor stays, the other doubles in every period."""
-    method = Accordion(NoCompression(), TopK(k=1), every=3)
+    method = Accordion(light, TopK(k=1), every=3)
     base = normal(2, 2, 4, workers=1)[0]
     states: list[State] = [{}, {}]
     dense = []
@@ -43,7 +44,7 @@ def test_light_where_the_gradient_moves() -> None:
         g = base * torch.tensor([1.0, 2.0 ** (step // 3)])[:, None, None]
         mean = drive(method, [g, g], states, step).mean
         dense.append([bool((x != 0).sum() > 1) for x in mean])
-        torch.testing.assert_close(mean[dense[-1]], g[dense[-1]])
+        torch.testing.assert_close(mean[dense[-1]], g[dense[-1]], rtol=0.01, atol=0)
     assert dense == [[True, True]] * 6 + [[False, True]] * 3
 
 
