@@ -49,6 +49,13 @@ def test_numbers_keep_all_digits(tmp_path: Path) -> None:
     assert read(tmp_path).metrics["loss"][0][2] == 0.1 + 0.2
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_with_its_graph_is_a_number(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.log(step=1, loss=torch.tensor([2.0], requires_grad=True).square().mean())
+    assert read(tmp_path).metrics["loss"][0][2] == 4.0
+
+
 def test_resume_drops_what_comes_after_and_goes_on_with_the_clock(tmp_path: Path) -> None:
     log = RunLog(tmp_path, name="first")
     for step in range(1, 6):
@@ -78,15 +85,28 @@ def test_an_unfinished_run_starts_anew_and_a_finished_one_is_safe(tmp_path: Path
     with pytest.raises(KeyError):
         crashes()
     assert read(tmp_path).finished is None
-    with RunLog(tmp_path, name="again") as log:
+    with pytest.warns(UserWarning, match=r"metrics\.csv: the rows of .* thrown away \(1\); .*resume="):
+        log = RunLog(tmp_path, name="again")
+    with log:
         log.log(step=9, loss=1.0)
     assert steps(tmp_path) == [9]
-    with pytest.raises(ValueError, match="finished run, 'again'; choose another folder"):
+    with pytest.raises(ValueError, match=r"finished run, 'again'; choose another folder.*resume="):
         RunLog(tmp_path)
     assert steps(tmp_path) == [9]
     with RunLog(tmp_path, resume=9) as log:  # a longer run
         log.log(step=10, loss=1.0)
     assert steps(tmp_path) == [9, 10]
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_where_no_row_is_lost(tmp_path: Path) -> None:
+    RunLog(tmp_path).close(finished=False)
+    log = RunLog(tmp_path)
+    log.log(step=1, loss=1.0)
+    log.close(finished=False)
+    with RunLog(tmp_path, resume=1) as log:
+        log.log(step=2, loss=1.0)
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

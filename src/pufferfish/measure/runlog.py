@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,12 +23,18 @@ from .run import CSV, HEAD, JSON, VERSION, Run, fields_of, read, rows_of
 
 __all__ = ["Run", "RunLog", "read"]
 
+_RESUME = "resume= takes how many steps its checkpoint has done"
+
 
 class RunLog:
     """Writes a run's folder; only rank 0 does, on the others all calls do nothing.
 
     A folder whose run did not finish is taken over. With `resume` its rows up to that step stay and the clock goes
-    on from there; without, the run starts anew. A finished run is never overwritten.
+    on from there; without, the run starts anew and a warning says how many rows that cost. A finished run is never
+    overwritten; with `resume` it goes on, too. Beside a `Checkpoint`, open the log after its `resume`:
+
+        at = checkpoint.resume()
+        log = RunLog("runs/mine", resume=at.position["step"] if at else None)
 
     Args:
         folder: made if it is not there.
@@ -86,13 +93,16 @@ class RunLog:
         old = fields_of(self.folder / JSON) if (self.folder / JSON).exists() else None
         if old and old["finished"] and resume is None:
             raise ValueError(
-                f"{self.folder}: it holds a finished run, {old['name']!r}; choose another folder"
+                f"{self.folder}: it holds a finished run, {old['name']!r}; choose another folder, "
+                f"or go on with it: {_RESUME}"
             )
         rows: list[list[str]] = []
         if old and resume is not None:
             rows = [row for _, row in rows_of(self.folder / CSV) if int(row[1]) <= resume]
             self._before = float(rows[-1][0]) if rows else 0.0
             here |= {key: old[key] for key in ("started", "results", "predicted", "layers")}
+        elif old:
+            _warn_of_lost_rows(self.folder / CSV)
         self.data = here
         _replace(self.folder / CSV, _lines([HEAD, *rows]))
         self._write()
@@ -104,7 +114,7 @@ class RunLog:
             return
         seconds = f"{self._before + time.perf_counter() - self._began:.6f}"
         at = [seconds, str(int(step)), "" if epoch is None else repr(float(epoch))]
-        self._file.write(_lines([[*at, name, repr(float(value))] for name, value in values.items()]))
+        self._file.write(_lines([[*at, name, repr(float(_plain(value)))] for name, value in values.items()]))
         self._file.flush()
 
     def result(self, **values: Any) -> None:
@@ -151,6 +161,15 @@ class RunLog:
         _replace(path, _text(self.data, path))
 
 
+def _warn_of_lost_rows(path: Path) -> None:
+    lost = path.read_bytes().count(b"\n") - 1 if path.is_file() else 0
+    if lost > 0:
+        said = (
+            f"{path}: the rows of a run that did not finish are thrown away ({lost}); to keep them, {_RESUME}"
+        )
+        warnings.warn(said, stacklevel=3)
+
+
 def _lines(rows: Sequence[Sequence[str]]) -> str:
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerows(rows)
@@ -174,9 +193,12 @@ def _text(data: Mapping[str, Any], path: Path) -> str:
 
 def _number(value: Any) -> Any:
     """For JSON, which knows no NaN; text and lists stay as they are."""
-    if isinstance(value, torch.Tensor):
-        value = value.item()
+    value = _plain(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _in_job() -> bool:

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import NamedTuple
 
 from ...measure import Run
-from .groups import Group, Measure, clocked
+from .groups import Comparison, Group, Measure, clocked
 
 #: Where on the axis, the mean over seeds, the lowest and the highest seed.
 Point = tuple[float, float, float, float]
 MOST_POINTS = 160  # of a line; more than a screen shows
+
+
+class Charted(NamedTuple):
+    """What the curves are of: the rows' name, what the axis says, and the measure."""
+
+    rows: str
+    label: str
+    measure: Measure
+
+
+def charted(comparison: Comparison) -> Charted:
+    """The validation measure; where nobody validated, the loss that a loop logs."""
+    measure = comparison.measure
+    validated = Charted(f"valid/{measure.name}", f"validation {measure.label}", measure)
+    for found in (validated, Charted("loss", "loss", Measure("loss", higher=False))):
+        if any(curve(run, found.rows, "seconds") for run in comparison.runs):
+            return found
+    return validated
 
 
 def mean_curve(group: Group, name: str, over: str, scale: float = 1.0) -> list[Point]:

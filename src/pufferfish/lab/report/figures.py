@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...measure.breakdown import PARTS
-from .curves import Point, mean_curve
+from .curves import Point, charted, mean_curve
 from .groups import Comparison
 from .numbers import nbytes, seconds, significant
 from .svg import COLOURS, Scale, around, axes, cut, drawing, element, mark, path, spread, text
@@ -26,9 +26,8 @@ class Line:
 
 
 def curves(comparison: Comparison, over: str) -> str | None:
-    """The validation measure over "seconds" or "bytes", a line for each method."""
-    measure = comparison.measure
-    name = f"valid/{measure.name}"
+    """The validation measure, or else the loss, over "seconds" or "bytes", a line for each method."""
+    name, axis, measure = charted(comparison)
     found = [mean_curve(group, name, over, measure.scale) for group in comparison.groups]
     if not any(found):
         return None
@@ -42,8 +41,8 @@ def curves(comparison: Comparison, over: str) -> str | None:
     ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.{measure.places}f}" for line in lines)
     return _line_chart(
         f"{measure.name} over {'time' if over == 'seconds' else 'bytes'}",
-        f"Mean over seeds on validation data. {ends}.",
-        lines, (label, f"validation {measure.label}"), significant if over == "seconds" else nbytes, log=over == "bytes",
+        f"Mean over seeds of {name}. {ends}.",
+        lines, (label, axis), significant if over == "seconds" else nbytes, log=over == "bytes",
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from .bench import CEILING
 from .groups import Comparison, Group
-from .headline import difference, median, run_ratio, step, step_ratio
+from .headline import difference, median, quarters, run_ratio, step, step_ratio
 from .numbers import faster, nbytes, seconds
+from .tables import Cell
 
 
 @dataclass(frozen=True)
@@ -36,29 +37,39 @@ def findings(comparison: Comparison) -> list[Finding]:
     made = []
     if steps:
         best = by_name[max(steps, key=lambda name: steps[name])]
-        note = (
-            f"{step(best).text} instead of {step(reference).text}"
-            if measured
-            else "by the cost model, not measured"
-        )
+        note = "by the cost model, not measured"
+        if measured:
+            kind = "rounds" if quarters(reference, best) else "seeds"
+            note = _times(steps[best.name], step(best), step(reference), kind)
         made.append(
             _fastest("a step" if measured else "a step, predicted", steps[best.name], best, reference, note)
         )
     if runs:
         best = by_name[max(runs, key=lambda name: runs[name])]
-        ours, theirs = (median(group.wholes(), seconds).text for group in (best, reference))
-        made.append(
-            _fastest("the whole run", runs[best.name], best, reference, f"{ours} instead of {theirs}")
-        )
+        ours, theirs = (median(group.wholes(), seconds) for group in (best, reference))
+        note = _times(runs[best.name], ours, theirs, "seeds")
+        made.append(_fastest("the whole run", runs[best.name], best, reference, note))
     made += _ceiling(comparison, reference) + _fewest(others, reference)
-    speeds = runs or steps
-    if speeds:
-        made += _price(comparison, by_name[max(speeds, key=lambda name: speeds[name])])
+    for what, speeds in (("run", runs), ("step", steps)):
+        best_name = max(speeds, key=lambda name: speeds[name], default=None)
+        if best_name is not None and _gains(speeds[best_name]):
+            return made + _price(comparison, by_name[best_name], what)
     return made
 
 
+def _times(speed: float, ours: Cell, theirs: Cell, kind: str) -> str:
+    """Both times, where they give the speed-up that they stand beside: a median of ratios is another figure."""
+    if ours.value and theirs.value and abs(theirs.value / ours.value / speed - 1) < 0.01:
+        return f"{ours.text} instead of {theirs.text}"
+    return f"the median of the {kind}' ratios"
+
+
+def _gains(speed: float) -> bool:
+    return round(speed, 2) > 1
+
+
 def _fastest(what: str, speed: float, group: Group, reference: Group, note: str) -> Finding:
-    if round(speed, 2) <= 1:
+    if not _gains(speed):
         return Finding(what, "nothing faster", reference.name, f"the next is {group.name}, {faster(speed)}")
     return Finding(what, f"{faster(speed)} as fast", group.name, note)
 
@@ -83,8 +94,8 @@ def _fewest(others: list[Group], reference: Group) -> list[Finding]:
     return [Finding("bytes a step", figure, best, f"{sent[best].text} instead of {base.text}")]
 
 
-def _price(comparison: Comparison, group: Group) -> list[Finding]:
-    """How good the fastest is."""
+def _price(comparison: Comparison, group: Group, what: str) -> list[Finding]:
+    """How good the method with the fastest run or step is."""
     gap = difference(comparison, group)
     if gap.value is None:
         return []
@@ -94,4 +105,5 @@ def _price(comparison: Comparison, group: Group) -> list[Finding]:
         note = f"{'better' if gap.tone == 'good' else 'worse'}: the interval leaves 0 out"
     else:
         note = "not settled: the interval holds 0"
-    return [Finding(f"{comparison.measure.name} of the fastest", gap.text.split(",")[0], group.name, note)]
+    said = f"{comparison.measure.name} of the fastest {what}"
+    return [Finding(said, gap.text.split(",")[0], group.name, note)]

@@ -54,9 +54,11 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
 def notes(comparison: Comparison) -> list[str]:
     """What has to be known to read the table."""
     measure, reference = comparison.measure, comparison.reference
-    said = [
-        f"± is half of a 95 % interval (Student's t) over seeds; {'more' if measure.higher else 'less'} is better."
-    ]
+    scores = [score(comparison, group) for group in comparison.groups]
+    intervals = any(cell.half is not None for cell in scores)
+    said = ["± is half of a 95 % interval (Student's t) over seeds."] * intervals
+    if any(cell.value is not None for cell in scores):
+        said.append(f"{'More' if measure.higher else 'Less'} {measure.name} is better.")
     if any(group.results("macs") for group in comparison.groups):
         said.append(
             "MACs are those of a forward pass for one row of a batch, by the model at the end of the run."
@@ -67,8 +69,8 @@ def notes(comparison: Comparison) -> list[str]:
         )
     else:
         said.append(
-            f"Differences to {reference.name} are paired by seed; “better” and “worse” stand only where the "
-            f"interval leaves 0 out. Speed against {reference.name} is the median of the seeds' ratios, for one step and for "
+            f"Differences to {reference.name} are paired by seed"
+            f"{'; “better” and “worse” stand only where the interval leaves 0 out' * intervals}. Speed against {reference.name} is the median of the seeds' ratios, for one step and for "
             "the whole run, warm-up included; below 1 it is slower."
         )
     counts = sorted({group.rounds["count"] for group in comparison.groups if group.rounds})

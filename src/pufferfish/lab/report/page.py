@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ...measure.breakdown import PARTS
+from .bench import CEILING
+from .curves import charted
 from .figures import bars, curves, part_swatch, scatter
 from .findings import findings
 from .groups import Comparison, layers_of
@@ -28,9 +30,10 @@ def page(comparisons: Sequence[Comparison], title: str, target: float | None = N
         element("section", *_section(c, target, several, len(comparisons)), id=f"part{n}")
         for n, c in enumerate(comparisons)
     ]
-    runs = [run for c in comparisons for run in c.runs]
+    runs = [run for c in comparisons for run in c.runs if run.name != CEILING]
     days = sorted({run.started[:10] for run in runs if run.started})
-    lead = f"{len(runs)} runs" + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
+    many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    lead = many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
     body = [
         element("h1", text(title)), element("p", text(lead), class_="soft"),
         element("nav", *links, aria_label="Comparisons") if several else "", *sections,
@@ -92,18 +95,18 @@ def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
 
 
 def _progress(comparison: Comparison) -> list[str]:
-    name = comparison.measure.name
-    note = "Mean over seeds; the band goes from the lowest to the highest seed. Early values may lie outside the frame."
-    drawn = [
-        _figure(f"{name.capitalize()} over {over}", note, figure)
-        for over, axis in (("time", "seconds"), ("bytes", "bytes"))
-        if (figure := curves(comparison, axis))
-    ]
-    missing = (
-        [] if len(drawn) == 2 else [_missing(f"No run has the rows “bytes” and “valid/{name}” for the rest.")]
-    )
+    rows, _, measure = charted(comparison)
+    several = any(len(group.runs) > 1 for group in comparison.groups)
+    note = "Mean over seeds; the band goes from the lowest to the highest seed. " * several
+    note += "Early values may lie outside the frame."
+    drawn, missing = [], []
+    for over, axis, lacks in (("time", "seconds", "times of its own"), ("bytes", "bytes", "rows “bytes”")):
+        if figure := curves(comparison, axis):
+            drawn.append(_figure(f"{measure.name.capitalize()} over {over}", note, figure))
+        else:
+            missing.append(_missing(f"No curve over {over}: no run has {lacks} beside “{rows}”."))
     if not drawn:
-        return [_missing(f"No run has rows “valid/{name}”, so there are no curves.")]
+        return [_missing(f"No run has rows “{rows}” or “loss”, so there are no curves.")]
     return [_beside(drawn), *missing]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...measure.breakdown import PARTS
-from .curves import mean_curve, typical
+from .curves import charted, mean_curve, typical
 from .groups import Comparison, Group, is_number, layers_of, short
 from .numbers import nbytes, seconds
 
@@ -119,14 +120,14 @@ def predicted(comparison: Comparison) -> Table | None:
 
 def progress(comparison: Comparison) -> Table | None:
     """The curves: means over seeds, and the lowest and highest seed."""
-    measure = comparison.measure
+    name, label, measure = charted(comparison)
     rows = []
     for group in comparison.groups:
         for over in ("seconds", "bytes"):
-            for x, *values in mean_curve(group, f"valid/{measure.name}", over, measure.scale):
+            for x, *values in mean_curve(group, name, over, measure.scale):
                 cells = [Cell(f"{value:g}", value) for value in (x, *values)]
                 rows.append([Cell(group.name), Cell(over), *cells])
-    columns = ["method", "over", "at", f"validation {measure.label}", "lowest seed", "highest seed"]
+    columns = ["method", "over", "at", label, "lowest seed", "highest seed"]
     return Table("Progress", columns, rows) if rows else None
 
 
@@ -155,6 +156,8 @@ def setup(comparison: Comparison) -> Table:
         if got:
             ends = dict.fromkeys(f"{value:.4g}" for value in (min(got), max(got)))
             facts[name] = [f"{'–'.join(ends)} {unit}"]
+    if len({*facts.get("seeds", ())}) == 1:
+        facts = {"seed" if name == "seeds" else name: values for name, values in facts.items()}
     rows = [[Cell(name), Cell(_several(values))] for name, values in facts.items()]
     return Table("What ran on what", ["what", "value"], rows)
 
@@ -162,7 +165,10 @@ def setup(comparison: Comparison) -> Table:
 def summary(comparison: Comparison, with_title: bool = True) -> str:
     """The most needed of it in one line."""
     facts = {first.text: value.text for first, value in setup(comparison).rows}
-    named = [f"{n} {facts[n]}" for n in ("link got", "latency", "torch", "commit", "seeds") if n in facts]
+    if "commit" in facts:  # twelve digits tell it from others
+        facts["commit"] = re.sub(r"([0-9a-f]{12})[0-9a-f]+", r"\1", facts["commit"])
+    wanted = ("link got", "latency", "torch", "commit", "seed", "seeds")
+    named = [f"{name} {facts[name]}" for name in wanted if name in facts]
     return " · ".join([comparison.title] * with_title + named)
 
 
