@@ -31,7 +31,26 @@ def loss(model, batch):
 
 def nonsense():
     return "a model"
+
+def does_not_fit():
+    return alone(), torch.randn(8, 63)
+
+def no_labels():
+    return alone(), torch.randn(8, 64), lambda model, batch: loss(model, batch.pair)
+
+def three_arguments():
+    return alone(), torch.randn(8, 64), lambda model, batch, labels: model(batch).sum()
+
+def not_a_number():
+    return alone(), torch.randn(8, 64), lambda model, batch: model(batch)
+
+def no_gradient():
+    return alone(), torch.randn(8, 64), lambda model, batch: model(batch).sum().item()
+
+def unbuilt():
+    return {}["width"]
 """
+ON = ("--network", "1gbit", "--nodes", "2", "--device", "cpu")
 
 
 @pytest.fixture
@@ -98,6 +117,16 @@ def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "{file}:missing"], "has no function 'missing'"),
         (["plan", "{file}:nonsense"], "returned a str"),
         (["plan", "no.such.module:build"], "No module named"),
+        (["plan", "{file}:unbuilt"], ":unbuilt: building the model raised KeyError: 'width'"),
+        (["plan", "{file}:does_not_fit"], ":does_not_fit: the model on its batch raised RuntimeError: mat1"),
+        (["plan", "{file}:no_labels"], ":no_labels: loss_fn(model, batch) raised AttributeError: 'Tensor'"),
+        (["plan", "{file}:three_arguments"], "loss_fn(model, batch) raised TypeError: "),
+        (["advise", "{file}:unbuilt", *ON], ":unbuilt: building the model raised KeyError: 'width'"),
+        (["advise", "{file}:does_not_fit", *ON], "the model on its batch raised RuntimeError: mat1"),
+        (["advise", "{file}:no_labels", *ON], "loss_fn(model, batch) raised AttributeError: 'Tensor'"),
+        (["advise", "{file}:three_arguments", *ON], "loss_fn(model, batch) raised TypeError: "),
+        (["advise", "{file}:not_a_number", *ON], "loss_fn(model, batch) returned a tensor of shape (8, 4)"),
+        (["advise", "{file}:no_gradient", *ON], "loss_fn(model, batch) returned float"),
         (["plan", "{file}:alone", "--measure"], "needs a batch"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),

@@ -15,7 +15,7 @@ from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, nominal, subject
 from pufferfish.lab.network import Shape
 from pufferfish.measure import CostModel, Line, Link, Work
-from pufferfish.measure.remedies import gradients, on_levels, plain
+from pufferfish.measure.remedies import Job, gradients, plain
 from pufferfish.measure.sharded import sharded
 from pufferfish.measure.worth import worthwhile
 
@@ -29,6 +29,9 @@ def wide():
 
 def tiny():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.randn(512, 8),)
+
+def even():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(4, 256)
 
 def alone():
     return nn.Linear(4, 4)
@@ -145,21 +148,54 @@ def test_sharded_weights_have_no_compression(file: Path) -> None:
 
 
 def test_machines_with_several_workers_may_average_inside_first(file: Path) -> None:
-    about = subject(f"{file}:wide")
-    found = advise(about, nominal(Shape(100.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
-    steps = {c.name: c.step for c in found.choices}
-    assert steps["topk-0.01, levels=node"] < steps["topk-0.01"]
+    about = subject(f"{file}:even")
+    found = advise(about, nominal(Shape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
+    choices = {c.name: c for c in found.choices}
+    ways = ("dense", "topk-0.01", "pufferfish", "pufferfish+topk-0.01")
+    assert set(choices) == {*ways, *(f"{name}, levels=node" for name in ways)}
+    for name in ways:
+        node = choices[f"{name}, levels=node"]
+        assert node.step < choices[name].step
+        assert node.wire_bytes < choices[name].wire_bytes
+        assert found.plans.get(node.name) == found.plans.get(name)
+    pair = choices["pufferfish+topk-0.01, levels=node"]
+    assert pair.wire_bytes < choices["topk-0.01, levels=node"].wire_bytes
+    said = str(found)
+    assert "\npufferfish+topk-0.01, levels=node " in said
+    assert "\npufferfish+topk-0.01 " not in said  # the slower of the two
+    assert "\ndense " in said
+    assert f"no exchange at all, dense: {found.ceiling:.2f}×" in said
+    assert said.splitlines()[4].split() == ["ms", "a", "step", "MB", "sent", "step", "run"]
 
 
-def test_of_two_that_are_alike_the_simpler_one() -> None:
+def test_two_levels_are_told_only_where_they_pay() -> None:
+    names = {"dense": 1.0, "dense, levels=node": 1.5, "bf16": 1.9, "bf16, levels=node": 1.91}
+    found = _advice(names)
+    assert found.best.name == "bf16"
+    rows = [line.partition("  ")[0] for line in str(found).splitlines()[5:8]]
+    assert rows == ["dense", "bf16", "dense, levels=node"]
+    assert "pf.compress" not in str(found)
+    names["bf16, levels=node"] = 2.5
+    assert "Use bf16, levels=node" in str(_advice(names))
+    assert 'pf.compress(ddp, pf.BFloat16(), levels="node")' in str(_advice(names))
+    names["dense, levels=node"] = 2.6
+    assert 'pf.compress(ddp, pf.NoCompression(), levels="node")' in str(_advice(names))
+
+
+def _advice(speedups: dict[str, float]) -> Advice:
     choices = [
         pf.measure.Choice(kind="", name=name, step=1, speedup=s, run_speedup=s, hours=None, wire_bytes=1.0)
-        for name, s in (("dense", 1.0), ("bf16", 1.99), ("powersgd-4", 2.0))
+        for name, s in speedups.items()
     ]
-    found = Advice(
+    return Advice(
         subject="s", network="n", nodes=2, per_node=1, engine="ddp", choices=choices, plans={}, ceiling=2.0,
         link=Link.of(bandwidth=1e9, latency=0, size=2), computing=Work(forward=1, backward=1),
     )  # fmt: skip
+
+
+def test_of_two_that_are_alike_the_simpler_one() -> None:
+    found = _advice({"dense": 1.0, "bf16": 1.99, "powersgd-4": 2.0})
+    choices = found.choices
     assert found.best.name == "bf16"
     assert [c.name for c in found.top()] == ["bf16", "powersgd-4", "dense"]
     slight = replace(found, choices=[choices[0], replace(choices[1], run_speedup=1.04)])
@@ -198,8 +234,10 @@ def test_a_nominal_network_by_hand() -> None:
 
 
 def test_levels_send_one_share() -> None:
-    like = {name: torch.empty(64, 64) for name in "abcd"}
-    work = on_levels(Work(forward=0.0, backward=0.0), pf.BFloat16(), like, 8, 4)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in "abcd"))
+    like = gradients(model)
+    job = Job(model, Work(forward=0.0, backward=0.0), 8, None, pf.plan(model, 0.25), "")
+    work = job.by_machine(pf.BFloat16(), 4).work
     flat = sum(x.nbytes for x in like.values())
     assert work.inside == flat
     flags = 4 * (1 + len(like))  # of all tensors, whoever owns them

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import pufferfish as pf
+from processes import in_processes
+from pufferfish.lab.advise import subject
 from pufferfish.lab.advise.command import Asked, run
+from pufferfish.lab.advise.ways import named, way
 from pufferfish.lab.network import Loopback, clean, why_not
 
 WHY_NOT = why_not()
@@ -60,8 +64,32 @@ def test_a_job_of_two_machines_with_two_workers_each(factory: str, tmp_path: Pat
     assert (found["nodes"], found["per_node"]) == (2, 2)
     assert found["link"]["inside"] is not None
     assert found["link"]["toll"] >= 0
-    assert "bf16, levels=node" in {c["name"] for c in found["choices"]}
+    names = {c["name"] for c in found["choices"]}
+    flat = {name for name in names if "levels" not in name}
+    assert flat >= {"dense", "bf16"}
+    assert names - flat == {f"{name}, levels=node" for name in flat}
     assert all(c["step"] > 0 for c in found["choices"])
+
+
+def on_two_levels(rank: int, size: int, factory: str) -> None:
+    """Plain averages too go inside a machine first."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    about = subject(factory)
+    made = pf.plan(about.build(), 0.25)
+    for name in ("dense", "bf16", "pufferfish", "pufferfish+bf16"):
+        chosen, levels = named(f"{name}, levels=node")
+        one = way(about, chosen, made, levels)
+        one.step()
+        counts = made.after if "pufferfish" in name else made.before
+        assert sum(p.numel() for p in one.bare.parameters()) == counts.parameters
+        assert one.hook is not None
+        assert one.hook.meter.handed["reduce_scatter"] >= counts.gradient_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_every_way_runs_on_two_levels(factory: str, tmp_path: Path) -> None:
+    in_processes(on_two_levels, 4, tmp_path, factory)
 
 
 def _defaults() -> dict[str, None]:

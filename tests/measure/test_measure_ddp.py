@@ -205,6 +205,8 @@ def diagnosis_adds_up(rank: int, size: int) -> None:
     if rank == 0:
         assert told == f"{found}\n"
         assert all(c.name in told for c in found.choices)
+        (line,) = (line for line in told.splitlines() if "pf.Switch(rank=0.25)" in line)
+        assert line.count("low rank") == 1
     same: list[Any] = [None] * size
     dist.all_gather_object(same, json.dumps(found.as_dict()))
     assert len(set(same)) == 1

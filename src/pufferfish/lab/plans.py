@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 import pufferfish as pf
 
-from ..compress.naming import module_at
-from ..profile import Example
+from ..profile import Example, run
 from ..rank import RankLike, as_rule
+from .factory import LOSS, called, load_factory
 from .models import REFERENCES
 
 
@@ -50,17 +50,22 @@ def make_plan(
         net, example, remarks = _from_factory(model, where if where.type != "meta" else None)
         if measure and example is None:
             raise ValueError(f"{model}: --measure needs a batch; return (model, batch)")
-    made = pf.plan(
-        net,
-        rule,
-        keep=keep or (),
-        only=only,
-        overrides=rules,
-        multiple=16 if multiple is None else multiple,
-        min_saving=min_saving,
-        example=example,
-        measure=measure,
-    )
+    try:
+        made = pf.plan(
+            net,
+            rule,
+            keep=keep or (),
+            only=only,
+            overrides=rules,
+            multiple=16 if multiple is None else multiple,
+            min_saving=min_saving,
+            example=example,
+            measure=measure,
+        )
+    except Exception as error:
+        if example is not None and not isinstance(error, ValueError):  # is it their batch that does not fit?
+            called(model, "the model on its batch", run, net, example)
+        raise
     if not made.resolved:
         made = pf.resolve(made, net)
         remarks.append(
@@ -111,18 +116,4 @@ def _from_factory(spec: str, device: torch.device | None) -> tuple[nn.Module, Ex
         )
     if loss_fn is None:
         return model, batch, ["No loss_fn came with the model: backward is counted from the outputs' sum."]
-    return model, lambda net: loss_fn(net, batch), []
-
-
-def load_factory(spec: str) -> Callable[[], Any]:
-    """The function behind `file.py:function` or `package.module:function`."""
-    place, _, name = spec.rpartition(":")
-    if not place:
-        raise ValueError(
-            f"{spec!r} is neither a built-in model ({', '.join(REFERENCES)}) nor file.py:function "
-            "nor package.module:function"
-        )
-    factory = getattr(module_at(place), name, None)
-    if not callable(factory):
-        raise ValueError(f"{place} has no function {name!r}")
-    return factory  # type: ignore[no-any-return]
+    return model, lambda net: called(spec, LOSS, loss_fn, net, batch), []

@@ -74,8 +74,9 @@ class Ranking:
 def wire(work: Work, size: int, per_node: int = 1) -> float:
     """Bytes that a worker sends in a step; on two levels, to other machines.
 
-    >>> gathered = (("all_gather", 100),)
-    >>> [wire(Work(1.0, 1.0, messages=gathered, inside=n), 16, per_node=8) for n in (0, 400)]
+    >>> from dataclasses import replace
+    >>> work = Work(forward=1.0, backward=1.0, messages=(("all_gather", 100),))
+    >>> [wire(replace(work, inside=n), 16, per_node=8) for n in (0, 400)]
     [1500, 100]
     """
     size = size // per_node if work.inside else size
@@ -83,7 +84,7 @@ def wire(work: Work, size: int, per_node: int = 1) -> float:
 
 
 def table(choices: Sequence[Choice]) -> str:
-    """A line for each; measured times beside the predicted ones where there are some.
+    """A line for each; measured times beside the predicted ones, and the run's time, where they are known.
 
     >>> dense = Choice(kind="", name="dense", step=0.1, speedup=1, run_speedup=1, hours=0.25, wire_bytes=1e6, measured=0.11)
     >>> print(table([dense]))
@@ -92,6 +93,7 @@ def table(choices: Sequence[Choice]) -> str:
     """
     checked = any(c.measured is not None for c in choices)
     kinds = any(c.kind for c in choices)
+    timed = any(c.hours is not None for c in choices)
     head = [
         *[""] * kinds,
         "",
@@ -100,7 +102,7 @@ def table(choices: Sequence[Choice]) -> str:
         "MB sent",
         "step",
         "run",
-        "time",
+        *["time"] * timed,
         "",
     ]
     rows = [head]
@@ -110,7 +112,8 @@ def table(choices: Sequence[Choice]) -> str:
             against = [f"{1e3 * c.measured:.4g}", f"{c.step / c.measured - 1:+.0%}"]
         rows.append([
             *[c.kind] * kinds, c.name, f"{1e3 * c.step:.4g}", *(against if checked else []),
-            f"{c.wire_bytes / 1e6:.3g}", f"{c.speedup:.2f}×", f"{c.run_speedup:.2f}×", time(c.hours), c.note,
+            f"{c.wire_bytes / 1e6:.3g}", f"{c.speedup:.2f}×", f"{c.run_speedup:.2f}×",
+            *[time(c.hours)] * timed, c.note,
         ])  # fmt: skip
     return aligned(rows, left=(0, kinds, len(head) - 1))
 

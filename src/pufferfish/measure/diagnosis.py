@@ -61,7 +61,7 @@ class Diagnosis:
         )
         yield f"in it {coding}{lap(self.waiting)} waiting for the slowest; hidden behind backward {lap(p['hidden'])}"
         yield f"link got: {self.link}; the cost model says {lap(self.predicted)} a step ({self.error:+.0%})"
-        yield f"no exchange at all: {self.ceiling:.2f}×"
+        yield f"no exchange at all, else as it is: {self.ceiling:.2f}×"
 
     def _table(self) -> str:
         now = Choice(

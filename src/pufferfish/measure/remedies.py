@@ -77,13 +77,13 @@ class Job:
     def switched(self) -> Remedy:
         """Low rank after a warm-up."""
         work = plain(self.low_rank, self.small)
-        name = f"low rank: pf.Switch(rank={RATIO})"
+        name = f"pf.Switch(rank={RATIO})"
         return Remedy(kind="low rank", name=name, work=work, warm_up=self.work, note=self.note)
 
-    def pair(self, alone: Remedy) -> Remedy:
-        """Low rank, and the method that `alone` is to compress what is left."""
+    def pair(self, alone: Remedy, per_node: int = 1) -> Remedy:
+        """Low rank, and the method that `alone` is for what is left; between machines alone if `per_node` is above 1."""
         assert alone.method is not None
-        sent = dry_run(alone.method, self.small, self.size, device=self.device)
+        sent = dry_run(alone.method, self.small, self.size, device=self.device, per_node=per_node)
         work = _sending(plain(self.low_rank, self.small), sent)
         name = f"low rank with pf.{alone.method!r}"
         return Remedy(
@@ -97,7 +97,8 @@ class Job:
 
     def by_machine(self, method: Method, per_node: int) -> Remedy:
         """One method between machines, of `per_node` workers each, which average their gradients first."""
-        work = on_levels(self.bare, method, self.like, self.size, per_node)
+        sent = dry_run(method, self.like, self.size, per_node=per_node)
+        work = _sending(plain(self.bare, self.like), sent)
         name = f'pf.compress(ddp, pf.{method!r}, levels="node")'
         return Remedy(kind="compression", name=name, work=work, method=method)
 
@@ -152,12 +153,6 @@ def plain(work: Work, like: Mapping[str, Tensor], cap: int = 25) -> Work:
     return replace(work, messages=tuple(("all_reduce", n) for n in sizes), overlaps=True, handed=sizes)
 
 
-def on_levels(work: Work, method: Method, like: Mapping[str, Tensor], size: int, per_node: int) -> Work:
-    """With what `levels="node"` sends: of the tensors, each worker of a machine exchanges its share between them."""
-    sent = dry_run(method, like, size, per_node=per_node)
-    return replace(_sending(work, sent), overlaps=False, inside=sent.inside)
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Tensors like the gradients, by name."""
     return {own_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -174,8 +169,9 @@ def message_bytes(model: nn.Module) -> int:
 
 def _sending(work: Work, sent: Sent) -> Work:
     return replace(
-        work, messages=sent.messages, overlaps=sent.overlaps, encode=sent.encode, decode=sent.decode
-    )
+        work, messages=sent.messages, overlaps=sent.overlaps, inside=sent.inside, encode=sent.encode,
+        decode=sent.decode,
+    )  # fmt: skip
 
 
 def _share(after: int | None, before: int | None) -> float:

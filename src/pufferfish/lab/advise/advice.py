@@ -9,6 +9,7 @@ from typing import Any
 from ...measure import Choice, Link, Work
 from ...measure.choices import WORTH, lap, table, time
 from ...plan import Plan
+from .ways import NODE, named
 
 #: Of two ways that differ by less, the simpler one is advised.
 SAME = 1.03
@@ -65,8 +66,17 @@ class Advice:
         }
 
     def __str__(self) -> str:
-        order = [self.choices[0], *sorted(self.choices[1:], key=lambda c: -c.run_speedup)]
+        order = [self.choices[0], *sorted(self._shown(), key=lambda c: -c.run_speedup)]
         return "\n".join([*self._head(), "", table(order), "", *self._told()])
+
+    def _shown(self) -> Iterator[Choice]:
+        """Of a way on one level and on two only the better, so that the table stays short; and all that were run."""
+        speeds = {c.name: c.run_speedup for c in self.choices}
+        for c in self.choices[1:]:
+            flat = c.name.removesuffix(NODE)
+            levels = speeds.get(flat + NODE, 0.0) > SAME * speeds[flat]
+            if levels == c.name.endswith(NODE) or c is self.best or c.measured is not None:
+                yield c
 
     def _head(self) -> Iterator[str]:
         w, size = self.computing, self.nodes * self.per_node
@@ -76,7 +86,7 @@ class Advice:
         yield f"computing, measured: {lap(w.forward + w.backward + w.optimizer + w.data)} a step ({parts})"
         if size > 1:
             got = "taken as" if self.link.extrapolated else "got"
-            yield f"link {got}: {self.link}; no exchange at all: {self.ceiling:.2f}×"
+            yield f"link {got}: {self.link}; no exchange at all, dense: {self.ceiling:.2f}×"
 
     def _told(self) -> Iterator[str]:
         best, dense = self.best, self.choices[0]
@@ -85,6 +95,8 @@ class Advice:
         else:
             whole = "" if best.hours is None else f", {time(best.hours)} in place of {time(dense.hours)}"
             yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}."
+        if best.name.endswith(NODE):
+            yield f'On two levels: pf.compress(ddp, pf.{named(best.name)[0].compress!r}, levels="node").'
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             chosen = sum(e.rank is not None for e in matrices)

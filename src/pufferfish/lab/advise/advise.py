@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compress import NoCompression
 from ...compress.method import Method
 from ...measure import CostModel, Link, Work, probe
 from ...measure.choices import Choice, Ranking
@@ -21,11 +22,12 @@ from ...plan import Plan
 from ...planning import plan
 from ...ranks import Workers
 from ..choice import choice
+from ..contender import Contender
 from .advice import Advice
 from .job import in_job, shared
 from .measured import computing
 from .subject import Subject
-from .ways import turns, way
+from .ways import NODE, named, turns, way
 
 #: Compression methods that are tried, the simplest first.
 METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
@@ -56,16 +58,16 @@ def advise(
 def check(found: Advice, about: Subject, rounds: int = 3, best: int | None = 3) -> Advice:
     """Run dense training and the `best` (None: all) in this job, by turns: measured steps beside the predicted ones."""
     chosen = found.choices if best is None else [found.choices[0], *found.top(best)]
-    ways = {c.name: way(about, *_way(c.name, found)) for c in chosen}
+    ways = {c.name: _way(c.name, about, found) for c in chosen}
     times = turns(ways, rounds)
     steps = dict(zip(times, shared([statistics.median(laps) for laps in times.values()]), strict=True))
     choices = [replace(c, measured=steps.get(c.name)) for c in found.choices]
     return replace(found, choices=choices, checked=f"{len(steps)} were run, by turns")
 
 
-def _way(name: str, found: Advice) -> tuple[Any, Plan | None, Any]:
-    word, _, node = name.partition(", levels=")
-    return choice(word), found.plans.get(name), node or "flat"
+def _way(name: str, about: Subject, found: Advice) -> Contender:
+    chosen, levels = named(name)
+    return way(about, chosen, found.plans.get(name), levels)
 
 
 class _Advisor:
@@ -125,12 +127,22 @@ class _Advisor:
             yield replace(self._switched(self._jobs[self.plans[LOW_RANK].hash]), name=LOW_RANK)
         for word, one in alone.items():
             yield one
-            if 1 < self.per_node < self.size and self.engine == "ddp":
-                node = job.by_machine(words[word], self.per_node)
-                yield replace(node, kind="", name=f"{word}, levels=node")
             name = f"{LOW_RANK}+{word}"
             if name in self.plans:
                 yield replace(self._pair(self._jobs[self.plans[name].hash], one), name=name)
+        if 1 < self.per_node < self.size and self.engine == "ddp":
+            yield from self._by_machine(job)
+
+    def _by_machine(self, job: Job) -> Iterator[Remedy]:
+        """The same ways on two levels, with the same plans."""
+        for word, method in {"dense": NoCompression(), **self.words}.items():
+            one = job.by_machine(method, self.per_node)
+            yield replace(one, kind="", name=word + NODE)
+            name = LOW_RANK if word == "dense" else f"{LOW_RANK}+{word}"
+            if name in self.plans:
+                self.plans[name + NODE] = self.plans[name]
+                both = self._jobs[self.plans[name].hash].pair(one, self.per_node)
+                yield replace(both, kind="", name=name + NODE)
 
     def _measure(self, plans: Sequence[Plan]) -> None:
         """The computing of every low-rank model, twice, by turns: what else runs on a machine only adds to it."""
@@ -218,6 +230,11 @@ def _method(word: str) -> Method:
 
 
 def _in_order(choices: list[Choice]) -> list[Choice]:
-    """By what they ask of the user: dense, one cast, low rank, then what loses more."""
+    """By what they ask of the user: dense, one cast, low rank, then what loses more; each on one level first."""
     simple = ["dense", "bf16", LOW_RANK, f"{LOW_RANK}+bf16"]
-    return sorted(choices, key=lambda c: simple.index(c.name) if c.name in simple else len(simple))
+
+    def asks(c: Choice) -> tuple[int, bool]:
+        word = c.name.removesuffix(NODE)
+        return simple.index(word) if word in simple else len(simple), c.name.endswith(NODE)
+
+    return sorted(choices, key=asks)

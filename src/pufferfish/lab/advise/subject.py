@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 
 from ...compress.naming import module_at
-from ..plans import load_factory
+from ..factory import LOSS, called, load_factory
 from ..tasks.find import TASKS, find
 from ..tasks.task import Recipe, Task
 
@@ -137,9 +137,21 @@ def _from_factory(text: str, device: str) -> Subject:
         name=text,
         build=build,
         batch=lambda: batch,
-        loss=loss_fn or _sum,
+        loss=lambda model, batch: _loss(text, loss_fn, model, batch),
         optimizer=lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
     )
+
+
+def _loss(text: str, loss_fn: Callable[[nn.Module, Any], Any] | None, model: nn.Module, batch: Any) -> Tensor:
+    if loss_fn is None:
+        return called(text, "the model on its batch", _sum, model, batch)  # type: ignore[no-any-return]
+    loss = called(text, LOSS, loss_fn, model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
+        )
+        raise ValueError(f"{text}: {LOSS} returned {got}, not a loss: one number, with its gradient")
+    return loss
 
 
 def _sum(model: nn.Module, batch: Any) -> Tensor:

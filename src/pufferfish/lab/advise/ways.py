@@ -1,23 +1,41 @@
-"""`way`: one way to train, for real, in this job. `turns`: several of them side by side."""
+"""`named`: ways to train by their names. `way`: one of them, for real, in this job. `turns`: several side by side."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from ...compress import NoCompression
 from ...compress.aggregator import Levels
 from ...factorize import reshape_
 from ...plan import Plan
-from ..choice import Choice
+from ..choice import Choice, choice
 from ..contender import Contender
 from .job import shared
 from .subject import Subject
 
 #: Rounds of short steps fill so many seconds, and are at most so many.
 _SECONDS, _MOST = 5.0, 25
+#: What ends the name of a way on two levels.
+NODE = ", levels=node"
+
+
+def named(name: str) -> tuple[Choice, Levels]:
+    """The way that is meant. On two levels plain averages too go through a method, the one that loses nothing.
+
+    >>> named("pufferfish, levels=node")
+    (Choice(name='pufferfish', model='pufferfish', compress=NoCompression()), 'node')
+    >>> named("dense")
+    (Choice(name='dense', model='dense', compress=None), 'flat')
+    """
+    chosen = choice(name.removesuffix(NODE))
+    if not name.endswith(NODE):
+        return chosen, "flat"
+    return replace(chosen, compress=chosen.compress or NoCompression()), "node"
 
 
 def way(about: Subject, chosen: Choice, plan: Plan | None = None, levels: Levels = "flat") -> Contender:
