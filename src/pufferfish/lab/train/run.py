@@ -73,7 +73,6 @@ class Run:
         self.phase, self.phase_sent = 0, 0.0  # updates and bytes before the model became what it is
         self.predicted: float | None = None  # seconds of a step, where workers are simulated
         self.elapsed = 0.0  # of all so far
-        self.shown = ""  # the last validation
 
     def go(self) -> dict[str, Any] | None:
         self.change.restore(self.checkpoint.folder)
@@ -180,7 +179,7 @@ class Run:
         at = f"epoch {epoch + 1}/{self.change.epochs}, update {self.now}/{self.steps}"
         sent, left = nbytes(self._bytes()), seconds(self._left())
         # What is looked for first: a narrow terminal cuts the end.
-        self.screen.progress(f"{left} left, {at}: training loss {loss:.4f}{self.shown}, {sent} sent")
+        self.screen.progress(f"{left} left, {at}: training loss {loss:.4f}, {sent} sent")
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -227,9 +226,9 @@ class Run:
         if self.recipe.schedule == "plateau" and score <= self.best:
             self.factor *= self.recipe.plateau
         self.best = max(self.best, score)
-        self.shown = f", validation {self.task.measure} {found[self.task.measure]:.2f}"
+        shown = f", validation {self.task.measure} {found[self.task.measure]:.2f}"
         loss = f", validation loss {found['loss']:.4f}" if "loss" in found else ""
-        self.screen.say(f"{at}{self.shown}{loss}, {seconds(self._left())} left")
+        self.screen.say(f"{at}{shown}{loss}, {seconds(self._left())} left")
 
     def _results(self, log: Log, trained: float) -> dict[str, Any]:
         found = self._evaluate("test") | self.change.results(log)
