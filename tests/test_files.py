@@ -365,5 +365,14 @@ def test_existing_outputs_and_missing_plans_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", pf.plan(model), tmp_path / "a.pt")
     with pytest.raises(ValueError, match="no plan lies beside"):
         merge(tmp_path / "a.pt", tmp_path / "b.pt")
+    with pf.Checkpoint(tmp_path / "saved", model) as checkpoint:
+        checkpoint.save(step=1)
+    with pytest.raises(ValueError, match="training checkpoint; resume it"):
+        merge(next((tmp_path / "saved").iterdir()), tmp_path / "b")
+    (tmp_path / "nets.py").write_text("import torch")
+    with pytest.raises(
+        ValueError, match=r"nets.py: this is neither a \.safetensors file nor a whole one that torch.save"
+    ):
+        convert(tmp_path / "nets.py", pf.plan(model), tmp_path / "b.pt")
     with pytest.raises(ValueError, match="no such file"):
         convert(tmp_path / "missing.pt", pf.plan(model), tmp_path / "b.pt")

@@ -13,6 +13,7 @@ import pickle
 import shutil
 import struct
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .state import Made, Source, convert_optimizer, factorized, merged, resolve
 _INDEX = "model.safetensors.index.json"
 _TORCH_WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.pt"
+_TRAINING = "training.json"  # in what `Checkpoint` writes
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -57,6 +59,10 @@ def merge(checkpoint: str | Path, out: str | Path, plan: Plan | None = None) -> 
         elif beside.is_file():
             plan = Plan.load(beside)
         else:
+            if (checkpoint / _TRAINING).is_file():
+                raise ValueError(
+                    f"{checkpoint}: this is a training checkpoint; resume it by pf.Checkpoint, then pf.merge_ the model"
+                )
             raise ValueError(f"{checkpoint}: no plan lies beside it ({beside.name}); name one")
     return _run(checkpoint, Path(out), plan, back=True)
 
@@ -151,6 +157,10 @@ def _open(path: Path) -> Iterator[Any]:
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
         return
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path}: this is neither a .safetensors file nor a whole one that torch.save wrote since torch 1.6"
+        )
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

@@ -55,7 +55,7 @@ def refuse_forgotten(replaced: Mapping[int, str], given: list[Optimizer]) -> Non
     gc.collect()  # one that nobody holds any more does not count
     for name, kind in _forgotten(replaced, given):
         raise ValueError(
-            f"{name}: a {kind} holds this parameter and was not passed to the switch; pass all of them as a list"
+            f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all of them as a list"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 from dataclasses import dataclass, replace
@@ -16,14 +18,17 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from pufferfish.cli import main
+from pufferfish.cli import _parser, main
+from pufferfish.cli.train_settings import settings
 from pufferfish.compress import BFloat16, PowerSGD
+from pufferfish.lab.bench import Asked
 from pufferfish.lab.choice import choice
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import Settings, train
+from pufferfish.lab.train.screen import Screen
 from pufferfish.lab.train.spectra import sampled
 from pufferfish.measure import Run, read
 
@@ -60,8 +65,9 @@ def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         out = tmp_path / method
         assert main([*SMALL, "--method", method, "--out", str(out), "--jsonl"]) == 0
         said = capsys.readouterr()
-        assert f"{method}: accuracy" in said.out
+        assert f"{method}: test accuracy" in said.out
         assert said.err.count("epoch 3/3, validation accuracy") == 1  # no terminal: a line an epoch
+        assert "goes on" not in said.err
         assert "\r" not in said.err
         run = read(out)
         assert run.results["accuracy"] > 60
@@ -88,6 +94,7 @@ def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert sum(x > 0 for x in after) == layer["rank"] < sum(x > 0 for x in before)
     first = dense.results
     assert main([*SMALL, "--out", str(tmp_path / "dense")]) == 0  # it is done
+    assert capsys.readouterr().err == "goes on after update 60 of 60\n"
     assert read(tmp_path / "dense").results == first
     page = report([tmp_path])
     assert "pufferfish" in page
@@ -200,7 +207,7 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     small, dense = run.predicted["seconds_a_step"], run.predicted["warm_up_seconds_a_step"]
     assert small > 0
     assert run.metrics["loss"][-1][:2] == (
-        pytest.approx(40 * dense + 20 * small, rel=0.05),
+        pytest.approx(20 * dense + 40 * small, rel=0.05),
         60,
     )  # its time, too
     assert not any(name.startswith("time/") for name in run.metrics)
@@ -213,9 +220,12 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--method", "puffer"], "there is no puffer"),
         (
             ["digits", "--method", "early-bird-2"],
-            "come the share of channels to remove, as in early-bird-0.5",
+            "after early-bird- write the share of channels to remove, as in early-bird-0.5",
         ),
-        (["digits", "--method", "lottery-ticket-0.5"], "come rounds of pruning, as in lottery-ticket-5"),
+        (
+            ["digits", "--method", "lottery-ticket-0.5"],
+            "write how many rounds of pruning, as in lottery-ticket-5",
+        ),
         (["digits:mlp", "--method", "early-bird"], "no channels are scaled by a batch norm"),
         (["digits", "--method", "early-bird", "--epochs", "1"], "drawn between epochs"),
         (["digits", "--recipe", "long"], "it has short"),
@@ -227,9 +237,12 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--optimizer", "adamw"], "say --lr too"),
         (["digits", "--optimizer", "sam", "--precision", "fp16"], "take --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not play"),
-        (["digits", "--batch", "0"], "batch=0"),
+        (["digits", "--batch", "0"], "train: --batch 0: take 1 or more"),
+        (["digits", "--epochs", "0"], "train: --epochs 0: take 1 or more"),
+        (["digits", "--lr", "-1"], "train: --lr -1: take a positive number"),
         (["digits", "--batch", "10000"], "training images"),
         (["digits", "--out", "/dev/null/run"], "/dev/null is no folder"),
+        (["digits", "--out", "/proc/run"], "--out /proc/run: /proc is no folder that can be written to"),
         (["digits", "--accumulate", "3"], "does not go to 1 workers in 3 equal parts"),
         (["digits", "--save-every", "0"], "--save-every 0"),
         (["digits", "--held", "-1"], "--held -1"),
@@ -265,6 +278,61 @@ def test_bad_input_is_one_line(
     assert told in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("epochs", "at"), [(1, 1), (3, 1), (6, 2), (12, 4), (24, 8)])
+def test_the_warm_up_keeps_its_share(epochs: int, at: int) -> None:
+    """Of `train` and of a bench alike."""
+    usual = find("digits").recipe("short")
+    words = ["train", "digits", "--epochs", str(epochs), "--device", "cpu"]
+    _, given = settings(_parser().parse_args(words))
+    assert given.recipe == replace(usual, epochs=epochs, switch_at=at)
+    assert Asked(task="digits", methods=(), epochs=epochs).found()[1] == given.recipe
+    for name in ("paper", "short"):
+        own = find("cifar10").recipe(name)
+        assert own.changed() == own
+
+
+def test_the_line_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns all of it is to be seen, what is left first."""
+    seen: list[str] = []
+    monkeypatch.setattr(Screen, "due", lambda self: True)
+    monkeypatch.setattr(Screen, "progress", lambda self, text: seen.append(text))
+    assert main([*SMALL, "--out", str(tmp_path / "run")]) == 0
+    assert len(seen) == 60
+    shape = r"[\d.]+ \w+ left, epoch \d/3, update \d+/60: training loss \d\.\d{4}, 0 B sent"
+    assert [line for line in seen if not re.fullmatch(shape, line)] == []
+    assert max(map(len, seen)) < 80
+
+
+def test_begun_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a kill in the first epoch."""
+    words = [*SMALL, "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about | {"finished": None}))
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "no checkpoint yet, from the start\n" in capsys.readouterr().err
+    assert values(read(tmp_path / "run"), "loss")[-1][0] == 60
+
+
+def test_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    task = Digits("mlp", width=4)
+    given = Settings(choice("dense"), replace(task.recipe("short"), epochs=1), tmp_path, quiet=True)
+    train(task, given)
+    other = replace(given, recipe=replace(given.recipe, lr=0.5))
+    with pytest.raises(ValueError, match=r"lr 0\.1, not 0\.5"):
+        train(NeverLoaded("mlp", width=4), other)
+
+
+class NeverLoaded(Digits):
+    def load(self, folder: Path | None) -> Any:
+        raise AssertionError("it was to be refused before")
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("NeverLoaded", "Digits")
 
 
 def test_another_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

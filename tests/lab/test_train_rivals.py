@@ -191,7 +191,7 @@ def test_optimizers(
     words = [*SMALL, "--method", "pufferfish", "--optimizer", name]
     rate = RATES[name]
     assert main([*words, *(["--lr", str(rate)] if rate else [])]) == 0
-    assert f"pufferfish,{name}: accuracy" in capsys.readouterr().out
+    assert f"pufferfish,{name}: test accuracy" in capsys.readouterr().out
     run = read(tmp_path / "runs" / f"digits-pufferfish,{name}-0")
     assert run.name == f"pufferfish,{name}"
     assert run.settings["recipe"]["optimizer"] == name

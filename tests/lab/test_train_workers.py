@@ -157,6 +157,8 @@ def test_stopped_workers_go_on(tmp_path: Path) -> None:
                                text=True)  # fmt: skip
         assert job.stderr is not None
         try:
+            if done:
+                assert job.stderr.readline() == f"goes on after update {done} of 200000\n"
             first = job.stderr.readline()
             job.send_signal(number)
             output, errors = job.communicate(timeout=90)
@@ -181,7 +183,7 @@ def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     words = [*SMALL, "--network", "100mbit", "--hosts", "2", "--out", str(tmp_path / "run")]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("dense: accuracy")
+    assert said.out.startswith("dense: test accuracy")
     assert said.err.startswith("link: asked 100mbit, got ")
     run = read(tmp_path / "run")
     assert (run.hosts, run.workers) == (2, 2)
@@ -192,6 +194,14 @@ def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == (
         f"pufferfish train: {tmp_path / 'run'}: it holds a run with lr 0.1, not 0.3; choose another --out\n"
     )
+
+
+@pytest.mark.timeout(120)
+def test_hosts_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing shapes their link, and that is said."""
+    assert main([*SMALL, "--hosts", "2", "--out", str(tmp_path / "run")]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "the hosts are joined by the plain loopback, not shaped; say --network, such as 100mbit"
 
 
 def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

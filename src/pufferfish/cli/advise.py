@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands
+from .common import Commands, refuse_no_file
 
 ADVISE_HELP = """\
 Say which way to train pays on a network: plain DDP, 16 bits, compression, low rank, or low rank and compression. What a
@@ -62,6 +62,7 @@ def _advise(arguments: argparse.Namespace) -> None:
 
     from ..lab.advise.command import Asked, run
 
+    refuse_no_file(arguments.out)
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "command")}
     given["device"] = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     given["precision"] = arguments.precision or ("bf16" if given["device"] == "cuda" else "fp32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands
+from .common import Commands, refuse_locked
 
 HELP = """\
 Compare ways to train a task: accuracy over seeds, and seconds a step on a network.
@@ -99,4 +99,6 @@ def _bench(given: argparse.Namespace) -> int:
         precision=given.precision or ("bf16" if given.device == "cuda" else "fp32"),
     )
     out = given.out or Path("runs") / f"bench-{slug(given.task)}"
+    if not out.exists():  # what is in it is looked at by all workers and shards; nothing is tried there
+        refuse_locked(out)
     return run(asked, out, data=given.data, shard=Shard.parse(given.shard), target=given.target)

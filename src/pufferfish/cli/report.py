@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands
+from .common import Commands, refuse_no_file
 
 
 def add(commands: Commands) -> None:
@@ -30,6 +30,7 @@ def add(commands: Commands) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from ..lab.report import report, write
 
+    refuse_no_file(arguments.out)
     text = report(arguments.runs, arguments.form, against=arguments.against, target=arguments.target)
     out = arguments.out or (Path("report.html") if arguments.form == "html" else None)
     if out is None:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands
-from .train_settings import places, refuse_locked, settings
+from .common import Commands, refuse_locked
+from .train_settings import places, settings
 
 if TYPE_CHECKING:
     from ..lab.tasks.task import Task
@@ -135,7 +135,7 @@ def _here(task: Task, given: Settings, link: Any = None) -> int:
     if found is None:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
-    figures = f"{task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters"
+    figures = f"test {task.measure} {found[task.measure]:.2f}, {found['parameters']:,} parameters"
     Screen(silent).result(f"{given.called}: {figures}; {given.folder}")
     return 0
 
@@ -172,13 +172,13 @@ def _refuse(task: Task, given: Settings, size: int) -> None:
 
     from ..lab.train.records import refuse_other
 
+    refuse_other(task, given)
     given.check(task, size)
     if given.device == "cuda" and size > torch.cuda.device_count():
         raise ValueError(
             f"{size} workers: there are {torch.cuda.device_count()} GPUs; take --simulate or --device cpu"
         )
     task.steps(task.load(given.data), given.recipe.batch)
-    refuse_other(task, given)
 
 
 def _words(arguments: argparse.Namespace, given: Settings) -> list[str]:

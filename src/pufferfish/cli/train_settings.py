@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +60,14 @@ def settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Setti
 
 def _recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
     """With the numbers that were given in place of its own."""
-    from dataclasses import replace
-
     from ..lab.train.optimizer import with_optimizer
 
-    given = {key: value for key in ("epochs", "batch") if (value := getattr(arguments, key)) is not None}
-    changed = replace(recipe, **given)
+    for name in ("epochs", "batch"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value}: take 1 or more")
+    if arguments.lr is not None and not 0 < arguments.lr < float("inf"):
+        raise ValueError(f"--lr {arguments.lr:g}: take a positive number")
+    changed = recipe.changed(epochs=arguments.epochs, batch=arguments.batch)
     return with_optimizer(changed, arguments.optimizer or recipe.optimizer, arguments.lr)
 
 
@@ -85,12 +86,3 @@ def places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:
     if arguments.network and not hosts:
         raise ValueError(f"--network {arguments.network}: say between how many: --hosts N")
     return arguments.network, hosts or 1, workers or per_host or 1
-
-
-def refuse_locked(out: Path) -> None:
-    """A folder that cannot be written to."""
-    folder = out
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: {folder} is no folder that can be written to")

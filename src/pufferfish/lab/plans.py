@@ -102,9 +102,7 @@ def _from_factory(spec: str, device: torch.device | None) -> tuple[nn.Module, Ex
     made = load_factory(spec)()
     model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{spec} returned a {type(model).__name__}, not a model or (model, batch[, loss_fn])"
-        )
+        raise ValueError(f"{spec} returned {type(model).__name__}, not a model or (model, batch[, loss_fn])")
     if device is not None:
         model = model.to(device)
         batch = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)

@@ -63,9 +63,10 @@ class Asked:
     graph: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("seeds", 1), ("hosts", 1), ("per_host", 1), ("rounds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: take {least} or more")
+        for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: take 1 or more")
         if self.tune < 0 or self.tune == 1:
             raise ValueError(f"--tune lr={self.tune}: take 2 or more rates, such as lr=5")
         if self.network is not None:
@@ -97,10 +98,7 @@ class Asked:
         """The task and the numbers; refuses what does not fit together before anything runs."""
         entries = [entry(method) for method in self.methods]
         task = find(self.task)
-        changed: dict[str, Any] = {
-            k: v for k, v in (("epochs", self.epochs), ("batch", self.batch)) if v is not None
-        }
-        recipe = dataclasses.replace(task.recipe(self.recipe), **changed)
+        recipe = task.recipe(self.recipe).changed(epochs=self.epochs, batch=self.batch)
         for one in entries:
             one.recipe(recipe)
         if recipe.batch % self.workers:

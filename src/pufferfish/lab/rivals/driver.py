@@ -12,7 +12,7 @@ from .rival import EarlyBirdRun, LotteryRun, Rival
 __all__ = ["RIVALS", "EarlyBirdRun", "LotteryRun", "Rival", "is_rival", "make"]
 
 #: Each with what a number after it means, as in early-bird-0.3.
-RIVALS = {"lottery-ticket": "rounds of pruning", "early-bird": "the share of channels to remove"}
+RIVALS = {"lottery-ticket": "how many rounds of pruning", "early-bird": "the share of channels to remove"}
 
 
 def is_rival(word: str) -> bool:
@@ -46,5 +46,5 @@ def _parsed(word: str) -> tuple[str, float | None] | None:
     number = float(text) if re.fullmatch(r"\d*\.?\d+", text) else 0.0
     if not (number >= 1 and number.is_integer() if whole else 0 < number < 1):
         example = "lottery-ticket-5" if whole else "early-bird-0.5"
-        raise ValueError(f"{word!r}: after {name}- come {RIVALS[name]}, as in {example}")
+        raise ValueError(f"{word!r}: after {name}- write {RIVALS[name]}, as in {example}")
     return name, number

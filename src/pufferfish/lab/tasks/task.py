@@ -7,7 +7,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,6 +98,16 @@ class Recipe:
         for right, problem in checks:
             if not right:
                 raise ValueError(f"Recipe: {problem}")
+
+    def changed(self, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
+        """With these in place of its own; the full-rank warm-up keeps its share of the epochs.
+
+        >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).changed(epochs=6).switch_at
+        2
+        """
+        epochs = self.epochs if epochs is None else epochs
+        at = self.switch_at and max(round(self.switch_at * epochs / self.epochs), 1)
+        return replace(self, epochs=epochs, batch=self.batch if batch is None else batch, switch_at=at)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of update `step`, counted from 0, of `steps` in the run."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ...checkpoint.control import Control
 from ..tasks.task import Task
 from .job import job, place
+from .records import refuse_other
 from .run import Run
 from .settings import Settings
 
@@ -35,6 +36,7 @@ def train(task: Task, given: Settings, *, link: Mapping[str, Any] | None = None)
     device = place(given.device)
     with job(given.device, given.timeout) as size:
         control = Control()
+        control.first(lambda: refuse_other(task, given))  # before anything takes time
         data = control.together(lambda: _loaded(task, given, size))
         run = Run(task, given, data, control, device, link)
         with run.checkpoint:

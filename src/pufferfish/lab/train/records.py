@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...measure import read
+from ...measure.run import JSON, fields_of
 from ..tasks.task import Task
 from .build import Parts
 from .settings import Settings
@@ -25,10 +26,16 @@ def log_of(parts: Parts, link: Mapping[str, Any] | None, resume: int | None) -> 
     )  # fmt: skip
 
 
+def begun(given: Settings) -> bool:
+    """Whether a run was started in the folder, and did not finish."""
+    path = given.folder / JSON
+    return path.exists() and not fields_of(path)["finished"]
+
+
 def refuse_other(task: Task, given: Settings) -> None:
     """A folder's run goes on as it began."""
     folder, here = given.folder, _settings(task, given)
-    if not (folder / "checkpoints").is_dir() or not (folder / "run.json").exists():
+    if not (folder / "checkpoints").is_dir() or not (folder / JSON).exists():
         return
     there = read(folder).settings
     for name in ("task", "method", "accumulate", "graph", "simulated", "recipe"):

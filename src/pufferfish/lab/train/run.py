@@ -21,7 +21,7 @@ from .job import interruptible
 from .macs import macs_a_row
 from .pace import Pace, forget_peak, peak
 from .predict import tell
-from .records import log_of, refuse_other
+from .records import begun, log_of
 from .screen import Screen
 from .settings import Settings
 from .simulate import Simulated, worker_seed
@@ -73,16 +73,17 @@ class Run:
         self.phase, self.phase_sent = 0, 0.0  # updates and bytes before the model became what it is
         self.predicted: float | None = None  # seconds of a step, where workers are simulated
         self.elapsed = 0.0  # of all so far
-        self.shown = ""  # the last validation
 
     def go(self) -> dict[str, Any] | None:
-        self.control.first(lambda: refuse_other(self.task, self.given))
         self.change.restore(self.checkpoint.folder)
         at = self.checkpoint.resume()
         done = self.now = at.position["step"] if at else 0
         if at:
             for name in self._position():
                 setattr(self, name, at.position.get(name, getattr(self, name)))
+            self.screen.say(f"goes on after update {done} of {self.steps}")
+        elif begun(self.given):
+            self.screen.say("no checkpoint yet, from the start")
         if self.size == 1 and self.given.choice.compress is not None:
             self.screen.say(f"one worker sends nothing: {self.given.choice.compress} changes nothing")
         with interruptible(), self._log(done if at else None) as log:
@@ -175,9 +176,10 @@ class Run:
         return self.control.first(lambda: late or time.monotonic() > self.saved + SAVE_SECONDS)
 
     def _show(self, epoch: int, loss: float) -> None:
-        at = f"epoch {epoch + 1}/{self.change.epochs}, update {self.now}/{self.steps}: loss {loss:.4f}"
+        at = f"epoch {epoch + 1}/{self.change.epochs}, update {self.now}/{self.steps}"
         sent, left = nbytes(self._bytes()), seconds(self._left())
-        self.screen.progress(f"{at}{self.shown}, {sent} sent, {left} left")
+        # What is looked for first: a narrow terminal cuts the end.
+        self.screen.progress(f"{left} left, {at}: training loss {loss:.4f}, {sent} sent")
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -224,9 +226,9 @@ class Run:
         if self.recipe.schedule == "plateau" and score <= self.best:
             self.factor *= self.recipe.plateau
         self.best = max(self.best, score)
-        self.shown = f", validation {self.task.measure} {found[self.task.measure]:.2f}"
-        loss = f", loss {found['loss']:.4f}" if "loss" in found else ""
-        self.screen.say(f"{at}{self.shown}{loss}, {seconds(self._left())} left")
+        shown = f", validation {self.task.measure} {found[self.task.measure]:.2f}"
+        loss = f", validation loss {found['loss']:.4f}" if "loss" in found else ""
+        self.screen.say(f"{at}{shown}{loss}, {seconds(self._left())} left")
 
     def _results(self, log: Log, trained: float) -> dict[str, Any]:
         found = self._evaluate("test") | self.change.results(log)

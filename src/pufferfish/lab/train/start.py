@@ -36,6 +36,10 @@ def start(command: Sequence[str], *, network: str | None, hosts: int, per_host: 
     try:
         with sigterm_too(), _emulated(network, hosts, screen) as machines:
             link = None
+            if hosts > 1 and network is None:
+                screen.say(
+                    "the hosts are joined by the plain loopback, not shaped; say --network, such as 100mbit"
+                )
             if hosts > 1:
                 link = asdict(machines.measure())
                 screen.say(
