@@ -146,7 +146,7 @@ def test_a_worker_fails(
     assert not [pid for pid, mark in marked().items() if f":{os.getpid()}:" in mark]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(320)
 def test_stopped_workers_go_on(tmp_path: Path) -> None:
     """Ctrl-C, then SIGTERM of the command: a checkpoint, nothing left, and the same command goes on."""
     words = ["train", "digits:mlp,width=4", "--epochs", "10000", "--device", "cpu", "--workers", "2"]
@@ -161,7 +161,7 @@ def test_stopped_workers_go_on(tmp_path: Path) -> None:
                 assert job.stderr.readline() == f"goes on after update {done} of 200000\n"
             first = job.stderr.readline()
             job.send_signal(number)
-            output, errors = job.communicate(timeout=90)
+            output, errors = job.communicate(timeout=150)
         finally:
             job.kill()
         assert job.returncode == 130

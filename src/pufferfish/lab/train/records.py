@@ -20,6 +20,8 @@ def log_of(parts: Parts, link: Mapping[str, Any] | None, resume: int | None) -> 
     given = parts.given
     if given.simulate and link is None:
         link = {"asked": given.network, "got_mbit": None, "latency_ms": None}
+    if resume is None and begun(given):
+        resume = 0  # it ended before its first checkpoint
     return Log(
         given.folder, given.sinks, resume, name=given.called, settings=_settings(parts.task, given), seed=given.seed,
         workers=parts.size, hosts=given.hosts, link=link,
