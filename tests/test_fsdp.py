@@ -136,6 +136,13 @@ def gradients_that_no_update_has_used_are_refused(mesh: DeviceMesh) -> None:
     assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)[0] is not model
 
 
+def a_pattern_for_no_layer_is_refused_at_the_first_call(mesh: DeviceMesh) -> None:
+    model, optimizer, _ = switched(mesh, image_net)
+    switch = pf.Switch(rank=0.25, keep=["fc"], when=pf.AtStep(3))
+    with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
+        switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)
+
+
 def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
     """What `shard` does besides: activation checkpointing, compiling."""
 
@@ -266,6 +273,7 @@ def cases(rank: int, size: int) -> None:
     goes_on_as_under_ddp(Text, momentum, mesh, state="reset")
     what_stays_is_moved(mesh)
     gradients_that_no_update_has_used_are_refused(mesh)
+    a_pattern_for_no_layer_is_refused_at_the_first_call(mesh)
     spectra_are_those_of_the_whole_weights(mesh)
     errors_leave_the_model_as_it_was(mesh)
     if size == 2:

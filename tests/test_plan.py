@@ -96,7 +96,7 @@ def rich_plan() -> pf.Plan:
     )
     return pf.plan(
         model,
-        overrides={"a": pf.StableRank({"a.q": 3.0}), "lstm.weight_ih_l0": pf.Budget(params=1e5), "up": 5},
+        overrides={"a.q": pf.StableRank({"a.q": 3.0}), "lstm.weight_ih_l0": pf.Budget(params=1e5), "up": 5},
         keep=["lstm.weight_hh_l0"],
         example=lambda m: m["conv"](torch.randn(1, 64, 8, 8)),
         min_saving=0.1,

@@ -136,6 +136,65 @@ def test_contradicting_settings(settings: dict[str, Any]) -> None:
         pf.Switch(**settings)
 
 
+def other_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": ["fc"]}, "keep: the pattern 'fc' matches no layer; the layers are 0, 2, 4"),
+        ({"keep": ["fc"], "rank": 0.25}, "the pattern 'fc' matches no layer"),
+        ({"rank": pf.Budget(macs=100)}, "needs example="),
+        ({"rank": pf.StableRank({"0": 3.0})}, "has no spectrum of '2'"),
+        ({"plan": pf.plan(other_net())}, "0: the plan is for a weight of 64×64.*has a weight of 64×32"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_could_never_work_is_refused_at_the_first_call(
+    settings: dict[str, Any], message: str, compiled: bool
+) -> None:
+    model = build()
+    runs = torch.compile(model, backend="eager") if compiled else model
+    switch = pf.Switch(when=pf.AtEpoch(3), **settings)
+    with pytest.raises(ValueError, match=message):
+        switch.due(runs, epoch=0)
+    for _ in range(2):  # as long as nothing is mended
+        with pytest.raises(ValueError, match=message):
+            switch.step(runs, momentum(model), epoch=0)
+
+
+def test_a_lone_pattern_is_not_taken_letter_by_letter() -> None:
+    with pytest.raises(TypeError, match=r"keep=\['0'\]"):
+        pf.Switch(rank=0.25, keep="0")
+
+
+def test_an_optimizer_that_cannot_follow_is_refused_at_the_first_call() -> None:
+    model = build()
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(3))
+    with pytest.raises(TypeError, match="LBFGS cannot follow"):
+        switch.step(model, torch.optim.LBFGS(model.parameters()), epoch=0)
+
+
+asked: list[str] = []
+
+
+class Asked(pf.rank.Rule):
+    """Notes when it is asked."""
+
+    def rank(self, matrix: pf.layers.Matrix, name: str, spectrum: Tensor | None) -> int:
+        asked.append(name)
+        return 16
+
+
+def test_the_first_check_is_not_made_in_every_step() -> None:
+    model = build()
+    optimizer, switch = momentum(model), pf.Switch(rank=Asked(), when=pf.AtStep(5))
+    for step in range(5):
+        switch.step(model, optimizer, step=step)
+    assert sorted(asked) == ["0", "2", "4"]
+
+
 def test_nothing_keeps_the_dense_weights() -> None:
     model = build()
     optimizer = adamw(model)
@@ -241,6 +300,14 @@ def test_there_and_back_again(make: Any) -> None:
     for step in range(8):
         assert switch.step(model, optimizer, step=step, total=8) == (step in (2, 6))
         assert not switch.step(model, optimizer, step=step, total=8)
+        now = "not yet switched" if step < 2 else "low rank since step 2"
+        now = now if step < 6 else "full rank again since step 6"
+        assert repr(switch) == f"<Switch: ratio 0.25, when=AtFraction(share=0.25); {now}>"
+        told = str(switch.report)
+        assert ("merged back to full rank at step 6" in told) == (step >= 6), told
+        again = pf.Switch()
+        again.load_state_dict(switch.state_dict())
+        assert (str(again.report), again.merged) == (told, switch.merged)
         if step == 2:
             pf.factorize_(reference, pf.plan(reference, 0.25), other)
         if step == 6:

@@ -185,6 +185,13 @@ def trouble_on_one_rank_stops_all(rank: int, size: int) -> None:
     assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
 
 
+def a_pattern_for_no_layer_is_refused_at_the_first_call(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    for runs in (ddp, torch.compile(ddp, backend="eager")):
+        with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
+            pf.Switch(rank=0.25, keep=["fc"], when=pf.AtEpoch(3)).step(runs, momentum(ddp), epoch=0)
+
+
 def rank_zero_decides(rank: int, size: int) -> None:
     """A moment that only rank 0 sees is the moment for all."""
     ddp = DDP(build())
@@ -192,10 +199,7 @@ def rank_zero_decides(rank: int, size: int) -> None:
     def moment(at: pf.Position) -> bool:
         return rank == 0 and at.epoch == 2
 
-    moment_by_name = type(
-        "Moment", (), {"__call__": staticmethod(moment), "__repr__": lambda self: "moment"}
-    )()
-    switch = pf.Switch(rank=0.25, when=moment_by_name)
+    switch = pf.Switch(rank=0.25, when=moment)  # a function, which lies elsewhere in every process
     assert [switch.step(ddp, momentum(ddp), epoch=e) for e in range(4)] == [False, False, True, False]
 
 
@@ -322,6 +326,7 @@ def cases(rank: int, size: int) -> None:
     dense_weights_are_freed(rank, size)
     disagreement_is_the_same_error_everywhere(rank, size)
     trouble_on_one_rank_stops_all(rank, size)
+    a_pattern_for_no_layer_is_refused_at_the_first_call(rank, size)
     rank_zero_decides(rank, size)
     automatic(rank, size)
     diverged_weights_are_the_same_error_everywhere(rank, size)

@@ -109,6 +109,17 @@ def test_the_loss_jumps_no_further_than_allowed(max_jump: float) -> None:
         assert ranks != plan.ranks
         reasons = [e.reason for e in switch.report.plan if e.rank is None and plan[e.name].rank]
         assert all("the loss would jump" in reason for reason in reasons)
+    told = str(switch.report)
+    raised = {e.name for e in plan if e.rank and e.rank < (switch.report.plan[e.name].rank or 0)}
+    dense = {e.name for e in plan if e.rank and not switch.report.plan[e.name].rank}
+    assert {e.name for e in switch.report.plan if e.asked} == raised | dense
+    assert ("no rank had to be raised" in told) == (max_jump == 1e9)
+    for name in raised:
+        assert f"{name} (16 → {switch.report.plan[name].rank})" in told
+    assert (f"left dense: {', '.join(e.name for e in plan if e.name in dense)}" in told) == bool(dense)
+    again = pf.Switch()
+    again.load_state_dict(switch.state_dict())
+    assert str(again.report) == told
     assert model.training
     loss(model).backward()
 

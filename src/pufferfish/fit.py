@@ -28,11 +28,9 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
             )
 
 
-def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
-    """First pass: check everything that can fail, for all layers. Changes nothing and holds on to nothing."""
+def belongs(model: nn.Module, plan: Plan) -> None:
+    """Check that the plan is for this model: its layers are there, with their types and shapes."""
     layers = {name: module for name, _, module in named_modules(model)}
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    chosen: dict[str, list[str]] = {}
     for e in plan.entries:
         if e.matrix is None:
             continue
@@ -54,8 +52,18 @@ def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
         now = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
         if now != e.matrix:
             raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(now)}")
-        if e.rank is None and e.rule is None:
+
+
+def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
+    """First pass: check everything that can fail, for all layers. Changes nothing and holds on to nothing."""
+    belongs(model, plan)
+    layers = {name: module for name, _, module in named_modules(model)}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    chosen: dict[str, list[str]] = {}
+    for e in plan.entries:
+        if e.matrix is None or (e.rank is None and e.rule is None):
             continue
+        module = layers[e.layer]
         if finite and not (weight := module.get_parameter(e.matrix.weight)).is_meta:
             check_values(e.name, weight)
         if e.layer == "":

@@ -28,6 +28,7 @@ class Entry:
     shape: tuple[int, ...]  # of the weight
     matrix: Matrix | None = None  # None: not a layer we can change
     rank: int | None = None
+    asked: int | None = None  # the rank before `max_jump` raised it or left the layer dense
     rule: Rule | None = None
     reason: str = ""
     note: str = ""  # what the reader should know about the rank

@@ -18,7 +18,7 @@ from .layers import low_rank_type
 from .names import own_name, unwrap
 from .plan import Entry, Plan
 from .profile import Call, Example, Profile, profile
-from .rank import Budget, RankLike, Rule, align, as_rule, largest_rank
+from .rank import Budget, RankLike, Rule, StableRank, align, as_rule, largest_rank
 from .timing import measure
 
 
@@ -76,7 +76,7 @@ def plan(
         raise ValueError("measure=True needs example=, a batch that says which shapes the layers see")
     if measure == "graph" and not all(p.is_cuda for p in model.parameters()):
         raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
-    keep, only = _patterns("keep", keep), _patterns("only", only)
+    keep, only = as_patterns("keep", keep), as_patterns("only", only)
 
     seen = None if example is None else profile(model, example)
     entries, live = candidates(model, seen)
@@ -93,6 +93,9 @@ def plan(
         functional=dict(seen.functional) if seen else {},
     )
     made = settle(made, None)
+    for e in made.entries:
+        if isinstance(e.rule, StableRank):
+            e.rule.at_start(e.name)  # refuses a missing one now, not when the rule is answered
     if measure:
         assert seen is not None
         made = _measured(made, live, seen, graph=measure == "graph")
@@ -144,7 +147,8 @@ def check_values(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
 
 
-def _patterns(option: str, given: Iterable[str]) -> tuple[str, ...]:
+def as_patterns(option: str, given: Iterable[str]) -> tuple[str, ...]:
+    """The name patterns; a lone string would be taken letter by letter."""
     if isinstance(given, str):
         raise TypeError(f"{option}={given!r}: give a list of patterns, {option}=[{given!r}]")
     return tuple(given)

@@ -127,17 +127,21 @@ class StableRank(Rule):
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         assert spectrum is not None
-        start = 0.0
-        if self.initial is not None:
-            if name not in self.initial:
-                raise ValueError(
-                    f"StableRank: `initial` has no spectrum of {name!r}; take pf.spectra of this model"
-                )
-            start = self.initial[name]
+        start = self.at_start(name)
         if not start:  # not given, or a layer that started at zero
             start = matrix.m * matrix.n / (math.sqrt(matrix.m) + math.sqrt(matrix.n)) ** 2
         scale = matrix.full_rank / start
         return max(1, math.ceil(scale * stable_rank(spectrum)))
+
+    def at_start(self, name: str) -> float:
+        """The matrix' stable rank at initialisation, 0 where none was given."""
+        if self.initial is None:
+            return 0.0
+        if name not in self.initial:
+            raise ValueError(
+                f"StableRank: `initial` has no spectrum of {name!r}; take pf.spectra of this model"
+            )
+        return float(self.initial[name])
 
     def note(self, name: str) -> str:
         return "" if self.initial and self.initial.get(name) else "ξ assumed"

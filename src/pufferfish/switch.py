@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
@@ -13,19 +14,19 @@ from . import fsdp, spread
 from .average import follow_
 from .ddp import check_rewrap
 from .factorize import by_nan, convert, multiply_out, ranks_of
-from .fit import fit
+from .fit import belongs, fit
 from .job import Job, changing, slowest
 from .lr import Rewarm, ScaledRate
 from .names import named_modules, unwrap
 from .optim import Optimizers, as_list, check
 from .plan import Plan
+from .planning import as_patterns, resolve, settle
 from .planning import plan as make_plan
-from .planning import resolve, settle
 from .rank import RankLike, StableRank, as_rule, stable_rank
 from .report import Report
 from .trial import Evaluate, Preview, held_loss, preview, softened
 from .updates import UsedGradients, refuse_forgotten
-from .when import Position, RanksSettle, When
+from .when import Position, RanksSettle, When, moment_text
 
 Given = TypeVar("Given", bound=Optimizers)
 
@@ -56,6 +57,8 @@ class Switch:
     [False, False, True, False]
     >>> switch.report.plan.ranks
     {'0': {'': 16}}
+    >>> switch
+    <Switch: ratio 0.25, when=AtEpoch(n=2); low rank since epoch 2>
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Switch:
             raise ValueError("Switch: max_jump is a share ≥ 0 of the loss that evaluate= gives; give both")
         self.plan = plan
         self.rule = None if rank is None else as_rule(rank)
-        self.keep = tuple(keep)
+        self.keep = as_patterns("keep", keep)
         self.when = RanksSettle() if when is None else when
         self.back = back
         self.state = state
@@ -91,9 +94,9 @@ class Switch:
         self.max_jump = max_jump
         self.rewrap = dict(rewrap or {})
         self.report: Report | None = None
-        self.merged: Position | None = None  # where `back` was
         self.initial: dict[str, list[float]] | None = None  # spectra at the start
         self.history: list[dict[str, float]] = []  # stable ranks as observed since
+        self._checked = False  # what can be known at the start
         self._last: Position | None = None
         self._observed: Position | None = None
         self._gradients = UsedGradients()
@@ -104,6 +107,18 @@ class Switch:
     def low_rank(self) -> bool:
         """Whether the model is low-rank now: after the switch and not yet back."""
         return self.report is not None and self.merged is None
+
+    @property
+    def merged(self) -> Position | None:
+        """Where `back` was."""
+        return None if self.report is None else self.report.merged
+
+    def __repr__(self) -> str:
+        rank = "as planned" if self.plan else self.rule or StableRank()
+        now = "not yet switched" if self.report is None else f"low rank since {self.report.position}"
+        if self.merged is not None:
+            now = f"full rank again since {self.merged}"
+        return f"<Switch: {rank}, when={moment_text(self.when)}; {now}>"
 
     def step(
         self,
@@ -127,7 +142,7 @@ class Switch:
             return False
         job = _in_place(model)
         self._gradients.watch(optimizers)
-        if not self._due(job, at):
+        if not self._due(job, at, optimizers):
             self._last = at
             return False
         if self.report is None:
@@ -140,7 +155,7 @@ class Switch:
             self._switched(job, done, at, before, optimizers)
         else:
             self._merge(job, optimizers, also)
-            self.merged = at
+            self.report = dataclasses.replace(self.report, merged=at)
         self._last = at
         return True
 
@@ -174,7 +189,7 @@ class Switch:
             raise ValueError("switch.rebuild: back= and max_jump= do not work on sharded models")
         job = Job(model, build)
         self._gradients.watch(optimizers)
-        if self._due(job, at):
+        if self._due(job, at, optimizers):
             chosen, before = self._prepared(job, optimizers, [])
             model, done = fsdp.rebuild(
                 model, optimizers, chosen, build=build, shard=shard, carry=self.state == "project",
@@ -217,7 +232,7 @@ class Switch:
     def _over(self) -> bool:
         return self.report is not None and (self.back is None or self.merged is not None)
 
-    def _due(self, job: Job, at: Position) -> bool:
+    def _due(self, job: Job, at: Position, optimizers: Iterable[torch.optim.Optimizer] = ()) -> bool:
         """Rank 0 decides. What is compared comes first, so that all ranks look at spectra together or not at all."""
         look, settles = False, False
         if self.report is not None:
@@ -234,6 +249,9 @@ class Switch:
         )
         facts = self._facts(job.inner, at) if job.workers.size > 1 else ""
         answer = job.workers.agree(facts, look + 2 * now, about)
+        if not self._checked and self.report is None:
+            job.workers.together(lambda: self._check_early(job, optimizers))
+            self._checked = True
         if answer & 1:
             found = job.spectra()
             self.initial = self.initial or {name: s.tolist() for name, s in found.items()}
@@ -253,13 +271,20 @@ class Switch:
         # Ranks may have measured differently; the slowest decides.
         plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
         settings = (
-            plan, self.rule, self.keep, repr(self.when), repr(self.back), self.state, self.lr,
+            plan, self.rule, self.keep, moment_text(self.when), moment_text(self.back), self.state, self.lr,
             self.evaluate is None, self.max_jump, self.report is None,
         )  # fmt: skip
         return repr((__version__, at, settings, layers, shapes))
 
     def _chosen(self, model: nn.Module) -> Plan:
         return self.plan or make_plan(model, self.rule or StableRank(_stable(self.initial)), keep=self.keep)
+
+    def _check_early(self, job: Job, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """What no warm-up mends is refused before it: a pattern or plan for other layers, say."""
+        check(optimizers)
+        if job.ddp is not None:
+            check_rewrap(job.ddp, self.rewrap)
+        belongs(job.dense, self._chosen(job.dense))
 
     def _prepared(
         self, job: Job, optimizers: list[torch.optim.Optimizer], also: list[nn.Module]
@@ -305,7 +330,8 @@ class Switch:
         if not job.sharded:  # a rank's shards are its own
             job.workers.same(job.inner.parameters())
         after = self._loss(job)
-        self.report = Report(done, at, None if before is None or after is None else (before, after))
+        loss = None if before is None or after is None else (before, after)
+        self.report = Report(done, at, loss, self.max_jump)
         self._gradients.forget()
         self._attach(optimizers)
 
@@ -334,7 +360,12 @@ class Switch:
         """Tensors-free: numbers and text, for any checkpoint, JSON included."""
         return {
             "plan": self.report.plan.to_json() if self.report else self.plan and self.plan.to_json(),
-            "switched": self.report and {"at": vars(self.report.position), "loss": self.report.loss},
+            "switched": self.report
+            and {
+                "at": vars(self.report.position),
+                "loss": self.report.loss,
+                "max_jump": self.report.max_jump,
+            },
             "merged": self.merged and vars(self.merged),
             "initial": self.initial,
             "history": self.history,
@@ -348,14 +379,14 @@ class Switch:
         """
         saved = json.loads(json.dumps(state))  # plain data, nothing shared
         self.initial, self.history, self._updates = saved["initial"], saved["history"], saved["updates"]
-        self.report, self.merged, self._last = None, None, None
+        self.report, self._last = None, None
         while self._rates:
             self._rates.pop().remove()
         if done := saved["switched"]:
             loss = tuple(done["loss"]) if done["loss"] else None
-            self.report = Report(Plan.from_json(saved["plan"]), Position(**done["at"]), loss)
-        if saved["merged"]:
-            self.merged = Position(**saved["merged"])
+            merged = saved["merged"] and Position(**saved["merged"])
+            plan, limit = Plan.from_json(saved["plan"]), done.get("max_jump")  # older checkpoints do not tell
+            self.report = Report(plan, Position(**done["at"]), loss, limit, merged)
 
     def restore_(self, model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
         """`load_state_dict`, and the structure for `model` and `optimizer` in place, wrapped or not.

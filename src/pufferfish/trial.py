@@ -72,6 +72,7 @@ def softened(model: nn.Module, plan: Plan, loss: Callable[[], float], max_jump: 
     Round by round the quarter of the layers that lost most gets twice the rank; one whose rank cannot be
     doubled and still save stays dense.
     """
+    plan = plan.replace(replace(e, asked=None) for e in plan)  # of an earlier switch
     limit = max_jump * abs(before := loss()) + before
     with Trial(model) as trial:
         tried = {e.name: trial.put(e) for e in plan if e.rank is not None}
@@ -86,7 +87,10 @@ def _raised(e: Entry, plan: Plan, max_jump: float) -> Entry:
     assert e.matrix is not None
     assert e.rank is not None
     more = min(2 * e.rank, align(e.matrix.full_rank, e.matrix, plan.multiple, plan.min_saving))
-    return e.ranked(more) if more > e.rank else e.stays(f"the loss would jump by more than {max_jump:.0%}")
+    noted = replace(e, asked=e.asked or e.rank)
+    if more > e.rank:
+        return noted.ranked(more)
+    return noted.stays(f"the loss would jump by more than {max_jump:.0%}")
 
 
 @dataclass(frozen=True)

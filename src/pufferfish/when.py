@@ -21,6 +21,14 @@ class Position:
             raise ValueError(f"{asks}: switch.step needs epoch= or step=, and total= in the same unit")
         return now / self.total
 
+    def __str__(self) -> str:
+        """
+        >>> print(Position(epoch=3, step=120, total=90))
+        epoch 3, step 120
+        """
+        given = {"epoch": self.epoch, "step": self.step}
+        return ", ".join(f"{unit} {now}" for unit, now in given.items() if now is not None)
+
 
 @dataclass(frozen=True)
 class AtEpoch:
@@ -109,3 +117,12 @@ class RanksSettle:
 
 
 When = Callable[[Position], bool]
+
+
+def moment_text(when: object) -> str:
+    """A moment in words that are the same in every process: functions print with their address.
+
+    >>> moment_text(AtEpoch(3)), moment_text(all)
+    ('AtEpoch(n=3)', 'all')
+    """
+    return str(getattr(when, "__qualname__", None) or repr(when))
