@@ -25,6 +25,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vgg19, one layer on top": (lambda: VGG19(width=8, fcs=1), (2, 3, 32, 32)),
     "digits": (lambda: Digits(width=8).build(), (2, 1, 8, 8)),  # a channel is four inputs of the linear layer
 }
+WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet18, whole": (resnet18, (2, 3, 32, 32)),
+    "vgg19, whole": (VGG19, (2, 3, 32, 32)),
+}
 Kept = list[tuple[Group, Tensor]]
 
 
@@ -58,9 +62,9 @@ def silence_(model: nn.Module, kept: Kept) -> None:
                 layer.bias[gone] = 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *WHOLE])
 def test_removing_silent_channels_changes_nothing(name: str) -> None:
-    build, shape = MODELS[name]
+    build, shape = (MODELS | WHOLE)[name]
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for layer in model.modules():
