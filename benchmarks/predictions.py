@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.lab.advise.job import shared
 from pufferfish.lab.advise.measured import computing, sending
 from pufferfish.lab.advise.subject import Subject, subject
 from pufferfish.lab.advise.ways import turns, way
@@ -35,7 +34,7 @@ from pufferfish.lab.choice import choice
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
 from pufferfish.measure import CostModel, Line, Link, Work, probe
-from pufferfish.measure.remedies import gradients, message_bytes, on_levels
+from pufferfish.measure.remedies import message_bytes
 from pufferfish.table import aligned
 
 METHODS = ["dense", "bf16", "powersgd-4", "int8", "topk-0.01", "pufferfish", "pufferfish+powersgd-4"]
@@ -144,13 +143,7 @@ def job(about: Subject, methods: list[str], rounds: int) -> dict[str, Any]:
         chosen = choice(word)
         if chosen.model not in bare:
             bare[chosen.model] = computing(one)
-        if node and chosen.compress is not None:
-            dist.barrier()
-            made = on_levels(bare[chosen.model], chosen.compress, gradients(one.bare), size, per_node)
-            encode, decode = shared([made.encode, made.decode], slowest=True)
-            works[name] = replace(made, encode=encode, decode=decode)
-        else:
-            works[name] = sending(bare[chosen.model], one.bare, chosen.compress, size)
+        works[name] = sending(bare[chosen.model], one.bare, chosen.compress, size, per_node if node else 1)
     link = probe(largest=message_bytes(ways[methods[0]].bare))
     times = turns(ways, rounds)
     return {

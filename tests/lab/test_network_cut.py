@@ -134,7 +134,7 @@ def test_the_command(
     errors = capsys.readouterr().err.splitlines()
     assert "has lost the others: " in errors[-1], errors
     assert errors[-1].endswith("; the same command goes on from the last checkpoint")
-    assert all(line.startswith(("link: ", "epoch ")) for line in errors[:-1]), errors
+    assert all(line.startswith(("link: ", "epoch ", "Switched ")) for line in errors[:-1]), errors
     assert _ours() == before
     assert main(command) == 0
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0

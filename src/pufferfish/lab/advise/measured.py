@@ -36,14 +36,16 @@ def computing(way: Contender) -> Work:
     return replace(work, **changed, buffers=buffers, ready=ready)
 
 
-def sending(work: Work, model: torch.nn.Module, method: Method | None, size: int) -> Work:
-    """The same with the messages of plain DDP, or of a method that takes its place."""
+def sending(work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1) -> Work:
+    """The same with the messages of plain DDP, or of a method that takes its place, between machines alone where `per_node` is above 1."""
     like = gradients(model)
     work = plain(work, like)
     if method is None:
         return work
     if in_job():
         dist.barrier()
-    sent = dry_run(method, like, size)
+    sent = dry_run(method, like, size, per_node=per_node)
     encode, decode = shared([sent.encode, sent.decode], slowest=True)
-    return replace(work, messages=sent.messages, overlaps=sent.overlaps, encode=encode, decode=decode)
+    return replace(
+        work, messages=sent.messages, overlaps=sent.overlaps, encode=encode, decode=decode, inside=sent.inside
+    )
