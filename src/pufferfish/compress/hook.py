@@ -59,8 +59,8 @@ def compress(
         scaler: a `GradScaler`, so that the memory follows its scale, which is read in every step while there is a memory.
         memory, scope, exchange, levels, seed, smallest, nonfinite: see `Aggregator`.
         overlap: True: pieces of 25 MiB, the first of 1, go out while the backward pass goes on, the further rounds of
-            methods that have some after it. False: all goes out after it, in the fewest messages. None: True for plain and 16-bit
-            averages.
+            methods that have some after it. False: all goes out after it, in the fewest messages. None: True for plain
+            and 16-bit averages.
         replicas: for FSDP2: the ranks that hold the same shard.
 
     >>> compress(nn.Linear(2, 2))

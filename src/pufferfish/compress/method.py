@@ -137,8 +137,8 @@ class Method:
             turn: who we are, which step it is, random streams, and what was kept from the step before.
 
         Returns:
-            The mean over the workers, in any float type, bit for bit the same on all of them, and the rest: the part of x that this
-            worker did not send, which becomes its memory. None for methods that go without.
+            The mean over the workers, in any float type, bit for bit the same on all of them, and the rest: the part of
+            x that this worker did not send, which becomes its memory. None for methods that go without.
         """
         raise NotImplementedError
 
