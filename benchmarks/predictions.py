@@ -1,7 +1,7 @@
 """The cost model against the clock: steps over emulated links, predicted without having seen one, and then measured.
 
     python benchmarks/predictions.py [--models resnet18 gpt digits:cnn …] [--hosts 4] [--per-host 1] [--links 100mbit …]
-        [--methods dense powersgd-4 powersgd-4@node …] [--rounds 3] [--keep FOLDER]
+        [--methods dense powersgd-4 powersgd-4@node …] [--rounds 5] [--keep FOLDER]
 
 A job on every link. It measures computing without any exchange and runs the methods dry, which knows nothing of the link,
 and probes the link for a few seconds: nothing is fitted to steps, on this link or another. Then each method's step is
@@ -29,10 +29,11 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.advise.measured import computing, sending
 from pufferfish.lab.advise.subject import Subject, subject
-from pufferfish.lab.advise.ways import turns, way
+from pufferfish.lab.advise.ways import way
 from pufferfish.lab.choice import choice
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
+from pufferfish.lab.rounds import turns
 from pufferfish.measure import CostModel, Line, Link, Work, probe
 from pufferfish.measure.remedies import message_bytes
 from pufferfish.table import aligned
@@ -70,7 +71,7 @@ def main() -> None:
     ask.add_argument("--per-host", type=int, default=1, help="workers")
     ask.add_argument("--links", nargs="+", default=LINKS)
     ask.add_argument("--methods", nargs="+", default=METHODS)
-    ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--rounds", type=int, default=5)
     ask.add_argument("--keep", type=Path, help="a folder; default: nothing is kept")
     ask.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = ask.parse_args()

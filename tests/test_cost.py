@@ -363,6 +363,22 @@ def test_measuring_needs_an_example() -> None:
         pf.plan(mlp(), measure=True)
 
 
+def test_layers_are_measured_in_the_precision_of_the_example() -> None:
+    """A step that enters autocast itself gives layers low-precision inputs, which fp32 weights refuse."""
+    model, x = mlp(), torch.randn(4, 40)
+
+    def in_bf16(net: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: Tensor = net(x)
+            return output
+
+    assert profile(model, x).calls["2"].autocast is None
+    assert profile(model, in_bf16).calls["2"].autocast == torch.bfloat16
+    plan = pf.plan(model, 0.25, multiple=1, example=in_bf16, measure=True)
+    assert [e.ms is not None for e in plan] == [True, True, True]
+
+
+
 def test_slower_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, int]] = []
 

@@ -279,7 +279,7 @@ def _measured(made: Plan, live: Mapping[str, nn.Module], seen: Profile, graph: b
         kind = low_rank_type(type(module))
         assert kind is not None
         weights = [(p.dtype, p.requires_grad) for p in module.parameters()]
-        key = (repr(module), repr(weights), tuple(chosen.items()), _shapes(call))
+        key = (repr(module), repr(weights), tuple(chosen.items()), _shapes(call), call.autocast)
         if key not in cache:
             cache[key] = measure(module, kind(module, chosen), call, graph)
         times[layer] = cache[key]

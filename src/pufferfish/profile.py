@@ -32,6 +32,7 @@ class Call:
     kwargs: dict[str, Any]
     positions: Counter[str]  # by matrix: the vectors it was multiplied with, all calls together
     grad_positions: Counter[str]  # those of them that backward wants the gradient of
+    autocast: torch.dtype | None = None  # that the example's own code entered
 
 
 @dataclass
@@ -223,9 +224,15 @@ def run(model: nn.Module, example: Example) -> Any:
     return model(*example)
 
 
+def _autocast(module: nn.Module) -> torch.dtype | None:
+    kind = next(module.parameters()).device.type
+    known = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows of no autocast there
+    return torch.get_autocast_dtype(kind) if known else None
+
+
 def _recorder(found: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter()))
+        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), _autocast(module)))
         for matrix in kind.matrices(module):
             call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
             call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)

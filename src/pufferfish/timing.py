@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any, cast
@@ -51,7 +52,8 @@ def _step(layer: nn.Module, call: Call, device: torch.device) -> Callable[[], No
     wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
 
     def step() -> None:
-        output = layer(*args, **kwargs)
+        with torch.autocast(device.type, call.autocast) if call.autocast else contextlib.nullcontext():
+            output = layer(*args, **kwargs)
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if leaves:
             ones = [torch.ones_like(x) for x in leaves]

@@ -127,6 +127,26 @@ def test_a_slow_network_wants_fewer_bytes(
     pf.Switch(plan=plan)
 
 
+def test_the_clock_has_the_last_word(file: Path) -> None:
+    about = subject(f"{file}:wide", steps=3600)
+    said = advise(
+        about, nominal(Shape.parse("1mbit"), 4, 1, "cpu"), network="1mbit", nodes=4, methods=["bf16"]
+    )
+    assert said.best.name == "pufferfish+bf16"
+    steps = {"dense": 3.0, "bf16": 2.0, "pufferfish": 0.6}  # low rank with bf16 was not run
+    found = said.run(steps)
+    assert found.best.name == "pufferfish"
+    by_name = {c.name: c for c in found.choices}
+    assert by_name["pufferfish"].speedup == pytest.approx(5)
+    full_rank_for_a_third = 3.0 / 3 + 2 * 0.6 / 3
+    assert by_name["pufferfish"].run_speedup == pytest.approx(3 / full_rank_for_a_third)
+    assert by_name["bf16"].run_speedup == pytest.approx(1.5)
+    assert [by_name[name].hours for name in steps] == pytest.approx([3.0, 2.0, 1.4])
+    assert by_name["pufferfish+bf16"] == next(c for c in said.choices if c.name == "pufferfish+bf16")
+    assert "by the clock" in str(found)
+    assert said.run({"dense": 1.0, "bf16": 1.1}).best.name == "dense"
+
+
 def test_nothing_pays_where_there_is_nothing_to_save(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from pufferfish.lab.tasks import Task, find
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import Settings, train
+from pufferfish.lab.train.job import enough_gpus
 from pufferfish.lab.train.screen import Screen
 from pufferfish.lab.train.spectra import sampled
 from pufferfish.measure import Run, read
@@ -45,6 +46,13 @@ def weights(folder: Path) -> dict[str, Tensor]:
     newest = max((folder / "checkpoints").iterdir(), key=lambda path: path.name)
     (file,) = newest.glob("model*.safetensors")
     return load_file(file)
+
+
+def test_no_two_workers_share_a_gpu() -> None:
+    there = torch.cuda.device_count()
+    enough_gpus("cpu", there + 1)
+    with pytest.raises(ValueError, match=f"{there + 1} workers on {there} GPU"):
+        enough_gpus("cuda", there + 1)
 
 
 def test_choices() -> None:

@@ -51,6 +51,12 @@ def test_fit_never_goes_below_zero() -> None:
         Line.fit("all_reduce", 1, falling)
 
 
+def test_one_disturbed_size_does_not_spread() -> None:
+    times = [(1024, 1e-3), (4096, 9e-3), (16384, 2e-3), (65536, 5e-3)]
+    line = Line.fit("all_reduce", 2, times)
+    assert line.points == ((1024, 1e-3), (4096, 2e-3), (16384, 2e-3), (65536, 5e-3))
+
+
 def test_ring_by_hand() -> None:
     """METHODS: 2α(p−1) + 2b(p−1)/(p·BW)."""
     link = Link.of(bandwidth=1e9, latency=1e-3, size=4, goodput=1)

@@ -52,7 +52,9 @@ def add(commands: Commands) -> None:
     advise.add_argument("--out", type=Path, metavar="FILE", help="save the plan that is advised")
     advise.add_argument("--json", action="store_true", help="print the advice as JSON")
     advise.add_argument(
-        "--check", action="store_true", help="run the best three, on emulated hosts or in this job"
+        "--check",
+        action="store_true",
+        help="run the best three, on emulated hosts or in this job, and advise by the clock",
     )
     advise.set_defaults(run=_advise)
 

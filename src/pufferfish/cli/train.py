@@ -168,16 +168,12 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 def _refuse(task: Task, given: Settings, size: int) -> None:
     """What workers would refuse one by one, before they are started."""
-    import torch
-
+    from ..lab.train.job import enough_gpus
     from ..lab.train.records import refuse_other
 
     refuse_other(task, given)
     given.check(task, size)
-    if given.device == "cuda" and size > torch.cuda.device_count():
-        raise ValueError(
-            f"{size} workers: there are {torch.cuda.device_count()} GPUs; take --simulate or --device cpu"
-        )
+    enough_gpus(given.device, size)
     task.steps(task.load(given.data), given.recipe.batch)
 
 

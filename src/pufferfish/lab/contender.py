@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress import Hook, compress
 from ..compress.aggregator import Levels
 from ..measure import Breakdown
+from ..measure.clock import wait
 from .choice import Choice
 from .rivals import SAM
 
@@ -86,13 +87,22 @@ class Contender:
         self, steps: int = 1, exchange: bool = True, watched: AbstractContextManager[object] | None = None
     ) -> float:
         """Mean of so many steps; all ranks begin and end together, and what watches the steps begins with them."""
-        self._together()
+        self.together()
         begun = time.perf_counter()
         with watched or contextlib.nullcontext():
             for _ in range(steps):
                 self.step(exchange)
-            self._together()
+            self.together()
             return (time.perf_counter() - begun) / steps
+
+    def alone(self) -> float:
+        """Seconds of one step of this rank without the exchange; all ranks begin together."""
+        self.together()
+        wait()
+        begun = time.perf_counter()
+        self.step(exchange=False)
+        self._settled()
+        return time.perf_counter() - begun
 
     def sent(self) -> tuple[float, int]:
         """Bytes on the wire and messages of a step, of this rank. What plain DDP sends is what a ring makes of it."""
@@ -120,8 +130,12 @@ class Contender:
         with contextlib.nullcontext() if exchange else self.ddp.no_sync():
             yield
 
-    def _together(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def together(self) -> None:
+        """Wait for the device and for all ranks."""
+        self._settled()
         if self.size > 1:
             dist.barrier()
+
+    def _settled(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

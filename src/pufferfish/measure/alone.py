@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from ..names import unwrap
 from ..optim import Optimizers
 from .breakdown import Breakdown
+from .clock import typical, wait
 from .model import Work
 from .ready import Ready
 
@@ -20,7 +20,7 @@ _COMPUTING = ("data", "forward", "backward", "optimizer")
 def alone(
     model: nn.Module, step: Callable[[], object], optimizer: Optimizers = None, *, steps: int = 5
 ) -> Work:
-    """Medians over `steps` calls of `step`, after two. It must not exchange anything: call it under `no_sync`.
+    """What `steps` calls of `step` typically take, after three. It must not exchange anything: call it under `no_sync`.
 
     Args:
         model: the one that `step` calls, wrapped or not.
@@ -40,12 +40,12 @@ def alone(
         for _ in range(3):  # its first pass, and the one that it looks at
             step()
     laps: dict[str, list[float]] = {name: [] for name in (*_COMPUTING, "exchange")}
-    with Breakdown(model, optimizer) as times:
-        for _ in range(steps):
+    for _ in range(steps):
+        wait()
+        with Breakdown(model, optimizer) as times:
             step()
-            parts = times.read()
-            for name, seen in laps.items():
-                seen.append(parts[name])
-    middle: dict[str, Any] = {name: statistics.median(seen) for name, seen in laps.items()}
-    middle["backward"] += middle.pop("exchange")  # nothing but the end of the pass
-    return Work(**middle, ready=ready.curve())
+        for name, seen in laps.items():
+            seen.append(times.parts[name])
+    parts: dict[str, Any] = {name: typical(seen) for name, seen in laps.items()}
+    parts["backward"] += parts.pop("exchange")  # nothing but the end of the pass
+    return Work(**parts, ready=ready.curve())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,10 @@ from ..compress.levels import Nodes
 from ..compress.meter import Meter
 from ..compress.table import Methods
 from ..compress.transport import Coming, Transport
+from .clock import typical, wait
+
+#: Steps fill so many seconds, and are at most so many.
+_SECONDS, _MOST = 0.1, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ def dry_run(
     """A method on random gradients of the shapes and dtypes of `like`, as if there were `size` workers.
 
     All of them send what we send, so that the work on what arrives is done too. Random numbers are our own. Times
-    are medians over `steps` after a first one; the messages are those of the last. With `per_node` workers a machine it
+    are typical ones of `steps` or, of short ones, more, after a first; the messages are those of the last. With `per_node` workers a machine it
     is `levels="node"`, and the messages are those between machines.
 
     >>> from pufferfish.compress import BFloat16
@@ -64,8 +68,9 @@ def dry_run(
     nodes = _OneOfNodes(per_node, worker, gradients) if per_node > 1 else None
     aggregator = Aggregator(method, worker, levels=nodes or "flat")
     laps: dict[str, list[float]] = {"encode": [], "decode": []}
-    for step in range(1 + steps):
+    for step in itertools.count():
         worker.sent.clear()
+        wait()
         before = worker.meter.seconds
         under_way = aggregator.begin(None if step else gradients)
         under_way.add([gradients])
@@ -74,10 +79,15 @@ def dry_run(
             after = worker.meter.seconds
             for name, seen in laps.items():
                 seen.append(after[name] - before[name])
+        if step == 1:
+            lap = sum(seen[-1] for seen in laps.values())
+            steps = max(steps, min(_MOST, int(_SECONDS / lap) if lap else _MOST))
+        if step == steps:
+            break
     return Sent(
         messages=tuple(worker.sent),
-        encode=statistics.median(laps["encode"]),
-        decode=statistics.median(laps["decode"]),
+        encode=typical(laps["encode"]),
+        decode=typical(laps["decode"]),
         overlaps=aggregator.overlap_bytes is not None,
         inside=sum(nodes.handed.values()) if nodes else 0,
     )

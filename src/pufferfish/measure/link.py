@@ -82,8 +82,8 @@ class Line:
         if alpha < 0:
             alpha, beta = 0.0, _dot(wires, laps) / _dot(wires, wires)
         error = sum(abs(hops * alpha + beta * x - t) / t for x, t in zip(wires, laps, strict=True)) / n
-        highest = list(accumulate(laps, max))  # a larger message never takes less
-        points = tuple(zip((nbytes for nbytes, _ in times), highest, strict=True))
+        least = list(accumulate(reversed(laps), min))  # a smaller message never takes longer
+        points = tuple(zip((nbytes for nbytes, _ in times), reversed(least), strict=True))
         return Line(alpha=alpha, beta=beta, error=error, points=points)
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 from ..compress.levels import nodes
 from ..compress.transport import Group
 from ..ranks import Workers
-from .clock import between, now
+from .clock import between, now, typical, wait
 from .link import WIRE, Line, Link
 
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 #: Seconds of an all-reduce beside which computing is timed.
 _BESIDE = 0.15
+#: Laps of one size: more of short ones, until they fill so many seconds, but at most so many.
+_SECONDS, _MOST = 0.1, 20
 
 
 def probe(
@@ -34,7 +36,7 @@ def probe(
     """Measure the link between all workers of a group (by default, the whole job). Call it on all of them.
 
     All-reduces, all-gathers and all-to-alls of 1 KiB, four times that and so on, until one takes longer than `seconds`
-    or `largest` bytes are sent in each direction; medians over `rounds`, of the slowest worker. Where LOCAL_WORLD_SIZE says that several
+    or `largest` bytes are sent in each direction; typical ones of `rounds` or, of short ones, more, of the slowest worker. Where LOCAL_WORLD_SIZE says that several
     workers share a machine, those inside one, and one worker of each, are measured on their own as well. On CPUs, also
     how much computing is lost while an all-reduce goes on beside it.
 
@@ -93,15 +95,17 @@ def _times(
             return workers.largest(mine)
 
         last = float(laps(1))  # connections are made in it
-        last = float(laps(rounds if last < limit / 4 else 2).median())
+        often = max(rounds, min(_MOST, int(_SECONDS / last))) if last < limit / 4 else 3
+        last = typical(laps(often).tolist())
         found.append((nbytes, last))
         nbytes *= 4
     return found
 
 
 def _lap(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
-    """Seconds of one collective, which all begin together as well as a barrier can tell."""
+    """Seconds of one collective, which all begin together as well as a barrier can tell, on a line that has rested."""
     dist.barrier(whole)
+    wait()
     start = now(buffer.device)
     if kind == "all_reduce":
         sends._sum([buffer])()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...measure import Choice, Link, Work
 from ...measure.choices import WORTH, lap, table, time
 from ...plan import Plan
-from .ways import NODE, named
+from .ways import NODE, full_rank, named
 
 #: Of two ways that differ by less, the simpler one is advised.
 SAME = 1.03
@@ -37,9 +37,13 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The way to train; "dense" where nothing pays. Choices are in the order of what they ask of the user."""
-        most = max(c.run_speedup for c in self.choices)
-        first = next(c for c in self.choices if c.run_speedup * SAME >= most)
+        """The way to train, of those that were run if some were; "dense" where nothing pays.
+
+        Choices are in the order of what they ask of the user.
+        """
+        among = [c for c in self.choices if c.measured is not None] or self.choices
+        most = max(c.run_speedup for c in among)
+        first = next(c for c in among if c.run_speedup * SAME >= most)
         return first if first.run_speedup >= WORTH else self.choices[0]
 
     @property
@@ -51,6 +55,22 @@ class Advice:
         """The advised one, then the fastest."""
         others = sorted(self.choices, key=lambda c: -c.run_speedup)
         return [self.best, *(c for c in others if c is not self.best)][:n]
+
+    def run(self, steps: Mapping[str, float]) -> Advice:
+        """With the measured seconds of a step, by the names of ways; what those bring is then by the clock."""
+        dense = self.choices[0]
+
+        def by_the_clock(c: Choice) -> Choice:
+            seconds = steps[c.name]
+            mean = self.warm_up * steps[full_rank(c.name)] + (1 - self.warm_up) * seconds
+            speedup = steps[dense.name] / mean
+            hours = None if c.hours is None else c.hours * mean / (dense.step / c.run_speedup)
+            return replace(
+                c, measured=seconds, speedup=steps[dense.name] / seconds, run_speedup=speedup, hours=hours
+            )
+
+        choices = [by_the_clock(c) if c.name in steps else c for c in self.choices]
+        return replace(self, choices=choices, checked=f"{len(steps)} were run, by turns")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; a plan has a file of its own."""
@@ -107,5 +127,5 @@ class Advice:
                 f"Which ranks will do is known only at the switch: from {low:g} to {high:g} of the full ones a step of "
                 f"low rank alone takes {lap(self.ranks[low])} to {lap(self.ranks[high])}."
             )
-        checked = f" {self.checked}." if self.checked else ""
+        checked = f" {self.checked}: what they bring is by the clock." if self.checked else ""
         yield f"Steps are predicted, from measured computing and dry runs.{checked} Quality is another matter."

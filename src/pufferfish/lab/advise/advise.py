@@ -23,17 +23,17 @@ from ...planning import plan
 from ...ranks import Workers
 from ..choice import choice
 from ..contender import Contender
+from ..rounds import turns
 from .advice import Advice
 from .job import in_job, shared
 from .measured import computing
 from .subject import Subject
-from .ways import NODE, named, turns, way
+from .ways import LOW_RANK, NODE, full_rank, named, way
 
 #: Compression methods that are tried, the simplest first.
 METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
 #: Shares of the full rank, of the range that is told.
 RANKS = (0.125, 0.5)
-LOW_RANK = "pufferfish"
 _NOTE = "full-rank at first"
 
 
@@ -55,14 +55,13 @@ def advise(
     return _Advisor(about, link, nodes, per_node, engine, methods).advice(network)
 
 
-def check(found: Advice, about: Subject, rounds: int = 3, best: int | None = 3) -> Advice:
-    """Run dense training and the `best` (None: all) in this job, by turns: measured steps beside the predicted ones."""
-    chosen = found.choices if best is None else [found.choices[0], *found.top(best)]
-    ways = {c.name: _way(c.name, about, found) for c in chosen}
-    times = turns(ways, rounds)
-    steps = dict(zip(times, shared([statistics.median(laps) for laps in times.values()]), strict=True))
-    choices = [replace(c, measured=steps.get(c.name)) for c in found.choices]
-    return replace(found, choices=choices, checked=f"{len(steps)} were run, by turns")
+def check(found: Advice, about: Subject, rounds: int = 5, best: int | None = 3) -> Advice:
+    """Run dense training, the `best` (None: all) and what low rank begins as in this job, by turns; the clock decides."""
+    chosen = found.choices if best is None else found.top(best)
+    names = dict.fromkeys(["dense", *(name for c in chosen for name in (full_rank(c.name), c.name))])
+    times = turns({name: _way(name, about, found) for name in names}, rounds)
+    steps = shared([statistics.median(laps) for laps in times.values()])
+    return found.run(dict(zip(times, steps, strict=True)))
 
 
 def _way(name: str, about: Subject, found: Advice) -> Contender:

@@ -1,9 +1,7 @@
-"""`named`: ways to train by their names. `way`: one of them, for real, in this job. `turns`: several side by side."""
+"""`named`: ways to train by their names. `way`: one of them, for real, in this job."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,11 +13,9 @@ from ...factorize import reshape_
 from ...plan import Plan
 from ..choice import Choice, choice
 from ..contender import Contender
-from .job import shared
 from .subject import Subject
 
-#: Rounds of short steps fill so many seconds, and are at most so many.
-_SECONDS, _MOST = 5.0, 25
+LOW_RANK = "pufferfish"
 #: What ends the name of a way on two levels.
 NODE = ", levels=node"
 
@@ -36,6 +32,17 @@ def named(name: str) -> tuple[Choice, Levels]:
     if not name.endswith(NODE):
         return chosen, "flat"
     return replace(chosen, compress=chosen.compress or NoCompression()), "node"
+
+
+def full_rank(name: str) -> str:
+    """What a way is before its switch; one that has none is what it is.
+
+    >>> [full_rank(name) for name in ("pufferfish", "pufferfish+int8", "int8", "pufferfish+bf16, levels=node")]
+    ['dense', 'int8', 'int8', 'bf16, levels=node']
+    """
+    word = name.removesuffix(NODE)
+    low_rank, _, method = word.partition("+")
+    return name if low_rank != LOW_RANK else (method or "dense") + name[len(word) :]
 
 
 def way(about: Subject, chosen: Choice, plan: Plan | None = None, levels: Levels = "flat") -> Contender:
@@ -65,21 +72,3 @@ def low_rank(model: nn.Module, plan: Plan | None) -> nn.Module:
                 with torch.no_grad():
                     nn.init.normal_(p, std=0.02)
     return model
-
-
-def turns(ways: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of each, which take turns in every round, after two that do not count.
-
-    There are more rounds where steps are short: what else runs on a machine disturbs them most.
-    """
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in itertools.count():
-        for name, one in ways.items():
-            times[name].append(one.seconds())
-        if turn == 1:
-            (lap,) = shared([sum(laps[-1] for laps in times.values())])
-            rounds = max(rounds, min(_MOST, int(_SECONDS / lap)))
-            times = {name: [] for name in ways}
-        if turn == 1 + rounds:
-            return times
-    raise AssertionError

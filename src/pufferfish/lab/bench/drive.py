@@ -13,7 +13,7 @@ from ..report import report, write
 from ..rivals.driver import is_rival, make
 from ..tasks.task import Recipe, Task
 from ..train import optimizer
-from ..train.job import job
+from ..train.job import enough_gpus, job
 from ..train.screen import Screen
 from .asked import Asked
 from .cells import Shard, cells, finished
@@ -55,6 +55,8 @@ def bench(
     given: dict[str, Any] = {"data": data and str(data.resolve()), "shard": str(shard)}
     if "RANK" in os.environ:
         return _in_this_job(asked, root, data, shard, target)
+    if not asked.simulate:
+        enough_gpus(asked.device, asked.workers)
     asked.save(root)
     screen = Screen()
     failed: list[str] = []

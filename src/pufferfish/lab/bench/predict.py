@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...measure import CostModel, Work, probe
-from ...measure.alone import alone
 from ...measure.breakdown import PARTS
 from ...measure.remedies import message_bytes
-from ..advise.job import shared
-from ..advise.measured import sending
+from ..advise.measured import computing, sending
 from ..contender import Contender
 from ..network import Shape
-
-_COMPUTING = ("data", "forward", "backward", "optimizer")
-_LAPS = 5
+from ..rivals import SAM
 
 
 def predictions(
-    contenders: Mapping[str, Contender], steps: Mapping[str, int], elsewhere: Shape | None = None
+    contenders: Mapping[str, Contender], elsewhere: Shape | None = None
 ) -> dict[str, dict[str, float]]:
     """Seconds of every method's step and its parts, by method. Call it on all ranks, when all is warm.
 
@@ -29,10 +23,9 @@ def predictions(
     fitted to steps with an exchange.
 
     Args:
-        steps: of a turn, by method.
         elsewhere: another link than this one, to predict for.
     """
-    works = {name: _work(contender, steps[name]) for name, contender in contenders.items()}
+    works = {name: _work(contender) for name, contender in contenders.items()}
     first = next(iter(contenders.values()))
     link = probe(device=first.device, largest=message_bytes(first.bare))
     if elsewhere is not None:
@@ -45,20 +38,11 @@ def predictions(
     return found
 
 
-def _work(contender: Contender, steps: int) -> Work:
-    """What a step computes and sends, nobody waiting for anybody: the mean worker, as slow as the slowest is."""
-    assert contender.ddp is not None
-    work = alone(
-        contender.ddp, lambda: contender.step(exchange=False), contender.optimizer, steps=max(_LAPS, steps)
-    )
-    parts = shared([getattr(work, name) for name in _COMPUTING])
-    (slowest,) = shared(
-        [statistics.median(contender.turn(steps, exchange=False)["step"] for _ in range(_LAPS))]
-    )
-    longer = max(1.0, slowest / sum(parts))
-    computing: dict[str, Any] = {name: longer * x for name, x in zip(_COMPUTING, parts, strict=True)}
-    buffers = sum(x.nbytes for x in contender.bare.buffers())
-    work = replace(work, **computing, buffers=buffers)
+def _work(contender: Contender) -> Work:
+    """What a step computes and sends; where nothing compresses, by the buckets that DDP has made."""
+    work = computing(contender)
+    if isinstance(contender.optimizer, SAM):  # the first of its two passes is not followed by an exchange
+        work = replace(work, forward=work.forward + work.backward / 2, backward=work.backward / 2)
     work = sending(work, contender.bare, contender.chosen.compress, contender.size)
     if contender.hook is not None:
         return work

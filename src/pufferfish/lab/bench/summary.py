@@ -10,9 +10,9 @@ from typing import Any
 
 from ...measure import read
 from ..report.bench import CEILING, SUMMARY
+from ..rounds import Round, quartiles, ratios
 from .asked import ALWAYS, read_json, write_json
 from .rates import Rate
-from .timing import Round, quartiles, ratios
 
 
 def rounds_of(root: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...checkpoint.control import Control, Sigterm
 from ..network import Shape
+from ..rounds import interleaved, steps_a_turn
 from ..tasks.task import Recipe
 from ..train import Settings, train
 from ..train.job import job, place
@@ -33,7 +34,6 @@ from .contenders import contenders, lacking
 from .entry import entry
 from .predict import predictions
 from .summary import rounds_of
-from .timing import interleaved, steps_a_turn
 from .tuned import rate_of
 
 Say = Callable[[dict[str, Any]], None]
@@ -127,7 +127,7 @@ class Work:
             )  # fmt: skip
             self.say({"timing": list(racing)})
             steps = steps_a_turn(racing)
-            said = predictions(racing, steps, self.elsewhere) if self.size > 1 else {}
+            said = predictions(racing, self.elsewhere) if self.size > 1 else {}
             elsewhere = self.elsewhere and str(self.elsewhere)
             about = {"steps": steps, "link": self.link, "elsewhere": elsewhere, "predicted": said}
             tag = "" if self.shard.of == 1 else f"-{self.shard.number}of{self.shard.of}"

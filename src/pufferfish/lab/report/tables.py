@@ -151,11 +151,13 @@ def setup(comparison: Comparison) -> Table:
         add("seeds", run.seed)
         add("started", (run.started or "")[:16].replace("T", " "))
     links = [run.link or {} for run in comparison.runs]
-    for name, key, unit in (("link got", "got_mbit", "Mbit/s"), ("latency", "latency_ms", "ms")):
+    for name, key, show in (
+        ("link got", "got_mbit", lambda x: f"{x:.4g} Mbit/s"),
+        ("latency", "latency_ms", lambda x: seconds(x / 1e3)),
+    ):
         got = [float(link[key]) for link in links if is_number(link.get(key))]
         if got:
-            ends = dict.fromkeys(f"{value:.4g}" for value in (min(got), max(got)))
-            facts[name] = [f"{'–'.join(ends)} {unit}"]
+            facts[name] = [" to ".join(dict.fromkeys(map(show, (min(got), max(got)))))]
     if len({*facts.get("seeds", ())}) == 1:
         facts = {"seed" if name == "seeds" else name: values for name, values in facts.items()}
     rows = [[Cell(name), Cell(_several(values))] for name, values in facts.items()]

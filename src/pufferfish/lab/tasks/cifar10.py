@@ -35,7 +35,7 @@ class Cifar10(Classify):
     mirror = True
 
     model: str = "resnet18"
-    held: int = 2500
+    held: int = 1000
 
     def __post_init__(self) -> None:
         known(self.name, "model", self.model, ("resnet18", "vgg19"))

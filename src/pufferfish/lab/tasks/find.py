@@ -28,7 +28,7 @@ def find(text: str) -> Task:
     """The task that is meant by `text`: a built-in one, perhaps with settings, or one from a file or module.
 
     >>> find("cifar10:vgg19")
-    Cifar10(model='vgg19', held=2500)
+    Cifar10(model='vgg19', held=1000)
     >>> find("digits:mlp,width=16")
     Digits(model='mlp', width=16, held=144)
     >>> find("cifar")

@@ -51,6 +51,18 @@ def job(device: str, timeout: float | None = None) -> Iterator[int]:
         dist.destroy_process_group()
 
 
+def enough_gpus(device: str, workers: int) -> None:
+    """Refuse more workers on this machine than it has GPUs: no two of them can share one.
+
+    >>> enough_gpus("cpu", 1000)
+    """
+    there = torch.cuda.device_count() if device == "cuda" else workers
+    if workers > there:
+        raise ValueError(
+            f"{workers} workers on {there} GPU{'s' * (there != 1)}: each needs its own; take --simulate or --device cpu"
+        )
+
+
 def place(device: str) -> torch.device:
     """This process's device; the groups that it joins afterwards take it too.
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..contender import Contender
+from .contender import Contender
 
 #: Of all methods, before any counts: buckets are rebuilt, memory is warm.
 WARM_UP = 2
 #: Steps of a turn: as many as take about so many seconds, and not more than these.
-LONG, MOST = 0.3, 20
+LONG, MOST = 0.3, 50
 
 Round = dict[str, dict[str, Any]]  # by method
 
@@ -41,10 +41,9 @@ def interleaved(
 
     One worker has no exchange, and no "alone".
     """
-    names = list(contenders)
     for turn in range(first, first + count):
         found: Round = {}
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in _order(contenders, turn):
             contender = contenders[name]
             parts = contender.turn(steps[name])
             nbytes, messages = contender.sent()
@@ -56,7 +55,22 @@ def interleaved(
             }
             if contender.size > 1:
                 found[name]["alone"] = contender.turn(steps[name], exchange=False)["step"]
-        yield {name: found[name] for name in names}
+        yield {name: found[name] for name in contenders}
+
+
+def turns(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each in every round, and nothing else of it."""
+    steps = steps_a_turn(contenders)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name in _order(contenders, turn):
+            times[name].append(contenders[name].seconds(steps[name]))
+    return times
+
+
+def _order(contenders: Mapping[str, Contender], turn: int) -> list[str]:
+    names = list(contenders)
+    return names[turn % len(names) :] + names[: turn % len(names)]
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
