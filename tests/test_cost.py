@@ -378,7 +378,6 @@ def test_layers_are_measured_in_the_precision_of_the_example() -> None:
     assert [e.ms is not None for e in plan] == [True, True, True]
 
 
-
 def test_slower_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, int]] = []
 

@@ -224,15 +224,31 @@ def run(model: nn.Module, example: Example) -> Any:
     return model(*example)
 
 
-def _autocast(module: nn.Module) -> torch.dtype | None:
-    kind = next(module.parameters()).device.type
-    known = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows of no autocast there
-    return torch.get_autocast_dtype(kind) if known else None
+def autocast(device: torch.device) -> torch.dtype | None:
+    """What runs there now runs in.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast(torch.device("cpu"))
+    torch.bfloat16
+    """
+    known = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows of none on meta
+    return torch.get_autocast_dtype(device.type) if known else None
+
+
+def entered(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Such an autocast; None: what there is.
+
+    >>> with entered(torch.bfloat16, torch.device("cpu")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.bfloat16
+    """
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
 def _recorder(found: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), _autocast(module)))
+        dtype = autocast(next(module.parameters()).device)
+        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
         for matrix in kind.matrices(module):
             call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
             call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
 from .layers import hollow
-from .profile import Call
+from .profile import Call, entered
 
 
 def measure(dense: nn.Module, low_rank: nn.Module, call: Call, graph: bool = False) -> tuple[float, float]:
@@ -52,7 +51,7 @@ def _step(layer: nn.Module, call: Call, device: torch.device) -> Callable[[], No
     wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
 
     def step() -> None:
-        with torch.autocast(device.type, call.autocast) if call.autocast else contextlib.nullcontext():
+        with entered(call.autocast, device):
             output = layer(*args, **kwargs)
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if leaves:

@@ -90,6 +90,12 @@ def test_a_factory_brings_a_step(file: Path) -> None:
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "pufferfish"], "compression methods"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "zip"], "no zip"),
         (["digits", "--network", "10gbit", "--nodes", "2", "--check"], "predicted, not emulated"),
+        (["digits", "--network", "1gbit", "--nodes", "2", "--check", "--methods", "zip"], "no zip"),
+        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--check", "--keep", "head"], "matches no"),
+        (
+            ["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--methods", "int8"],
+            "leave it",
+        ),
         (["digits", "--network", "1gbit", "--nodes", "2", "--recipe", "long"], "no recipe"),
         (["{file}:alone", "--network", "1gbit", "--nodes", "2"], "return .model, batch"),
         (["{file}:number", "--network", "1gbit", "--nodes", "2"], "return .model, batch"),
@@ -134,7 +140,7 @@ def test_the_clock_has_the_last_word(file: Path) -> None:
     )
     assert said.best.name == "pufferfish+bf16"
     steps = {"dense": 3.0, "bf16": 2.0, "pufferfish": 0.6}  # low rank with bf16 was not run
-    found = said.run(steps)
+    found = said.clocked(steps)
     assert found.best.name == "pufferfish"
     by_name = {c.name: c for c in found.choices}
     assert by_name["pufferfish"].speedup == pytest.approx(5)
@@ -144,7 +150,9 @@ def test_the_clock_has_the_last_word(file: Path) -> None:
     assert [by_name[name].hours for name in steps] == pytest.approx([3.0, 2.0, 1.4])
     assert by_name["pufferfish+bf16"] == next(c for c in said.choices if c.name == "pufferfish+bf16")
     assert "by the clock" in str(found)
-    assert said.run({"dense": 1.0, "bf16": 1.1}).best.name == "dense"
+    again = found.clocked(steps)
+    assert [c.hours for c in again.choices] == pytest.approx([c.hours for c in found.choices])
+    assert "nothing that was run" in str(said.clocked({"dense": 1.0, "bf16": 1.1}))
 
 
 def test_nothing_pays_where_there_is_nothing_to_save(

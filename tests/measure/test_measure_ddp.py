@@ -23,6 +23,7 @@ from pufferfish.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure.breakdown import PARTS
 from pufferfish.measure.remedies import gradients
+from pufferfish.timing import measure
 
 
 def build() -> nn.Module:
@@ -289,6 +290,29 @@ def test_one_process_has_nothing_to_exchange(capsys: pytest.CaptureFixture[str])
     assert found.error == pytest.approx(0)
     assert "one process: nothing to exchange" in capsys.readouterr().out
     assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])  # it did train
+
+
+def test_layers_are_timed_in_the_loop_s_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spied(*given: Any) -> tuple[float, float]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return measure(*given)
+
+    monkeypatch.setattr("pufferfish.planning.measure", spied)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for precision in (True, False):
+        with diagnose(model, optimizer, steps=3, measure=True, show=False):
+            for _ in range(6):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision):
+                    loss = model(torch.randn(8, 64)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert seen
+        assert set(seen) == {precision}
+        seen.clear()
 
 
 def test_bad_settings() -> None:

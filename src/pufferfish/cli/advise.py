@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from .common import Commands, refuse_no_file
@@ -32,13 +33,17 @@ def add(commands: Commands) -> None:
     advise.add_argument(
         "--network", metavar="LINK", help="100mbit, 1gbit,delay=5ms, or real: that of this torchrun job"
     )
-    advise.add_argument("--nodes", type=int, metavar="N", help="machines")
-    advise.add_argument("--per-node", type=int, metavar="M", help="workers on each (default 1)")
+    advise.add_argument("--nodes", type=int, metavar="N", help="machines (under torchrun: the job's)")
+    advise.add_argument(
+        "--per-node", type=int, metavar="M", help="workers on each (default 1; under torchrun: the job's)"
+    )
     advise.add_argument("--engine", default="ddp", metavar="E", help="ddp (default) or fsdp2")
     advise.add_argument(
         "--methods", metavar="A,B", help="compression methods to try (default bf16,int8,topk-0.01,powersgd-4)"
     )
-    advise.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    advise.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one, but for emulated hosts"
+    )
     advise.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, else fp32"
     )
@@ -66,7 +71,8 @@ def _advise(arguments: argparse.Namespace) -> None:
 
     refuse_no_file(arguments.out)
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "command")}
-    given["device"] = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    emulated = arguments.check and "RANK" not in os.environ  # hosts, which have CPUs
+    given["device"] = arguments.device or ("cuda" if torch.cuda.is_available() and not emulated else "cpu")
     given["precision"] = arguments.precision or ("bf16" if given["device"] == "cuda" else "fp32")
     given["methods"] = arguments.methods.split(",") if arguments.methods else None
     run(Asked(**{name: value for name, value in given.items() if value is not None}))

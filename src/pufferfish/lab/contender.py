@@ -87,17 +87,17 @@ class Contender:
         self, steps: int = 1, exchange: bool = True, watched: AbstractContextManager[object] | None = None
     ) -> float:
         """Mean of so many steps; all ranks begin and end together, and what watches the steps begins with them."""
-        self.together()
+        self._together()
         begun = time.perf_counter()
         with watched or contextlib.nullcontext():
             for _ in range(steps):
                 self.step(exchange)
-            self.together()
+            self._together()
             return (time.perf_counter() - begun) / steps
 
-    def alone(self) -> float:
+    def own_seconds(self) -> float:
         """Seconds of one step of this rank without the exchange; all ranks begin together."""
-        self.together()
+        self._together()
         wait()
         begun = time.perf_counter()
         self.step(exchange=False)
@@ -130,8 +130,7 @@ class Contender:
         with contextlib.nullcontext() if exchange else self.ddp.no_sync():
             yield
 
-    def together(self) -> None:
-        """Wait for the device and for all ranks."""
+    def _together(self) -> None:
         self._settled()
         if self.size > 1:
             dist.barrier()

@@ -59,7 +59,7 @@ def interleaved(
 
 
 def turns(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of each in every round, and nothing else of it."""
+    """Seconds of a step of each, by rounds, after a warm-up."""
     steps = steps_a_turn(contenders)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):

@@ -14,7 +14,8 @@ from .clock import typical, wait
 from .model import Work
 from .ready import Ready
 
-_COMPUTING = ("data", "forward", "backward", "optimizer")
+#: What a step does by itself.
+COMPUTING = ("data", "forward", "backward", "optimizer")
 
 
 def alone(
@@ -39,7 +40,7 @@ def alone(
     with Ready(unwrap(model)) as ready:
         for _ in range(3):  # its first pass, and the one that it looks at
             step()
-    laps: dict[str, list[float]] = {name: [] for name in (*_COMPUTING, "exchange")}
+    laps: dict[str, list[float]] = {name: [] for name in (*COMPUTING, "exchange")}
     for _ in range(steps):
         wait()
         with Breakdown(model, optimizer) as times:

@@ -1,4 +1,4 @@
-"""`Choice`: a way to train and what it is predicted to bring; `Ranking` predicts, `table` shows."""
+"""`Choice`: a way to train and what it brings; `Ranking` predicts, `table` shows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WORTH = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A remedy and what it is predicted to bring."""
+    """A remedy and what it brings: predicted, or by the clock where `measured` is given."""
 
     kind: str
     name: str
-    step: float  # seconds, for the batches of one step as it is
+    step: float  # seconds, predicted, for the batches of one step as it is
     speedup: float  # of a step
     run_speedup: float  # of the whole run, warm-up included
     hours: float | None  # of the whole run, where its steps are known

@@ -1,4 +1,4 @@
-"""Moments that can be subtracted later: of the host, or on a GPU of its stream, without waiting for it."""
+"""Moments that can be subtracted later, of the host or on a GPU of its stream, without waiting for it; and laps."""
 
 from __future__ import annotations
 
@@ -40,15 +40,12 @@ def between(start: Moment, end: Moment) -> float:
 
 
 def wait() -> None:
-    """As a worker waits for the others in every step: what is cold after it would else be timed warm.
-
-    >>> wait()
-    """
+    """As a worker waits for the others in every step: what is cold after it would else be timed warm."""
     time.sleep(0.005)
 
 
 def typical(laps: Iterable[float]) -> float:
-    """The mean without the longest tenth, which something else on the machine has disturbed.
+    """The mean without the longest tenth, one at least, which something else on the machine has disturbed.
 
     Not the median: a short message takes half a millisecond or, when its process has lost its core, four.
 

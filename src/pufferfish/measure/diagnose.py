@@ -22,6 +22,7 @@ from ..ddp import find_ddp
 from ..names import unwrap
 from ..optim import Optimizers
 from ..plan import Plan
+from ..profile import autocast, entered
 from ..ranks import Workers
 from .breakdown import Breakdown
 from .choices import Choice, Ranking, wire
@@ -35,7 +36,7 @@ from .ready import Ready
 from .remedies import Job, Remedy, gradients, message_bytes, plain
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
-COMPUTING = ("data", "forward", "backward", "encode", "decode", "optimizer")
+_COMPUTING = ("data", "forward", "backward", "encode", "decode", "optimizer")
 _FIRST = 3  # steps that are not like the others
 _KINDS = ("free", "low rank", "compression", "both")
 _WORTH = 1.005  # a bucket size that brings less is not told
@@ -117,6 +118,7 @@ class _Watched(Breakdown):
         self.most = most
         self.ended = 0
         self.call: Any = None
+        self.autocast: torch.dtype | None = None  # that it was called in
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._handles:  # else enough was seen before
@@ -130,6 +132,7 @@ class _Watched(Breakdown):
         super()._before_forward(model, args, kwargs)
         if self.call is None and torch.is_grad_enabled():
             self.call = shapes(unwrap(model), args, kwargs)
+            self.autocast = autocast(self.device)
         if self.ended == _FIRST and self._count + len(self._waiting) == _FIRST:
             self._drop()
         elif self.ended == _FIRST + self.most and self._handles:
@@ -158,7 +161,8 @@ def _fill(
             raise ValueError(
                 "diagnose: no step of the model's optimizer ended in the block; nothing was timed"
             )
-        made, note = planned(model, watched.call, measure)
+        with entered(watched.autocast, watched.device):
+            made, note = planned(model, watched.call, measure)
         return json.dumps([made.to_json(), note, ready.curve()])
 
     text, note, curve = json.loads(workers.tell(workers.together(looked)))
@@ -199,7 +203,7 @@ def _fill(
 def _work(watched: _Watched, size: int) -> Work:
     """The step as it is."""
     p, method = watched.parts, _method(watched)
-    computing: dict[str, Any] = {name: max(0.0, p[name]) for name in COMPUTING}
+    computing: dict[str, Any] = {name: max(0.0, p[name]) for name in _COMPUTING}
     work = Work(**computing)
     if size == 1 or watched.ddp is None:
         return work
@@ -221,8 +225,8 @@ def _method(watched: _Watched) -> Methods | None:
 
 def _mean(work: Work, workers: Workers) -> Work:
     """Of all ranks' computing."""
-    values = _means([getattr(work, name) for name in COMPUTING], workers)
-    computing: dict[str, Any] = dict(zip(COMPUTING, values, strict=True))
+    values = _means([getattr(work, name) for name in _COMPUTING], workers)
+    computing: dict[str, Any] = dict(zip(_COMPUTING, values, strict=True))
     return replace(work, **computing)
 
 

@@ -17,8 +17,8 @@ from ..compress.table import Methods
 from ..compress.transport import Coming, Transport
 from .clock import typical, wait
 
-#: Steps fill so many seconds, and are at most so many.
-_SECONDS, _MOST = 0.1, 20
+#: Steps fill so many seconds, and are at least and at most so many.
+_SECONDS, _LEAST, _MOST = 0.1, 3, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,15 @@ def dry_run(
     size: int,
     *,
     device: torch.device | str | None = None,
-    steps: int = 3,
+    steps: int | None = None,
     per_node: int = 1,
 ) -> Sent:
     """A method on random gradients of the shapes and dtypes of `like`, as if there were `size` workers.
 
     All of them send what we send, so that the work on what arrives is done too. Random numbers are our own. Times
-    are typical ones of `steps` or, of short ones, more, after a first; the messages are those of the last. With `per_node` workers a machine it
-    is `levels="node"`, and the messages are those between machines.
+    are typical ones of `steps` after a first (None: of three, or more where they are short); the messages are those of the last of
+    these, or of the third: whatever the clock says, all ranks find the same. With `per_node` workers a machine it is `levels="node"`,
+    and the messages are those between machines.
 
     >>> from pufferfish.compress import BFloat16
     >>> sent = dry_run(BFloat16(), {"w": torch.empty(64, 64)}, 4, steps=1)
@@ -68,6 +69,8 @@ def dry_run(
     nodes = _OneOfNodes(per_node, worker, gradients) if per_node > 1 else None
     aggregator = Aggregator(method, worker, levels=nodes or "flat")
     laps: dict[str, list[float]] = {"encode": [], "decode": []}
+    messages: tuple[tuple[str, int], ...] = ()
+    last = steps or _LEAST
     for step in itertools.count():
         worker.sent.clear()
         wait()
@@ -79,13 +82,15 @@ def dry_run(
             after = worker.meter.seconds
             for name, seen in laps.items():
                 seen.append(after[name] - before[name])
-        if step == 1:
+        if step == (steps or _LEAST):
+            messages = tuple(worker.sent)
+        if step == 1 and steps is None:
             lap = sum(seen[-1] for seen in laps.values())
-            steps = max(steps, min(_MOST, int(_SECONDS / lap) if lap else _MOST))
-        if step == steps:
+            last = max(_LEAST, min(_MOST, int(_SECONDS / lap) if lap else _MOST))
+        if step == last:
             break
     return Sent(
-        messages=tuple(worker.sent),
+        messages=messages,
         encode=typical(laps["encode"]),
         decode=typical(laps["decode"]),
         overlaps=aggregator.overlap_bytes is not None,

@@ -82,7 +82,7 @@ class CostModel:
 
     Without overlap a step computes, encodes, waits for all messages and decodes. With it the messages queue up for the
     link, each once its gradients are there, and the step waits for what is left after backward. While a message is under
-    way computing is slower, by the `toll` in seconds for each byte on the wire: sending takes its share of a CPU's cores.
+    way computing is slower, by the link's `toll` in seconds for each byte on the wire: sending takes its share of a CPU's cores.
 
     >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),))
     >>> model = CostModel(link=Link.of(bandwidth=1e9, latency=0, size=2, goodput=1))
@@ -91,7 +91,6 @@ class CostModel:
     """
 
     link: Link
-    toll: float | None = None  # None: what was probed with the link
 
     def predict(self, work: Work, workers: int | None = None) -> Prediction:
         """What a step takes, among as many workers as the link was measured with, or another number."""
@@ -122,7 +121,6 @@ class CostModel:
 
     def _overlapped(self, work: Work, times: Sequence[float], size: int) -> tuple[float, float]:
         """Seconds from the begin of backward to the end of the last message, and to the end of computing."""
-        toll = self.link.toll if self.toll is None else self.toll
         computing = work.backward + work.encode
         total = sum(nbytes for _, nbytes in work.messages)
         edges = list(accumulate(work.handed)) or [0]
@@ -137,7 +135,7 @@ class CostModel:
             due = computing * _at(work.ready, share)
             if done < due:
                 clock, done = clock + due - done, due
-            pace = max(_LEAST, 1 - toll * WIRE[kind](size) * nbytes / seconds) if seconds else 1.0
+            pace = max(_LEAST, 1 - self.link.toll * WIRE[kind](size) * nbytes / seconds) if seconds else 1.0
             if done + pace * seconds >= computing and computed is None:
                 computed = clock + (computing - done) / pace
             clock, done = clock + seconds, min(computing, done + pace * seconds)
@@ -159,7 +157,8 @@ class CostModel:
     def undisturbed(self, work: Work) -> Work:
         """`work`, whose backward was measured beside its messages, as it would be without them.
 
-        >>> model = CostModel(link=Link.of(bandwidth=1e9, latency=0, size=2), toll=2e-9)
+        >>> link = Link.of(bandwidth=1e9, latency=0, size=2)
+        >>> model = CostModel(link=dataclasses.replace(link, toll=2e-9))
         >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),) * 2, overlaps=True)
         >>> seen = dataclasses.replace(work, backward=model.predict(work).backward)
         >>> seen.backward > 0.2, round(model.undisturbed(seen).backward, 6)

@@ -103,7 +103,7 @@ def _times(
 
 
 def _lap(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
-    """Seconds of one collective, which all begin together as well as a barrier can tell, on a line that has rested."""
+    """Seconds of one collective, which all begin together as well as a barrier and a short sleep can tell, on a line that has rested."""
     dist.barrier(whole)
     wait()
     start = now(buffer.device)

@@ -85,7 +85,7 @@ class Job:
         assert alone.method is not None
         sent = dry_run(alone.method, self.small, self.size, device=self.device, per_node=per_node)
         work = _sending(plain(self.low_rank, self.small), sent)
-        name = f"low rank with pf.{alone.method!r}"
+        name = f"low rank with {as_code(alone.method)}"
         return Remedy(
             kind="both", name=name, work=work, method=alone.method, warm_up=alone.work, note=self.note
         )
@@ -93,13 +93,13 @@ class Job:
     def compressed(self, method: Method, kind: str) -> Remedy:
         """One method in the place of what there is."""
         work = _sending(plain(self.bare, self.like), dry_run(method, self.like, self.size))
-        return Remedy(kind=kind, name=f"pf.compress(ddp, pf.{method!r})", work=work, method=method)
+        return Remedy(kind=kind, name=f"pf.compress(ddp, {as_code(method)})", work=work, method=method)
 
     def by_machine(self, method: Method, per_node: int) -> Remedy:
         """One method between machines, of `per_node` workers each, which average their gradients first."""
         sent = dry_run(method, self.like, self.size, per_node=per_node)
         work = _sending(plain(self.bare, self.like), sent)
-        name = f'pf.compress(ddp, pf.{method!r}, levels="node")'
+        name = f'pf.compress(ddp, {as_code(method)}, levels="node")'
         return Remedy(kind="compression", name=name, work=work, method=method)
 
     def _free(self) -> Iterator[Remedy]:
@@ -151,6 +151,15 @@ def plain(work: Work, like: Mapping[str, Tensor], cap: int = 25) -> Work:
     """
     sizes = tuple(buckets((x.nbytes for x in reversed(list(like.values()))), cap * MIB))
     return replace(work, messages=tuple(("all_reduce", n) for n in sizes), overlaps=True, handed=sizes)
+
+
+def as_code(method: Method | None) -> str:
+    """As a user writes it, who has imported pufferfish as pf and their own methods by name.
+
+    >>> as_code(BFloat16())
+    'pf.BFloat16()'
+    """
+    return f"pf.{method!r}" if type(method).__module__.startswith("pufferfish.") else repr(method)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...measure import Choice, Link, Work
-from ...measure.choices import WORTH, lap, table, time
+from ...measure.choices import WARM_UP, WORTH, lap, table, time
+from ...measure.remedies import as_code
 from ...plan import Plan
 from .ways import NODE, full_rank, named
 
@@ -32,7 +33,7 @@ class Advice:
     ranks: dict[float, float] = field(
         default_factory=dict
     )  # share of the full rank → seconds of a low-rank step
-    warm_up: float = 1 / 3
+    warm_up: float = WARM_UP
     checked: str = ""  # where the best were run
 
     @property
@@ -56,18 +57,16 @@ class Advice:
         others = sorted(self.choices, key=lambda c: -c.run_speedup)
         return [self.best, *(c for c in others if c is not self.best)][:n]
 
-    def run(self, steps: Mapping[str, float]) -> Advice:
-        """With the measured seconds of a step, by the names of ways; what those bring is then by the clock."""
+    def clocked(self, steps: Mapping[str, float]) -> Advice:
+        """With measured seconds of a step, by the names of ways: dense, others, and what each of them begins as."""
         dense = self.choices[0]
+        now = steps[dense.name]
 
         def by_the_clock(c: Choice) -> Choice:
             seconds = steps[c.name]
             mean = self.warm_up * steps[full_rank(c.name)] + (1 - self.warm_up) * seconds
-            speedup = steps[dense.name] / mean
-            hours = None if c.hours is None else c.hours * mean / (dense.step / c.run_speedup)
-            return replace(
-                c, measured=seconds, speedup=steps[dense.name] / seconds, run_speedup=speedup, hours=hours
-            )
+            hours = None if dense.hours is None else dense.hours * mean / (dense.measured or dense.step)
+            return replace(c, measured=seconds, speedup=now / seconds, run_speedup=now / mean, hours=hours)
 
         choices = [by_the_clock(c) if c.name in steps else c for c in self.choices]
         return replace(self, choices=choices, checked=f"{len(steps)} were run, by turns")
@@ -111,12 +110,14 @@ class Advice:
     def _told(self) -> Iterator[str]:
         best, dense = self.best, self.choices[0]
         if best is dense:
-            yield "Use plain DDP: nothing here makes the run 5 % shorter."
+            plain = "FSDP2" if self.engine == "fsdp2" else "DDP"
+            which = "that was run" if self.checked else "here"
+            yield f"Use plain {plain}: nothing {which} makes the run 5 % shorter."
         else:
             whole = "" if best.hours is None else f", {time(best.hours)} in place of {time(dense.hours)}"
             yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}."
         if best.name.endswith(NODE):
-            yield f'On two levels: pf.compress(ddp, pf.{named(best.name)[0].compress!r}, levels="node").'
+            yield f'On two levels: pf.compress(ddp, {as_code(named(best.name)[0].compress)}, levels="node").'
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             chosen = sum(e.rank is not None for e in matrices)

@@ -61,7 +61,7 @@ def check(found: Advice, about: Subject, rounds: int = 5, best: int | None = 3) 
     names = dict.fromkeys(["dense", *(name for c in chosen for name in (full_rank(c.name), c.name))])
     times = turns({name: _way(name, about, found) for name in names}, rounds)
     steps = shared([statistics.median(laps) for laps in times.values()])
-    return found.run(dict(zip(times, steps, strict=True)))
+    return found.clocked(dict(zip(times, steps, strict=True)))
 
 
 def _way(name: str, about: Subject, found: Advice) -> Contender:
@@ -81,7 +81,7 @@ class _Advisor:
     ) -> None:
         self.about, self.nodes, self.per_node, self.engine = about, nodes, per_node, engine
         self.size = nodes * per_node
-        self.words = {word: _method(word) for word in (methods if engine == "ddp" else ("bf16",))}
+        self.words = {word: method_of(word) for word in (methods if engine == "ddp" else ("bf16",))}
         group = dist.group.WORLD if in_job() else None
         self.workers = Workers(group, torch.device(about.device), "advise")
         dense = way(about, choice("dense"))
@@ -219,7 +219,12 @@ def _faster(a: Work, b: Work) -> Work:
     return min(a, b, key=lambda work: work.forward + work.backward + work.optimizer + work.data)
 
 
-def _method(word: str) -> Method:
+def method_of(word: str) -> Method:
+    """One of `--methods`.
+
+    >>> method_of("powersgd-4")
+    PowerSGD(rank=4, ...)
+    """
     found = choice(word)
     if found.compress is None or found.model != "dense":
         raise ValueError(

@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ...measure import Link
+from ...planning import plan
 from ..network import Network, Shape, why_not
+from ..train.job import job, place
 from .advice import Advice
-from .advise import METHODS, advise, check
+from .advise import METHODS, advise, check, method_of
 from .networks import nominal
 from .subject import subject
 
@@ -33,7 +34,7 @@ class Asked:
     nodes: int | None = None
     per_node: int | None = None
     engine: str = "ddp"
-    methods: Sequence[str] = METHODS
+    methods: Sequence[str] | None = None  # None: those that are usual
     device: str = "cpu"
     precision: str = "fp32"
     batch: int | None = None
@@ -54,6 +55,10 @@ class Asked:
             raise ValueError(f"--engine {self.engine}: there are {', '.join(ENGINES)}")
         if self.check and self.engine != "ddp":
             raise ValueError(f"--check runs DDP; what {self.engine} takes is predicted alone")
+        if self.methods and self.engine != "ddp":
+            raise ValueError(f"--methods: with {self.engine} nothing is compressed but to bf16; leave it out")
+        for word in self.methods or ():
+            method_of(word)
         if self.network not in (None, "real"):
             Shape.parse(self.network)
 
@@ -82,44 +87,38 @@ def run(asked: Asked) -> None:
     link = nominal(asked.shape, asked.nodes, per_node, asked.device)
     found = advise(
         about, link, network=str(asked.shape), nodes=asked.nodes, per_node=per_node, engine=asked.engine,
-        methods=asked.methods,
+        methods=asked.methods or METHODS,
     )  # fmt: skip
     _tell(found, asked)
 
 
 def _in_job(asked: Asked) -> None:
     """On every rank: computing is measured on all of them at once."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    if asked.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if asked.device == "cuda" else "gloo")
-    try:
-        rank, size = dist.get_rank(), dist.get_world_size()
+    if asked.check and asked.shape is not None:
+        raise ValueError("--check in a job runs on its own network; leave --network out")
+    place(asked.device)
+    with job(asked.device) as size:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        per_node = asked.per_node or local
-        nodes = asked.nodes or max(1, size // local)
-        here = (nodes, per_node) == (max(1, size // local), local)
-        if asked.shape is None and not here:
+        there = max(1, size // local), local
+        nodes, per_node = asked.nodes or there[0], asked.per_node or there[1]
+        if asked.shape is None and (nodes, per_node) != there:
             raise ValueError(
-                f"--network real: this job has {size // local} × {local} workers, not {nodes} × {per_node}; leave "
+                f"--network real: this job has {there[0]} × {there[1]} workers, not {nodes} × {per_node}; leave "
                 "--nodes and --per-node out, or name the network"
             )
-        about = subject(asked.task, rank=rank, size=size, **_settings(asked))
-        link = _link(asked, nodes, per_node)
+        if nodes * per_node < size:
+            raise ValueError(f"--nodes {nodes} --per-node {per_node}: this job has {size} workers already")
+        about = subject(asked.task, rank=dist.get_rank(), size=nodes * per_node, **_settings(asked))
         found = advise(
-            about, link, network=asked.emulated or asked.network or "real", nodes=nodes, per_node=per_node,
-            engine=asked.engine, methods=asked.methods,
+            about, _link(asked, nodes, per_node), network=asked.emulated or asked.network or "real", nodes=nodes,
+            per_node=per_node, engine=asked.engine, methods=asked.methods or METHODS,
         )  # fmt: skip
         if asked.check:
-            if asked.shape is not None:
-                raise ValueError("--check in a job runs on its own network; leave --network out")
             found = check(found, about)
-        if rank == 0:
+        if dist.get_rank() == 0:
             _tell(found, asked)
         gc.collect()  # a DDP object that outlives its group may hang
         dist.barrier()  # nobody leaves while another still talks
-    finally:
-        dist.destroy_process_group()
 
 
 def _link(asked: Asked, nodes: int, per_node: int) -> Link | None:
@@ -136,12 +135,15 @@ def _on_hosts(asked: Asked) -> None:
     assert asked.shape is not None
     assert asked.nodes is not None
     if asked.device != "cpu":
-        raise ValueError("--check: emulated hosts have CPUs only; run it under torchrun on the real network")
+        raise ValueError(
+            "--check: emulated hosts have CPUs only; take --device cpu, or run it under torchrun on the real network"
+        )
     asked.shape.check()
     if reason := why_not():
         raise OSError(f"--check: network {asked.shape}: {reason}; run it under torchrun on the real network")
     # What is wrong with the task is said here, once, before there are hosts.
-    subject(asked.task, size=asked.nodes * (asked.per_node or 1), **_settings(asked))
+    about = subject(asked.task, size=asked.nodes * (asked.per_node or 1), **_settings(asked))
+    plan(about.build(), about.rank, keep=about.keep)
 
     def write(line: str) -> None:
         host, _, text = line.partition(" | ")

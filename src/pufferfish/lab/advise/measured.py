@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from ...compress.method import Method
 from ...measure import Work, dry_run
-from ...measure.alone import alone
+from ...measure.alone import COMPUTING, alone
 from ...measure.clock import typical
 from ...measure.remedies import gradients, plain
 from ..contender import Contender
 from .job import in_job, shared, told
 
-_PARTS = ("data", "forward", "backward", "optimizer")
 #: Steps that are timed fill so many seconds, and are at least and at most so many.
 _SECONDS, _LEAST, _MOST = 1.0, 5, 50
 
@@ -24,14 +23,14 @@ _SECONDS, _LEAST, _MOST = 1.0, 5, 50
 def computing(way: Contender) -> Work:
     """A step without its exchange. In a job: the mean over the workers, as long as the slowest of them takes."""
     for _ in range(2):
-        (lap,) = shared([way.alone()])
+        (lap,) = shared([way.own_seconds()])
     steps = max(_LEAST, min(_MOST, int(_SECONDS / lap)))
     work = alone(way.model, lambda: way.step(exchange=False), way.optimizer, steps=steps)
-    parts = shared([getattr(work, name) for name in _PARTS])
-    laps = shared([way.alone() for _ in range(steps)], slowest=True)
+    parts = shared([getattr(work, name) for name in COMPUTING])
+    laps = shared([way.own_seconds() for _ in range(steps)], slowest=True)
     longer = max(1.0, typical(laps) / sum(parts))
     buffers = sum(x.nbytes for x in way.bare.buffers()) if in_job() else 0
-    changed: dict[str, Any] = {n: longer * x for n, x in zip(_PARTS, parts, strict=True)}
+    changed: dict[str, Any] = {n: longer * x for n, x in zip(COMPUTING, parts, strict=True)}
     ready = tuple(map(tuple, told(work.ready)))
     return replace(work, **changed, buffers=buffers, ready=ready)
 

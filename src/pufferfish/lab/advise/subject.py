@@ -12,11 +12,10 @@ from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 
 from ...compress.naming import module_at
+from ...measure.choices import WARM_UP
 from ..factory import LOSS, called, load_factory
 from ..tasks.find import TASKS, find
 from ..tasks.task import Recipe, Task
-
-WARM_UP = 1 / 3  # of a run, full-rank, where no recipe says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +33,7 @@ class Subject:
     warm_up: float = WARM_UP
     device: str = "cpu"
     precision: str = "fp32"
+    clip: float | None = None  # largest norm of the gradients
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, in the precision that was asked for."""
@@ -97,7 +97,10 @@ def _from_task(
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return task.build().to(device)
+        model = task.build().to(device)
+        if torch.device(device).type == "cuda":  # as `train` has it
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
 
     return Subject(
         name=repr(task),
@@ -107,6 +110,7 @@ def _from_task(
         optimizer=lambda model: optimizer(model, numbers),
         keep=task.keep,
         rank=numbers.rank,
+        clip=numbers.clip,
         steps=numbers.epochs * task.steps(loaded, numbers.batch),
         warm_up=WARM_UP if numbers.switch_at is None else numbers.switch_at / numbers.epochs,
     )

@@ -52,7 +52,12 @@ def way(about: Subject, chosen: Choice, plan: Plan | None = None, levels: Levels
     """
     model = low_rank(about.build(), plan) if chosen.model != "dense" else about.build()
     return Contender(
-        chosen, model, about.optimizer, lambda net: about.forward(net, about.batch()), levels=levels
+        chosen,
+        model,
+        about.optimizer,
+        lambda net: about.forward(net, about.batch()),
+        clip=about.clip,
+        levels=levels,
     )
 
 

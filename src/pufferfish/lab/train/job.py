@@ -71,6 +71,7 @@ def place(device: str) -> torch.device:
     """
     if device != "cuda":
         return torch.device(device)
+    enough_gpus(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     told = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or ""
     rank = int(told) if told.isdigit() else dist.get_rank() if dist.is_initialized() else 0
     torch.cuda.set_device(rank % torch.cuda.device_count())
