@@ -95,7 +95,7 @@ def _times(
             return workers.largest(mine)
 
         last = float(laps(1))  # connections are made in it
-        often = max(rounds, min(_MOST, int(_SECONDS / last))) if last < limit / 4 else 3
+        often = max(rounds, min(_MOST, int(_SECONDS / last)))
         last = typical(laps(often).tolist())
         found.append((nbytes, last))
         nbytes *= 4
