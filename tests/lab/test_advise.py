@@ -38,6 +38,9 @@ def alone():
 
 def number():
     return 3
+
+def nan():
+    return nn.Linear(64, 64), torch.randn(4, 64), lambda model, x: model(x).sum() * float("nan")
 """
 
 
@@ -101,6 +104,13 @@ def test_a_factory_brings_a_step(file: Path) -> None:
         (["{file}:number", "--network", "1gbit", "--nodes", "2"], "return .model, batch"),
         (["{file}:nobody", "--network", "1gbit", "--nodes", "2"], "no function"),
         (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--batch", "8"], "its own batch"),
+        (
+            ["{file}:wide", "--network", "1gbit", "--nodes", "2", "--recipe", "paper"],
+            "is no task and has none",
+        ),
+        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--methods", ""], "method ''"),
+        (["{file}:wide", "--network", "1gbit", "--nodes", "1000", "--per-node", "2"], "1,024 or fewer"),
+        (["{file}:nan", "--network", "1gbit", "--nodes", "2"], "as it is built is nan"),
         (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--keep", "head"], "matches no layer"),
     ],
 )
@@ -150,6 +160,9 @@ def test_the_clock_has_the_last_word(file: Path) -> None:
     assert [by_name[name].hours for name in steps] == pytest.approx([3.0, 2.0, 1.4])
     assert by_name["pufferfish+bf16"] == next(c for c in said.choices if c.name == "pufferfish+bf16")
     assert "by the clock" in str(found)
+    assert "pf.Switch(plan, when=pf.AtFraction(0.33))." in str(found)
+    assert "within 3% of the fastest" not in str(found)
+    assert "within 3% of the fastest" in str(said.clocked(steps | {"bf16": 1.43}))
     again = found.clocked(steps)
     assert [c.hours for c in again.choices] == pytest.approx([c.hours for c in found.choices])
     assert "nothing that was run" in str(said.clocked({"dense": 1.0, "bf16": 1.1}))
@@ -202,7 +215,7 @@ def test_two_levels_are_told_only_where_they_pay() -> None:
     assert found.best.name == "bf16"
     rows = [line.partition("  ")[0] for line in str(found).splitlines()[5:8]]
     assert rows == ["dense", "bf16", "dense, levels=node"]
-    assert "pf.compress" not in str(found)
+    assert 'levels="node"' not in str(found)
     names["bf16, levels=node"] = 2.5
     assert "Use bf16, levels=node" in str(_advice(names))
     assert 'pf.compress(ddp, pf.BFloat16(), levels="node")' in str(_advice(names))

@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
     )
     advise.add_argument("--batch", type=int, metavar="N", help="of all workers, in place of the recipe's")
     advise.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
-    advise.add_argument("--recipe", default="short", help="short (default) or paper")
+    advise.add_argument("--recipe", help="of a task: short (default) or paper")
     advise.add_argument("--keep", nargs="+", metavar="PATTERN", help="layers that stay full-rank in any case")
     advise.add_argument(
         "--steps", type=int, metavar="N", help="of the whole run, for its time (a task knows them)"
@@ -74,5 +74,5 @@ def _advise(arguments: argparse.Namespace) -> None:
     emulated = arguments.check and "RANK" not in os.environ  # hosts, which have CPUs
     given["device"] = arguments.device or ("cuda" if torch.cuda.is_available() and not emulated else "cpu")
     given["precision"] = arguments.precision or ("bf16" if given["device"] == "cuda" else "fp32")
-    given["methods"] = arguments.methods.split(",") if arguments.methods else None
+    given["methods"] = None if arguments.methods is None else arguments.methods.split(",")
     run(Asked(**{name: value for name, value in given.items() if value is not None}))

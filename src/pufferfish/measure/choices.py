@@ -121,15 +121,16 @@ def table(choices: Sequence[Choice]) -> str:
 def time(hours: float | None) -> str:
     """In a unit that reads well.
 
-    >>> time(30.0), time(0.5), time(0.01)
-    ('30 h', '30 min', '36 s')
+    >>> time(30.0), time(0.5), time(0.03), time(0.001)
+    ('30 h', '30 min', '108 s', '3.6 s')
     """
     if hours is None:
         return ""
     for unit, seconds in (("h", 3600), ("min", 60)):
         if hours * 3600 >= 2 * seconds:
             return f"{hours * 3600 / seconds:.3g} {unit}"
-    return f"{hours * 3600:.2g} s"
+    short = hours * 3600
+    return f"{short:.0f} s" if short >= 10 else f"{short:.2g} s"
 
 
 def lap(seconds: float) -> str:

@@ -42,10 +42,13 @@ class Advice:
 
         Choices are in the order of what they ask of the user.
         """
-        among = [c for c in self.choices if c.measured is not None] or self.choices
-        most = max(c.run_speedup for c in among)
-        first = next(c for c in among if c.run_speedup * SAME >= most)
+        most = max(c.run_speedup for c in self._among)
+        first = next(c for c in self._among if c.run_speedup * SAME >= most)
         return first if first.run_speedup >= WORTH else self.choices[0]
+
+    @property
+    def _among(self) -> list[Choice]:
+        return [c for c in self.choices if c.measured is not None] or self.choices
 
     @property
     def plan(self) -> Plan | None:
@@ -115,9 +118,15 @@ class Advice:
             yield f"Use plain {plain}: nothing {which} makes the run 5 % shorter."
         else:
             whole = "" if best.hours is None else f", {time(best.hours)} in place of {time(dense.hours)}"
-            yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}."
-        if best.name.endswith(NODE):
-            yield f'On two levels: pf.compress(ddp, {as_code(named(best.name)[0].compress)}, levels="node").'
+            fastest = max(c.run_speedup for c in self._among)
+            why = (
+                ""
+                if best.run_speedup == fastest
+                else f" It is the simplest within {SAME - 1:.0%} of the fastest."
+            )
+            yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}.{why}"
+        if self.engine == "ddp" and (code := [*self._code()]):
+            yield f"In your code: {', '.join(code)}."
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             chosen = sum(e.rank is not None for e in matrices)
@@ -128,5 +137,18 @@ class Advice:
                 f"Which ranks will do is known only at the switch: from {low:g} to {high:g} of the full ones a step of "
                 f"low rank alone takes {lap(self.ranks[low])} to {lap(self.ranks[high])}."
             )
-        checked = f" {self.checked}: what they bring is by the clock." if self.checked else ""
+        checked = (
+            f" {self.checked}: what those bring is by the clock, not so the other rows."
+            if self.checked
+            else ""
+        )
         yield f"Steps are predicted, from measured computing and dry runs.{checked} Quality is another matter."
+
+    def _code(self) -> Iterator[str]:
+        """What the advised way is in a loop of the user's own."""
+        chosen, levels = named(self.best.name)
+        if self.plan is not None:
+            yield f"pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
+        if chosen.compress is not None:
+            node = ', levels="node"' if levels == "node" else ""
+            yield f"pf.compress(ddp, {as_code(chosen.compress)}{node})"

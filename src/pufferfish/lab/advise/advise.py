@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...compress import NoCompression
 from ...compress.method import Method
 from ...measure import CostModel, Link, Work, probe
+from ...measure.alone import COMPUTING
 from ...measure.choices import Choice, Ranking
 from ...measure.remedies import Job, Remedy, gradients, message_bytes, plain
 from ...measure.sharded import sharded
@@ -86,6 +88,7 @@ class _Advisor:
         self.workers = Workers(group, torch.device(about.device), "advise")
         dense = way(about, choice("dense"))
         self.model = dense.bare
+        self.workers.together(self._refuse_no_number)
         first = computing(dense)
         self.timed = self._timed(about.rank)
         self.bare = _faster(first, computing(dense))
@@ -106,9 +109,17 @@ class _Advisor:
         return Advice(
             subject=self.about.name, network=network, nodes=self.nodes, per_node=self.per_node,
             engine=self.engine, link=self.costs.link, computing=self.bare, choices=_in_order(choices),
-            plans=self.plans, ceiling=now.step / (now.step - now.exchange), ranks=self._ranks(),
+            plans=self.plans, ceiling=now.step / sum(getattr(self.bare, part) for part in COMPUTING), ranks=self._ranks(),
             warm_up=self.about.warm_up,
         )  # fmt: skip
+
+    def _refuse_no_number(self) -> None:
+        """Compression treats gradients that are not finite in a way of its own, which says nothing of the usual one."""
+        loss = float(self.about.forward(self.about.build(), self.about.batch()).detach())
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"{self.about.name}: the loss of the model as it is built is {loss}; give one that trains"
+            )
 
     def _remedies(self) -> Iterator[Remedy]:
         """Their names are the words of the command line."""
@@ -223,7 +234,7 @@ def method_of(word: str) -> Method:
     """One of `--methods`.
 
     >>> method_of("powersgd-4")
-    PowerSGD(rank=4, ...)
+    PowerSGD(rank=4)
     """
     found = choice(word)
     if found.compress is None or found.model != "dense":

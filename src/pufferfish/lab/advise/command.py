@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...measure import Link
 from ...planning import plan
 from ..network import Network, Shape, why_not
-from ..train.job import job, place
+from ..train.job import Lost, job, place
 from .advice import Advice
 from .advise import METHODS, advise, check, method_of
 from .networks import nominal
 from .subject import subject
 
 ENGINES = ("ddp", "fsdp2")
+_MOST = 1024  # workers: a dry run decodes what all of them send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Asked:
     precision: str = "fp32"
     batch: int | None = None
     data: Path | None = None
-    recipe: str = "short"
+    recipe: str | None = None  # None: the short one
     keep: Sequence[str] | None = None
     steps: int | None = None
     out: Path | None = None
@@ -51,10 +54,16 @@ class Asked:
         for name, number in (("nodes", self.nodes), ("per-node", self.per_node), ("steps", self.steps)):
             if number is not None and number < 1:
                 raise ValueError(f"--{name} {number}: take 1 or more")
+        if (workers := (self.nodes or 1) * (self.per_node or 1)) > _MOST:
+            raise ValueError(f"{workers:,} workers: nobody has tried; take {_MOST:,} or fewer")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch sees no GPU here; take --device cpu")
         if self.engine not in ENGINES:
             raise ValueError(f"--engine {self.engine}: there are {', '.join(ENGINES)}")
         if self.check and self.engine != "ddp":
-            raise ValueError(f"--check runs DDP; what {self.engine} takes is predicted alone")
+            raise ValueError(
+                f"--check runs DDP; what {self.engine} takes is predicted alone; leave --check out"
+            )
         if self.methods and self.engine != "ddp":
             raise ValueError(f"--methods: with {self.engine} nothing is compressed but to bf16; leave it out")
         for word in self.methods or ():
@@ -75,7 +84,8 @@ def run(asked: Asked) -> None:
         return
     if asked.shape is None:
         raise ValueError(
-            "--network real: one process has no network; start it with torchrun, or name one: --network 10gbit"
+            f"{'--network real' if asked.network else 'advise'}: one process has no network; start it with torchrun, or "
+            "name one: --network 10gbit"
         )
     if asked.nodes is None:
         raise ValueError(f"--network {asked.network}: of how many machines? Give --nodes N")
@@ -97,7 +107,7 @@ def _in_job(asked: Asked) -> None:
     if asked.check and asked.shape is not None:
         raise ValueError("--check in a job runs on its own network; leave --network out")
     place(asked.device)
-    with job(asked.device) as size:
+    with _told_who_is_lost(), job(asked.device) as size:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         there = max(1, size // local), local
         nodes, per_node = asked.nodes or there[0], asked.per_node or there[1]
@@ -107,7 +117,9 @@ def _in_job(asked: Asked) -> None:
                 "--nodes and --per-node out, or name the network"
             )
         if nodes * per_node < size:
-            raise ValueError(f"--nodes {nodes} --per-node {per_node}: this job has {size} workers already")
+            raise ValueError(
+                f"--nodes {nodes} --per-node {per_node}: this job has {size} workers already; ask for as many or more"
+            )
         about = subject(asked.task, rank=dist.get_rank(), size=nodes * per_node, **_settings(asked))
         found = advise(
             about, _link(asked, nodes, per_node), network=asked.emulated or asked.network or "real", nodes=nodes,
@@ -119,6 +131,14 @@ def _in_job(asked: Asked) -> None:
             _tell(found, asked)
         gc.collect()  # a DDP object that outlives its group may hang
         dist.barrier()  # nobody leaves while another still talks
+
+
+@contextlib.contextmanager
+def _told_who_is_lost() -> Iterator[None]:
+    try:
+        yield
+    except Lost as error:
+        raise OSError(f"a worker has failed, or cannot be reached: {error}") from None
 
 
 def _link(asked: Asked, nodes: int, per_node: int) -> Link | None:
@@ -173,7 +193,8 @@ def _tell(found: Advice, asked: Asked) -> None:
     if found.plan is not None:
         found.plan.save(asked.out)
         told = f"The plan is in {asked.out}, for pf.Switch(plan=pf.Plan.load(…))."
-    print(told, file=sys.stderr if asked.json else sys.stdout)
+    if not (asked.json and asked.emulated):  # a host's lines all go to one place
+        print(told, file=sys.stderr if asked.json else sys.stdout)
 
 
 if __name__ == "__main__":  # on an emulated host

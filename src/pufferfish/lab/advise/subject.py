@@ -49,7 +49,7 @@ def subject(
     size: int = 1,
     device: str = "cpu",
     precision: str = "fp32",
-    recipe: str = "short",
+    recipe: str | None = None,
     batch: int | None = None,
     data: Path | None = None,
     keep: Sequence[str] | None = None,
@@ -65,9 +65,11 @@ def subject(
     if found is None:
         if batch is not None:
             raise ValueError(f"--batch {batch}: {text} brings its own batch; change it there")
+        if recipe is not None:
+            raise ValueError(f"--recipe {recipe}: {text} is no task and has none; leave it out")
         about = _from_factory(text, device)
     else:
-        about = _from_task(found, recipe, batch, data, rank, size, device)
+        about = _from_task(found, recipe or "short", batch, data, rank, size, device)
     changed = {key: x for key, x in (("keep", keep), ("steps", steps)) if x is not None}
     return replace(about, **common, **changed)  # type: ignore[arg-type]
 

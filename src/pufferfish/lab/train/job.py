@@ -59,7 +59,7 @@ def enough_gpus(device: str, workers: int) -> None:
     there = torch.cuda.device_count() if device == "cuda" else workers
     if workers > there:
         raise ValueError(
-            f"{workers} workers on {there} GPU{'s' * (there != 1)}: each needs its own; take --simulate or --device cpu"
+            f"{workers} workers on {there} GPU{'s' * (there != 1)}: each needs its own; start fewer, or take --device cpu"
         )
 
 
