@@ -66,20 +66,9 @@ def main() -> None:
         return
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, pufferfish "
           f"{pf.__version__}, {given.rounds} rounds\n")  # fmt: skip
-    rows = [
-        [
-            "",
-            "case",
-            "link",
-            "hosts",
-            "fastest",
-            "advised",
-            "the run",
-            "after --check",
-            "the run",
-            "largest error",
-        ]
-    ]
+    rows = [[
+        "", "case", "link", "hosts", "fastest", "advised", "the run", "after --check", "the run", "largest error",
+    ]]  # fmt: skip
     lost: dict[str, list[float]] = {"predicted": [], "checked": []}
     for number in given.cases:
         name, link, hosts = CASES[number - 1]

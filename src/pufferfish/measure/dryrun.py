@@ -70,7 +70,7 @@ def dry_run(
     aggregator = Aggregator(method, worker, levels=nodes or "flat")
     laps: dict[str, list[float]] = {"encode": [], "decode": []}
     messages: tuple[tuple[str, int], ...] = ()
-    last = steps or _LEAST
+    last = counted = steps or _LEAST
     for step in itertools.count():
         worker.sent.clear()
         wait()
@@ -82,7 +82,7 @@ def dry_run(
             after = worker.meter.seconds
             for name, seen in laps.items():
                 seen.append(after[name] - before[name])
-        if step == (steps or _LEAST):
+        if step == counted:
             messages = tuple(worker.sent)
         if step == 1 and steps is None:
             lap = sum(seen[-1] for seen in laps.values())

@@ -87,6 +87,7 @@ def _from_task(
     task: Task, recipe: str, batch: int | None, data: Path | None, rank: int, size: int, device: str
 ) -> Subject:
     from ..train import optimizer  # it is a large module
+    from ..train.job import placed
 
     numbers = task.recipe(recipe)
     numbers = numbers if batch is None else replace(numbers, batch=batch)
@@ -99,10 +100,7 @@ def _from_task(
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        model = task.build().to(device)
-        if torch.device(device).type == "cuda":  # as `train` has it
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model
+        return placed(task.build(), device)
 
     return Subject(
         name=repr(task),

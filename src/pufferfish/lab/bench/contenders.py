@@ -19,6 +19,7 @@ from ..contender import Contender
 from ..rivals.driver import is_rival, make
 from ..tasks.task import Recipe, Task
 from ..train import optimizer
+from ..train.job import placed
 from .asked import Asked
 from .cells import Cell, finished
 from .entry import entry
@@ -43,9 +44,7 @@ def contenders(
     for method in methods:
         chosen, recipe = entry(method).choice, entry(method).recipe(usual)
         torch.manual_seed(0)
-        model = task.build()
-        if device.type == "cuda":  # as `train` has it
-            model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = placed(task.build(), device)
         batch = next(
             task.batches(data, "train", recipe.batch, device=device, generator=torch.Generator().manual_seed(0),
                          rank=rank, size=size)

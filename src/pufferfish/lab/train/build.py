@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compress import compress
 from ..rivals import SAM
 from ..tasks.task import Task
+from .job import placed
 from .optimizer import optimizer
 from .settings import Settings
 
@@ -36,9 +37,7 @@ class Parts:
 def build(task: Task, given: Settings, data: Any, rank: int, processes: int, device: torch.device) -> Parts:
     """The task's model, the recipe's optimizer and what joins them to the other processes."""
     torch.manual_seed(given.seed)
-    bare = task.build().to(device)
-    if device.type == "cuda":
-        bare.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    bare = placed(task.build(), device)
     own = optimizer(bare, given.recipe, graph=given.graph)
     model: Any = DistributedDataParallel(bare) if processes > 1 else bare
     if isinstance(own, SAM):
