@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Three processes keep two cores busy, and a test that crashes its process fails alone.
+PARALLEL := -n 3 --dist worksteal
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-all lint wheel format clean clean-venv
@@ -18,10 +20,10 @@ demo: .venv/.ready ## the whole story in a few minutes
 	$(BIN)/pufferfish demo
 
 test: lint ## linters, types, tests and doctests
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(PARALLEL)
 
 test-all: lint wheel ## the same with the slow tests and the wheel check
-	$(BIN)/pytest -q -m ""
+	$(BIN)/pytest -q $(PARALLEL) -m ""
 
 lint: .venv/.ready ## linters and types only
 	$(BIN)/ruff check

@@ -405,4 +405,4 @@ def sharded_and_replicated(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    in_processes(sharded_and_replicated, 2, tmp_path)
+    in_processes(sharded_and_replicated, 2)

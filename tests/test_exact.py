@@ -239,7 +239,7 @@ def cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+    in_processes(cases, size)
 
 
 def cuda_cases(rank: int, size: int) -> None:
@@ -266,7 +266,7 @@ def cuda_cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2)])
 def test_on_cuda(backend: str, size: int, tmp_path: Path) -> None:
-    in_processes(cuda_cases, size, tmp_path, backend=backend)
+    in_processes(cuda_cases, size, backend=backend)
 
 
 def test_messages_follow_the_parameters_and_not_their_number() -> None:

@@ -223,4 +223,4 @@ def cases(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(120)  # the hang guard
 def test_all_ranks_answer_alike(tmp_path: Path) -> None:
-    in_processes(cases, 2, tmp_path)
+    in_processes(cases, 2)

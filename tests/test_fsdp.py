@@ -290,7 +290,7 @@ def cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+    in_processes(cases, size)
 
 
 def cuda_cases(rank: int, size: int) -> None:
@@ -317,4 +317,4 @@ def cuda_cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)
 def test_on_gpus(tmp_path: Path) -> None:
     size = torch.cuda.device_count()
-    in_processes(cuda_cases, size, tmp_path, backend="nccl")
+    in_processes(cuda_cases, size, backend="nccl")

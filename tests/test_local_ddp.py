@@ -305,4 +305,4 @@ def cases(rank: int, size: int, folder: str) -> None:
 @pytest.mark.timeout(120)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path, str(tmp_path))
+    in_processes(cases, size, str(tmp_path))

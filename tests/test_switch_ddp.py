@@ -341,7 +341,7 @@ def cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+    in_processes(cases, size)
 
 
 @pytest.mark.parametrize("workers", [4, 16])

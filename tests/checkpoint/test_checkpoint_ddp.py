@@ -388,4 +388,4 @@ def cases(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 def test_in_real_processes(tmp_path: Path) -> None:
     for size in (4, 2, 3):  # each reads what those before it saved
-        in_processes(cases, size, tmp_path, tmp_path)
+        in_processes(cases, size, tmp_path)

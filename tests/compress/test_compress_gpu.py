@@ -66,15 +66,15 @@ def two_levels(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(200)
 def test_ddp_on_nccl(tmp_path: Path) -> None:
-    in_processes(cases, 1, tmp_path, backend="nccl")
+    in_processes(cases, 1, backend="nccl")
 
 
 @pytest.mark.timeout(300)
 def test_ddp_on_gloo(tmp_path: Path) -> None:
     """Two processes that share the device."""
-    in_processes(cases, 2, tmp_path)
+    in_processes(cases, 2)
 
 
 @pytest.mark.timeout(200)
 def test_machines_of_several_workers(tmp_path: Path) -> None:
-    in_processes(two_levels, 4, tmp_path)
+    in_processes(two_levels, 4)

@@ -229,7 +229,7 @@ def cases(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path, tmp_path)
+    in_processes(cases, size, tmp_path)
 
 
 def on_so_many(rank: int, size: int, folder: Path) -> None:
@@ -269,4 +269,4 @@ def on_so_many(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(120)
 def test_another_number_of_workers(tmp_path: Path) -> None:
     for size in (2, 4):
-        in_processes(on_so_many, size, tmp_path, tmp_path)
+        in_processes(on_so_many, size, tmp_path)

@@ -270,12 +270,12 @@ def on_two_levels(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_during_the_backward_pass(size: int, tmp_path: Path) -> None:
-    in_processes(overlapping, size, tmp_path, tmp_path)
+    in_processes(overlapping, size, tmp_path)
 
 
 @pytest.mark.timeout(240)
 def test_machines_of_several_workers(tmp_path: Path) -> None:
-    in_processes(on_two_levels, 4, tmp_path, tmp_path)
+    in_processes(on_two_levels, 4, tmp_path)
 
 
 def test_levels_are_checked() -> None:

@@ -290,9 +290,9 @@ def alone(rank: int, size: int, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_on_a_gpu(tmp_path: Path) -> None:
-    in_processes(alone, 1, tmp_path, "cuda", backend="nccl")
+    in_processes(alone, 1, "cuda", backend="nccl")
 
 
 @pytest.mark.timeout(180)  # the hang guard
 def test_in_real_processes(tmp_path: Path) -> None:
-    in_processes(cases, 4, tmp_path, tmp_path)
+    in_processes(cases, 4, tmp_path)

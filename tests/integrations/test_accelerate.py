@@ -155,7 +155,7 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
 
 @pytest.mark.timeout(240)  # the hang guard
 def test_two_processes(tmp_path: Path, free_port: int) -> None:
-    in_processes(cases, 2, tmp_path, str(tmp_path), free_port)
+    in_processes(cases, 2, str(tmp_path), free_port)
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

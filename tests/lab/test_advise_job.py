@@ -92,7 +92,7 @@ def on_two_levels(rank: int, size: int, factory: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_every_way_runs_on_two_levels(factory: str, tmp_path: Path) -> None:
-    in_processes(on_two_levels, 4, tmp_path, factory)
+    in_processes(on_two_levels, 4, factory)
 
 
 def _defaults() -> dict[str, None]:

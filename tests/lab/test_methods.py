@@ -102,4 +102,4 @@ def _the_guides_code(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(60)
 def test_the_guides_code_runs(tmp_path: Path) -> None:
-    in_processes(_the_guides_code, 1, tmp_path)
+    in_processes(_the_guides_code, 1)

@@ -102,7 +102,7 @@ def cases(rank: int, size: int) -> None:
 @pytest.mark.timeout(240)  # the hang guard
 @pytest.mark.parametrize("size", [2, 4])
 def test_equal_real_workers(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+    in_processes(cases, size)
 
 
 def test_one_worker_is_an_ordinary_backward_pass() -> None:

@@ -49,4 +49,4 @@ def gradients_are_those_of_the_whole_batch(
 def test_two_workers(tmp_path: Path) -> None:
     tiny.wikitext2(tmp_path)
     tiny.multi30k(tmp_path)
-    in_processes(cases, 2, tmp_path, tmp_path)
+    in_processes(cases, 2, tmp_path)

@@ -56,7 +56,7 @@ def real(rank: int, size: int, folder: str) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_simulated_equals_real(size: int, tmp_path: Path) -> None:
     """One job trains one run after the other; then one process plays its workers."""
-    in_processes(real, size, tmp_path, str(tmp_path / "real"))
+    in_processes(real, size, str(tmp_path / "real"))
     for method in METHODS if size == 2 else METHODS[:3]:
         given = settings(tmp_path / "simulated", method, size)
         train(Stopped(), replace(given, simulate=size))

@@ -253,7 +253,7 @@ def cases(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_two_workers(tmp_path: Path) -> None:
-    in_processes(cases, 2, tmp_path)
+    in_processes(cases, 2)
 
 
 def levels(rank: int, size: int) -> None:
@@ -276,7 +276,7 @@ def levels(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(180)
 def test_two_levels(tmp_path: Path) -> None:
-    in_processes(levels, 4, tmp_path)
+    in_processes(levels, 4)
 
 
 def test_one_process_has_nothing_to_exchange(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import advise, bench, convert, demo, fetch, methods, network, plan, report, train
+from .amx import avoid_broken_amx
 
 COMMANDS = (demo, advise, plan, convert, methods, train, bench, report, fetch, network)
+#: Commands that compute nothing, so the CPU need not be tried.
+_IDLE = ("report", "fetch", "network")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, or 2 for bad input, with one line that says what to do."""
     arguments = _parser().parse_args(argv)
+    if arguments.command not in _IDLE and (line := avoid_broken_amx()):
+        print(f"pufferfish: {line}", file=sys.stderr)
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0

@@ -221,7 +221,7 @@ def _in_a_job(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_all_ranks_lose_the_same_channels(tmp_path: Path) -> None:
-    in_processes(_in_a_job, 2, tmp_path)
+    in_processes(_in_a_job, 2)
 
 
 def test_compiled_model_stays_the_same_object() -> None:

@@ -247,7 +247,7 @@ def _in_a_job(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_one_mask_for_all_ranks(tmp_path: Path) -> None:
-    in_processes(_in_a_job, 2, tmp_path)
+    in_processes(_in_a_job, 2)
 
 
 def test_nonsense_is_refused() -> None:

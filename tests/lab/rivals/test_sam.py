@@ -247,7 +247,7 @@ def two_workers(rank: int, size: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_two_workers(tmp_path: Path) -> None:
-    in_processes(two_workers, 2, tmp_path)
+    in_processes(two_workers, 2)
 
 
 @pytest.mark.gpu

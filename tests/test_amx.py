@@ -1,0 +1,62 @@
+"""AMX is tried once where the CPU lists it, and avoided where it dies of an illegal instruction."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pufferfish.cli.amx import VARIABLE, avoid_broken_amx
+
+DIES = (
+    "import os, signal, pathlib; pathlib.Path({!r}).open('a').write('x'); os.kill(os.getpid(), signal.SIGILL)"
+)
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "")  # put back afterwards, whatever happens to it
+    monkeypatch.delenv(VARIABLE)
+    file = tmp_path / "cpuinfo"
+    file.write_text("model name\t: some CPU\nflags\t\t: fpu avx512f amx_bf16 amx_tile\n")
+    return file
+
+
+def test_a_cpu_whose_amx_dies(cpuinfo: Path, tmp_path: Path) -> None:
+    """The probe runs once; every later process finds the answer in the cache."""
+    tries = tmp_path / "tries"
+    for _ in range(2):
+        line = avoid_broken_amx(cpuinfo, DIES.format(str(tries)))
+        assert (
+            line == f"this CPU announces AMX but cannot execute it: running with {VARIABLE}=AVX512_CORE_FP16"
+        )
+        assert os.environ.pop(VARIABLE) == "AVX512_CORE_FP16"
+    assert tries.read_text() == "x"
+
+
+def test_a_cpu_whose_amx_works(cpuinfo: Path) -> None:
+    assert avoid_broken_amx(cpuinfo, "pass") is None
+    assert avoid_broken_amx(cpuinfo, "pass") is None  # from the cache
+    assert VARIABLE not in os.environ
+
+
+def test_nothing_is_tried_without_need(
+    cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = tmp_path / "tries"
+    assert avoid_broken_amx(tmp_path / "missing", DIES.format(str(tries))) is None
+    plain = tmp_path / "plain"
+    plain.write_text("flags\t\t: fpu avx512f\n")
+    assert avoid_broken_amx(plain, DIES.format(str(tries))) is None
+    monkeypatch.setenv(VARIABLE, "ALL")
+    assert avoid_broken_amx(cpuinfo, DIES.format(str(tries))) is None
+    assert not tries.exists()
+
+
+def test_a_cache_that_cannot_be_written(
+    cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert avoid_broken_amx(cpuinfo, DIES.format(str(tmp_path / "tries"))) is not None
