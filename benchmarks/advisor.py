@@ -28,7 +28,7 @@ import pufferfish as pf
 from pufferfish.lab.advise import advise, check, subject
 from pufferfish.lab.models import LSTMLanguageModel
 from pufferfish.lab.network import Network
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 CASES = [
     ("digits:mlp", "20mbit", 2),

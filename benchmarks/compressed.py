@@ -35,9 +35,9 @@ from paired import Claim, Line
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.compress import Method
-from pufferfish.lab.simulated import SimulatedDDP
-from pufferfish.table import aligned
+from pufferfish.compression import Method
+from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.planning.table import aligned
 
 NAME = "compressed"
 POINTS = 0.5  # what counts as close, in percentage points
@@ -82,19 +82,21 @@ class Arm:
 def arms(steps: int) -> dict[str, Arm]:
     """Of a run of so many steps."""
     return {
-        "plain": Arm(pf.NoCompression()),
-        "bf16": Arm(pf.BFloat16()),
-        "int8": Arm(pf.BlockInt8()),
-        "powersgd 4": Arm(pf.PowerSGD(4)),
-        "top-k 1 %": Arm(pf.TopK(0.01)),
-        "top-k 1 %, global": Arm(pf.TopK(0.01), "global"),
-        "dgc 0.1 %": Arm(pf.DGC(0.999, momentum=0.9, warm_up=max(steps // 30, 1))),
-        "dgc 0.1 %, global": Arm(pf.DGC(0.999, momentum=0.9, warm_up=max(steps // 30, 1)), "global"),
-        "random-k 1 %, all-reduce": Arm(pf.RandomK(0.01, "shared")),
-        "random-k 1 %, all-gather": Arm(pf.RandomK(0.01, "own")),
-        "block-random-k 1 %, all-reduce": Arm(pf.BlockRandomK(0.01, "shared")),
-        "block-random-k 1 %, all-reduce, global": Arm(pf.BlockRandomK(0.01, "shared"), "global"),
-        "block-random-k 1 %, all-gather": Arm(pf.BlockRandomK(0.01, "own")),
+        "plain": Arm(pf.compression.NoCompression()),
+        "bf16": Arm(pf.compression.BFloat16()),
+        "int8": Arm(pf.compression.BlockInt8()),
+        "powersgd 4": Arm(pf.compression.PowerSGD(4)),
+        "top-k 1 %": Arm(pf.compression.TopK(0.01)),
+        "top-k 1 %, global": Arm(pf.compression.TopK(0.01), "global"),
+        "dgc 0.1 %": Arm(pf.compression.DGC(0.999, momentum=0.9, warm_up=max(steps // 30, 1))),
+        "dgc 0.1 %, global": Arm(
+            pf.compression.DGC(0.999, momentum=0.9, warm_up=max(steps // 30, 1)), "global"
+        ),
+        "random-k 1 %, all-reduce": Arm(pf.compression.RandomK(0.01, "shared")),
+        "random-k 1 %, all-gather": Arm(pf.compression.RandomK(0.01, "own")),
+        "block-random-k 1 %, all-reduce": Arm(pf.compression.BlockRandomK(0.01, "shared")),
+        "block-random-k 1 %, all-reduce, global": Arm(pf.compression.BlockRandomK(0.01, "shared"), "global"),
+        "block-random-k 1 %, all-gather": Arm(pf.compression.BlockRandomK(0.01, "own")),
     }
 
 
@@ -206,7 +208,7 @@ class Compressed(Training):
 def optimizer(model: nn.Module, method: Method) -> torch.optim.SGD:
     """The recipe's, less the momentum that the method has itself."""
     weights: dict[str, object] = {"params": [p for p in model.parameters() if p.dim() > 1]}
-    if isinstance(method, pf.DGC):
+    if isinstance(method, pf.compression.DGC):
         weights |= {"momentum": 0.0, "nesterov": False, "weight_decay": 5e-4 / (1 - method.momentum)}
     others = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
     return torch.optim.SGD(

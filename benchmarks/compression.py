@@ -27,12 +27,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.compress import Method
-from pufferfish.compress.bits import pack, unpack
-from pufferfish.compress.meter import Meter
-from pufferfish.compress.naming import method_from
+from pufferfish.compression import Method
+from pufferfish.compression.meter import Meter
+from pufferfish.compression.methods.bits import pack, unpack
+from pufferfish.compression.parse_method import method_from
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 TORCH = "torch's PowerSGD hook, rank 4"
 METHODS = [

@@ -32,7 +32,7 @@ from faults import POINTS, End, Job, Strike, verdict
 
 import pufferfish as pf
 from pufferfish.lab.network import Network, why_not
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 #: Seconds that workers wait for one another where a cable stays out.
 SHORT = 6.0

@@ -42,9 +42,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from pufferfish.checkpoint import Checkpoint
-from pufferfish.exact import exact_
-from pufferfish.ranks import Workers
-from pufferfish.table import aligned
+from pufferfish.distributed.exact import exact_
+from pufferfish.distributed.workers import Workers
+from pufferfish.planning.table import aligned
 
 SAMPLES = 24  # of every step, shared out among 2, 3 or 4 workers
 #: Where a signal can strike, in the order of one step.

@@ -37,7 +37,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from pufferfish.lab.rivals import LAMB, LARS, SAM, linear_scaling
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 NAME = "large_batch"
 BASE = 128  # the batch that the warm-up begins with

@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import pufferfish as pf
-from pufferfish.lab.choice import choice
-from pufferfish.lab.contender import Contender
+from pufferfish.lab.advise.contender import Contender
+from pufferfish.lab.advise.timing_rounds import Round, interleaved, ratios, steps_a_turn
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.rounds import Round, interleaved, ratios, steps_a_turn
-from pufferfish.table import aligned
+from pufferfish.lab.train.choice import choice
+from pufferfish.planning.table import aligned
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"

@@ -27,7 +27,7 @@ from torch import nn
 import pufferfish as pf
 from pufferfish.lab.report.statistics import differences as paired
 from pufferfish.lab.report.statistics import student
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 Line = dict[str, Any]
 

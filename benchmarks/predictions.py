@@ -27,16 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.lab.advise.measured import computing, sending
+from pufferfish.lab.advise.measured_work import computing, sending
 from pufferfish.lab.advise.subject import Subject, subject
+from pufferfish.lab.advise.timing_rounds import turns
 from pufferfish.lab.advise.ways import way
-from pufferfish.lab.choice import choice
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.rounds import turns
+from pufferfish.lab.train.choice import choice
 from pufferfish.measure import CostModel, Line, Link, Work, probe
 from pufferfish.measure.remedies import message_bytes
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 METHODS = ["dense", "bf16", "powersgd-4", "int8", "topk-0.01", "pufferfish", "pufferfish+powersgd-4"]
 LINKS = ["100mbit", "500mbit", "1gbit", "50mbit,delay=2ms"]

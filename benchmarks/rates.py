@@ -18,7 +18,7 @@ import torch
 from cifar10 import Data, load
 from paired import Line
 
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 GAIN = 0.5  # percentage points that a rate beyond the common ones must bring
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.models.gpt import GPT
-from pufferfish.table import aligned, short
-from pufferfish.timing import captured
+from pufferfish.planning.table import aligned, short
+from pufferfish.planning.timing import captured
 
 Step = Callable[[], None]
 

@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
+from pufferfish.distributed.workers import balanced, svd_cost
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.ranks import balanced, svd_cost
-from pufferfish.table import aligned
+from pufferfish.planning.table import aligned
 
 
 def main() -> None:

@@ -33,11 +33,11 @@ from paired import Line
 from torch import Tensor
 
 import pufferfish as pf
-from pufferfish.lab.rivals.driver import LotteryRun, Rival, make
-from pufferfish.lab.rivals.rounds import nonzero_macs
+from pufferfish.lab.rivals.rival_by_name import LotteryRun, Rival, make
+from pufferfish.lab.rivals.round_cost import nonzero_macs
 from pufferfish.lab.train.graph import Graph
-from pufferfish.profile import profile
-from pufferfish.table import aligned
+from pufferfish.planning.profile import profile
+from pufferfish.planning.table import aligned
 
 T = TypeVar("T")
 NAME = "tickets"

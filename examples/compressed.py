@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.lab.digits import digits
+from pufferfish.lab.data.digits import digits
 
 STEPS, BATCH = 400, 32
 
@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     )
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    hook = pf.compress(ddp, pf.PowerSGD(rank=4), optimizer=optimizer)  # the line that matters
+    hook = pf.compress(ddp, pf.compression.PowerSGD(rank=4), optimizer=optimizer)  # the line that matters
     images, labels = digits()
     with pf.Checkpoint(folder, ddp, optimizer, compressor=hook, every=50) as checkpoint:
         resumed = checkpoint.resume()

@@ -34,7 +34,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh["shard"])
     torch.manual_seed(dist.get_rank())  # from here on every rank has its own data
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    hook = pf.compress(model, pf.BlockInt8(), replicas=mesh["replicate"].get_group())
+    hook = pf.compress(model, pf.compression.BlockInt8(), replicas=mesh["replicate"].get_group())
     for epoch in range(EPOCHS):
         for _ in range(STEPS):
             x = torch.randint(TOKENS, (16, 8), device=DEVICE)

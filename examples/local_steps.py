@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pufferfish as pf
-from pufferfish.lab.digits import digits
+from pufferfish.lab.data.digits import digits
 
 EPOCHS, H = int(os.environ.get("EPOCHS", 12)), 20
 
@@ -31,7 +31,7 @@ def main(rank: int, size: int) -> None:
     sampler: DistributedSampler[int] = DistributedSampler(data, size, rank)
     batches = DataLoader(data, 16, sampler=sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    local = pf.LocalSteps(H, outer=diloco, method=pf.BlockInt8())
+    local = pf.LocalSteps(H, outer=diloco, method=pf.compression.BlockInt8())
     local.start(model)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)

@@ -109,7 +109,7 @@ def weight_name(parameter: str) -> str:
     return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", parameter)
 
 
-def entry_name(e: pf.Entry, names: set[str]) -> str:
+def entry_name(e: pf.planning.plan.Entry, names: set[str]) -> str:
     """The parameter that an entry speaks of."""
     if e.matrix is not None:
         return f"{e.layer}.{e.matrix.weight}" if e.layer else e.matrix.weight

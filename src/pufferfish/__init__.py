@@ -1,104 +1,54 @@
 """Pufferfish: train networks that are already small, on many machines over ordinary networks."""
 
-from . import layers, testing
-from .checkpoint import Checkpoint, Resumed, skip_batches
-from .compress import (
-    DGC,
-    QSGD,
-    Accordion,
-    Aggregator,
-    AlternatingPowerSGD,
-    Atomo,
-    BFloat16,
-    BlockFP8,
-    BlockInt8,
-    BlockRandomK,
-    EFSignSGD,
-    Float16,
-    NoCompression,
-    OneBitSGD,
-    PowerSGD,
-    RandomK,
-    SignSGD,
-    Signum,
-    TernGrad,
-    Threshold,
-    TopK,
-    compress,
-)
-from .cost import Totals
-from .decay import FrobeniusDecay
-from .exact import exact_
-from .factorize import factorize_, merge_, plan_of, reshape_
-from .files import load, save
-from .finite import FiniteGuard
+from . import compression, layers, measure
+from .checkpoint import Checkpoint, skip_batches
+from .compression import compress
+from .distributed.exact import exact_
+from .distributed.finite_guard import FiniteGuard
 from .layers import register
-from .local import LocalSteps
-from .lr import Rewarm
-from .measure import Breakdown, RunLog, diagnose
-from .plan import Entry, Plan
-from .planning import plan, resolve, spectra
-from .rank import Budget, Energy, Fixed, Ratio, Rule, StableRank
-from .report import Report
-from .state import factorize_state_dict, merge_state_dict
-from .switch import Switch
-from .when import AtEpoch, AtFraction, AtStep, Position, RanksSettle
+from .local.local_steps import LocalSteps
+from .lowrank.factorize import factorize_, merge_, plan_of, reshape_
+from .lowrank.files import load, save
+from .lowrank.state_dict import factorize_state_dict, merge_state_dict
+from .measure import RunLog, diagnose
+from .optim.frobenius_decay import FrobeniusDecay
+from .optim.rewarm import Rewarm
+from .planning.plan import Plan
+from .planning.planner import plan, resolve, spectra
+from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
+from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
+from .switching.switch import Switch
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DGC",
-    "QSGD",
-    "Accordion",
-    "Aggregator",
-    "AlternatingPowerSGD",
     "AtEpoch",
     "AtFraction",
     "AtStep",
-    "Atomo",
-    "BFloat16",
-    "BlockFP8",
-    "BlockInt8",
-    "BlockRandomK",
-    "Breakdown",
     "Budget",
     "Checkpoint",
-    "EFSignSGD",
     "Energy",
-    "Entry",
     "FiniteGuard",
     "Fixed",
-    "Float16",
     "FrobeniusDecay",
     "LocalSteps",
-    "NoCompression",
-    "OneBitSGD",
     "Plan",
-    "Position",
-    "PowerSGD",
-    "RandomK",
     "RanksSettle",
     "Ratio",
-    "Report",
-    "Resumed",
     "Rewarm",
     "Rule",
     "RunLog",
-    "SignSGD",
-    "Signum",
     "StableRank",
     "Switch",
-    "TernGrad",
-    "Threshold",
-    "TopK",
-    "Totals",
     "compress",
+    "compression",
     "diagnose",
     "exact_",
     "factorize_",
     "factorize_state_dict",
     "layers",
     "load",
+    "measure",
     "merge_",
     "merge_state_dict",
     "plan",
@@ -109,5 +59,4 @@ __all__ = [
     "save",
     "skip_batches",
     "spectra",
-    "testing",
 ]

@@ -253,8 +253,10 @@ def shards_resume_exactly(folder: Path, **options: Any) -> None:
         model, optimizer = start(0)
         if low_rank:
             switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
-            switch.report = pf.Report(
-                pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)), pf.Position(step=0), None
+            switch.report = pf.switching.switch_report.Report(
+                pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)),
+                pf.switching.moments.Position(step=0),
+                None,
             )
         else:
             switch = pf.Switch(rank=0.25, when=pf.AtStep(99))

@@ -14,7 +14,8 @@ import torch
 from runs import names
 from torch import nn
 
-from pufferfish.checkpoint import Checkpoint, folders
+from pufferfish.checkpoint import Checkpoint
+from pufferfish.checkpoint import checkpoint_folder as folders
 
 
 def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pufferfish.exact import exact_
+from pufferfish.distributed.exact import exact_
 
 SAMPLES, BATCH, EPOCHS = 32, 8, 3  # four updates an epoch
 

@@ -22,7 +22,7 @@ from torch import nn
 import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
-from pufferfish.lr import Rewarm
+from pufferfish.optim.rewarm import Rewarm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 Run = tuple[Accelerator, pf.Switch, nn.Module, Any, Any, Any]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 import pufferfish as pf
 from processes import same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
-from pufferfish.lr import Rewarm
+from pufferfish.optim.rewarm import Rewarm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
 

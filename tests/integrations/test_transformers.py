@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.integrations.transformers import train
-from pufferfish.lr import Rewarm
+from pufferfish.optim.rewarm import Rewarm
 
 STEPS = EPOCHS * SAMPLES // BATCH
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"

@@ -15,9 +15,9 @@ from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, nominal, subject
 from pufferfish.lab.network import Shape
 from pufferfish.measure import CostModel, Line, Link, Work
+from pufferfish.measure.fsdp2_messages import sharded
 from pufferfish.measure.remedies import Job, gradients, plain
-from pufferfish.measure.sharded import sharded
-from pufferfish.measure.worth import worthwhile
+from pufferfish.measure.worthwhile import worthwhile
 
 FACTORY = """
 import torch
@@ -218,9 +218,9 @@ def test_two_levels_are_told_only_where_they_pay() -> None:
     assert 'levels="node"' not in str(found)
     names["bf16, levels=node"] = 2.5
     assert "Use bf16, levels=node" in str(_advice(names))
-    assert 'pf.compress(ddp, pf.BFloat16(), levels="node")' in str(_advice(names))
+    assert 'pf.compress(ddp, pf.compression.BFloat16(), levels="node")' in str(_advice(names))
     names["dense, levels=node"] = 2.6
-    assert 'pf.compress(ddp, pf.NoCompression(), levels="node")' in str(_advice(names))
+    assert 'pf.compress(ddp, pf.compression.NoCompression(), levels="node")' in str(_advice(names))
 
 
 def _advice(speedups: dict[str, float]) -> Advice:
@@ -278,7 +278,7 @@ def test_levels_send_one_share() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in "abcd"))
     like = gradients(model)
     job = Job(model, Work(forward=0.0, backward=0.0), 8, None, pf.plan(model, 0.25), "")
-    work = job.by_machine(pf.BFloat16(), 4).work
+    work = job.by_machine(pf.compression.BFloat16(), 4).work
     flat = sum(x.nbytes for x in like.values())
     assert work.inside == flat
     flags = 4 * (1 + len(like))  # of all tensors, whoever owns them

@@ -17,11 +17,11 @@ import pytest
 
 from pufferfish.cli import main
 from pufferfish.lab.bench import Asked, Shard, bench
-from pufferfish.lab.bench.asked import load, split
+from pufferfish.lab.bench.bench_settings import load, split
 from pufferfish.lab.bench.cells import TUNE_SEED, Cell, cells, finished, slug
-from pufferfish.lab.bench.rates import Rate, best, grid
+from pufferfish.lab.bench.learning_rates import Rate, best, grid
 from pufferfish.lab.bench.summary import summarise
-from pufferfish.lab.bench.table import table
+from pufferfish.lab.bench.terminal_table import table
 from pufferfish.lab.report import report
 from pufferfish.measure import read
 
@@ -30,7 +30,7 @@ SMALL = Asked(task=TASK, methods=("pufferfish",), epochs=2)
 
 MINE = """
 from dataclasses import dataclass
-from pufferfish.compress import BFloat16, PowerSGD
+from pufferfish.compression import BFloat16, PowerSGD
 
 @dataclass(frozen=True)
 class Mine(PowerSGD):

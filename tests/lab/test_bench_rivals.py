@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from pufferfish.cli import main
+from pufferfish.lab.advise.contender import Contender
 from pufferfish.lab.bench import Asked, bench
-from pufferfish.lab.bench.asked import load
+from pufferfish.lab.bench.bench_settings import load
 from pufferfish.lab.bench.cells import Cell, cells
-from pufferfish.lab.bench.contenders import contenders, lacking
 from pufferfish.lab.bench.entry import entry
-from pufferfish.lab.bench.rates import grid
-from pufferfish.lab.choice import choice
-from pufferfish.lab.contender import Contender
+from pufferfish.lab.bench.learning_rates import grid
+from pufferfish.lab.bench.timed_models import contenders, lacking
 from pufferfish.lab.report import report
 from pufferfish.lab.rivals import SAM
+from pufferfish.lab.train.choice import choice
 from pufferfish.measure import read
 
 TASK = "digits:width=8"
@@ -30,7 +30,7 @@ ALL = ["dense", "pufferfish", "auto", LOTTERY, BIRD, "dense@lars=1"]
 
 MINE = """
 from dataclasses import dataclass
-from pufferfish.compress import BFloat16
+from pufferfish.compression import BFloat16
 
 @dataclass(frozen=True)
 class Mine(BFloat16):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pufferfish.lab.data import cifar10, multi30k, wikitext2
+from pufferfish.lab.data.dataset import Dataset, Download, read
 from pufferfish.lab.data.fetch import fetch
-from pufferfish.lab.data.folders import Dataset, Download, read
 
 pytestmark = pytest.mark.timeout(60)
 CONTENT = bytes(range(256)) * 2000

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from pufferfish.lab.data import cifar10, multi30k, wikitext2
-from pufferfish.lab.data.folders import Dataset, read
+from pufferfish.lab.data.dataset import Dataset, read
 from pufferfish.lab.tasks import find
 
 

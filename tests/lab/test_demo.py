@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pufferfish.cli import main
-from pufferfish.lab import demo
-from pufferfish.lab.bench import start
+from pufferfish.lab.bench import demo
+from pufferfish.lab.bench import run_on_hosts as start
 from pufferfish.lab.network import why_not
 from pufferfish.measure import read
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.compress import (
+from pufferfish.compression import (
     QSGD,
     Aggregator,
     BFloat16,
@@ -28,8 +28,8 @@ from pufferfish.compress import (
     Threshold,
     TopK,
 )
-from pufferfish.compress.naming import known, method_from
-from pufferfish.lab.methods import SIGMA, metered, named, table
+from pufferfish.compression.parse_method import known, method_from
+from pufferfish.lab.report.methods_table import SIGMA, metered, named, table
 
 GUIDE = Path(__file__).parents[2] / "docs" / "compression.md"
 

@@ -15,7 +15,7 @@ from benchmark import benchmark
 from pufferfish.cli import main
 from pufferfish.lab.network import Hosts, Network, emulate, why_not
 from pufferfish.lab.network.clean import marked
-from pufferfish.lab.train import start
+from pufferfish.lab.train import launch_workers as start
 from pufferfish.measure import read
 
 if reason := why_not():

@@ -15,8 +15,8 @@ from made_up import METHODS, step_parts, write_run
 from page import Page
 
 from pufferfish.lab.report import report
+from pufferfish.lab.report.export import latex
 from pufferfish.lab.report.statistics import student
-from pufferfish.lab.report.text import latex
 
 
 @pytest.fixture(scope="module")

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from pufferfish.cli import _parser, main
 from pufferfish.cli.train_settings import settings
-from pufferfish.compress import BFloat16, PowerSGD
+from pufferfish.compression import BFloat16, PowerSGD
 from pufferfish.lab.bench import Asked
-from pufferfish.lab.choice import choice
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import Settings, train
-from pufferfish.lab.train.job import enough_gpus
+from pufferfish.lab.train.choice import choice
+from pufferfish.lab.train.layer_records import sampled
+from pufferfish.lab.train.process_group import enough_gpus
 from pufferfish.lab.train.screen import Screen
-from pufferfish.lab.train.spectra import sampled
 from pufferfish.measure import Run, read
 
 SMALL = ["train", "digits:mlp,width=16", "--epochs", "3", "--device", "cpu"]

@@ -14,13 +14,13 @@ import tiny
 import torch
 from torch import nn
 
-from pufferfish.lab.choice import choice
 from pufferfish.lab.tasks import Task, find
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import Settings, train
-from pufferfish.lab.train.build import build
+from pufferfish.lab.train.choice import choice
 from pufferfish.lab.train.graph import WARM_UP
+from pufferfish.lab.train.parts import build
 from pufferfish.lab.train.updates import Updates
 from pufferfish.measure import read
 

@@ -18,15 +18,15 @@ from test_train import SMALL, values, weights
 from test_train_workers import ENV, TORCHRUN
 from torch import Tensor, nn
 
-from pufferfish.checkpoint.folders import saved
+from pufferfish.checkpoint.checkpoint_folder import saved
 from pufferfish.cli import main
-from pufferfish.lab.change import Change
-from pufferfish.lab.choice import choice
+from pufferfish.lab.rivals.model_change import Change
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.task import Recipe
 from pufferfish.lab.train import Settings, train
-from pufferfish.lab.train.build import Parts, build
-from pufferfish.lab.train.macs import macs_a_row
+from pufferfish.lab.train.choice import choice
+from pufferfish.lab.train.macs_per_row import macs_a_row
+from pufferfish.lab.train.parts import Parts, build
 from pufferfish.lab.train.screen import Screen
 from pufferfish.lab.train.updates import Updates
 from pufferfish.measure import read

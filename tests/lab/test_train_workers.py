@@ -15,10 +15,11 @@ from test_train import SMALL, Stopped, values, weights
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.choice import choice
 from pufferfish.lab.network import Loopback, why_not
 from pufferfish.lab.network.clean import marked
-from pufferfish.lab.train import Settings, start, train
+from pufferfish.lab.train import Settings, train
+from pufferfish.lab.train import launch_workers as start
+from pufferfish.lab.train.choice import choice
 from pufferfish.lab.train.screen import Screen
 from pufferfish.measure import read
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pufferfish.measure import Breakdown, breakdown
 from pufferfish.measure.breakdown import PARTS
-from pufferfish.measure.ready import Ready
+from pufferfish.measure.gradient_times import Ready
 
 
 def setting() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pufferfish.compress import AlternatingPowerSGD, BFloat16, NoCompression, PowerSGD, TopK
+from pufferfish.compression import AlternatingPowerSGD, BFloat16, NoCompression, PowerSGD, TopK
 from pufferfish.measure import CostModel, Line, Link, Work, buckets, dry_run
 from pufferfish.measure.link import WIRE
 from pufferfish.measure.probe import KINDS
@@ -225,7 +225,7 @@ def test_the_clock_does_not_decide_what_is_sent(monkeypatch: pytest.MonkeyPatch)
     like = {"w": torch.empty(256, 64)}
     found = set()
     for most in (6, 7):
-        monkeypatch.setattr("pufferfish.measure.dryrun._MOST", most)
+        monkeypatch.setattr("pufferfish.measure.dry_run._MOST", most)
         found.add(dry_run(AlternatingPowerSGD(4), like, 8).messages)
     assert len(found) == 1
     assert dry_run(AlternatingPowerSGD(4), like, 8, steps=2).messages not in found

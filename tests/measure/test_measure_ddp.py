@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.exact import exact_
+from pufferfish.distributed.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure.breakdown import PARTS
 from pufferfish.measure.remedies import gradients
-from pufferfish.timing import measure
+from pufferfish.planning.timing import measure
 
 
 def build() -> nn.Module:
@@ -79,7 +79,7 @@ def without_sync_nothing_is_exchanged(rank: int) -> None:
 
 
 def compressed_steps_add_up(rank: int) -> None:
-    for method in (pf.TopK(0.01), pf.BFloat16()):
+    for method in (pf.compression.TopK(0.01), pf.compression.BFloat16()):
         ddp, optimizer = job()
         hook = pf.compress(ddp, method, optimizer=optimizer)
         train(ddp, optimizer, 1, rank)
@@ -152,12 +152,12 @@ def diagnosis_leaves_all_as_it_was(rank: int, size: int, compressed: bool) -> No
     for watched in (False, True):
         ddp, optimizer = job(bucket_cap_mb=0.1)
         if compressed:
-            pf.compress(ddp, pf.PowerSGD(rank=2), optimizer=optimizer)
+            pf.compress(ddp, pf.compression.PowerSGD(rank=2), optimizer=optimizer)
         hooks = _hooks(ddp)
 
         def run(watched: bool = watched, ddp: DDP = ddp, optimizer: Any = optimizer) -> None:
             around: Any = (
-                diagnose(ddp, optimizer, steps=4, methods=[pf.TopK(0.05)], show=False)
+                diagnose(ddp, optimizer, steps=4, methods=[pf.compression.TopK(0.05)], show=False)
                 if watched
                 else contextlib.nullcontext()
             )
@@ -264,9 +264,9 @@ def levels(rank: int, size: int) -> None:
     assert link.inside is not None
     assert link.between is not None
     ddp, optimizer = job()  # groups of the same ranks as the probe's
-    hook = pf.compress(ddp, pf.BFloat16(), optimizer=optimizer, levels="node")
+    hook = pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, levels="node")
     train(ddp, optimizer, 2, rank)
-    dry = dry_run(pf.BFloat16(), gradients(ddp.module), size, per_node=2)
+    dry = dry_run(pf.compression.BFloat16(), gradients(ddp.module), size, per_node=2)
     handed = {kind: nbytes // 2 for kind, nbytes in hook.meter.handed.items()}  # a step
     assert dry.inside == handed["reduce_scatter"] == 2 * handed["all_gather"]
     if rank % 2 == 0:  # the owner of most; what all agree on goes inside too
@@ -299,7 +299,7 @@ def test_layers_are_timed_in_the_loop_s_precision(monkeypatch: pytest.MonkeyPatc
         seen.append(torch.is_autocast_enabled("cpu"))
         return measure(*given)
 
-    monkeypatch.setattr("pufferfish.planning.measure", spied)
+    monkeypatch.setattr("pufferfish.planning.planner.measure", spied)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for precision in (True, False):

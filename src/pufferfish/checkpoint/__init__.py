@@ -1,6 +1,6 @@
 """Save and resume everything of a training job, across the switch and across a crash."""
 
 from .checkpoint import Checkpoint, Resumed
-from .data import skip_batches
+from .skip_batches import skip_batches
 
 __all__ = ["Checkpoint", "Resumed", "skip_batches"]

@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 from torch import nn, optim
 
-from ..compress.hook import compressor_of
-from ..factorize import plan_of, ranks_of
-from ..names import own_name, unwrap
-from ..optim import Optimizers, as_list
-from ..plan import Plan
-from ..switch import Switch
-from . import folders
-from .byname import load_optimizer, names_of, optimizer_state
+from ..compression.ddp_hook import compressor_of
+from ..layers.names import own_name, unwrap
+from ..lowrank.factorize import plan_of, ranks_of
+from ..optim.by_name import load_optimizer, names_of, optimizer_state
+from ..optim.carry import Optimizers, as_list
+from ..planning.plan import Plan
+from ..switching.switch import Switch
+from . import checkpoint_folder as folders
+from .checkpoint_files import Saved, load_own_state, own_state, state_of, write
 from .control import Control, Sigterm
-from .rng import rng_state, seed_rng, set_rng_state
-from .saved import Saved, load_own_state, own_state, state_of, write
+from .random_state import rng_state, seed_rng, set_rng_state
 from .structure import expected, is_sharded, restructure_
 
 

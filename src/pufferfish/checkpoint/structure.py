@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from ..factorize import by_nan, by_svd, convert, ranks_of
-from ..fit import fit
-from ..job import Job
 from ..layers import hollow
-from ..names import own_name, unwrap
-from ..plan import Plan
-from .byname import group_names, names_of
+from ..layers.names import own_name, unwrap
+from ..lowrank.checks import fit
+from ..lowrank.factorize import by_nan, by_svd, convert, ranks_of
+from ..optim.by_name import group_names, names_of
+from ..planning.plan import Plan
+from ..switching.job import Job
 
 Ranks = dict[str, dict[str, int]]
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .common import Commands, refuse_no_file
+from .output_paths import Commands, refuse_no_file
 
 ADVISE_HELP = """\
 Say which way to train pays on a network: plain DDP, 16 bits, compression, low rank, or low rank and compression. What a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands, refuse_locked
+from .output_paths import Commands, refuse_locked
 
 HELP = """\
 Compare ways to train a task: accuracy over seeds, and seconds a step on a network.
@@ -76,7 +76,7 @@ def add(commands: Commands) -> None:
 
 def _bench(given: argparse.Namespace) -> int:
     from ..lab.bench import Asked, Shard, run
-    from ..lab.bench.asked import split, trials
+    from ..lab.bench.bench_settings import split, trials
     from ..lab.bench.cells import slug
 
     if given.workers is not None and (given.hosts, given.per_host) != (1, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands
+from .output_paths import Commands
 
 
 def add(commands: Commands) -> None:
@@ -32,8 +32,8 @@ def add(commands: Commands) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from ..convert import convert
-    from ..plan import Plan
+    from ..lowrank.convert import convert
+    from ..planning.plan import Plan
 
     plan = convert(arguments.checkpoint, Plan.load(arguments.plan), arguments.out)
     before, after = plan.before.parameters, plan.after.parameters
@@ -41,8 +41,8 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from ..convert import merge
-    from ..plan import Plan
+    from ..lowrank.convert import merge
+    from ..planning.plan import Plan
 
     plan = merge(arguments.checkpoint, arguments.out, arguments.plan and Plan.load(arguments.plan))
     print(f"{arguments.out}: dense again, {plan.before.parameters:,} parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands, refuse_locked
+from .output_paths import Commands, refuse_locked
 
 
 def add(commands: Commands) -> None:
@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
 
 
 def _demo(given: argparse.Namespace) -> int:
-    from ..lab.demo import demo
+    from ..lab.bench.demo import demo
 
     refuse_locked(given.out)
     return demo(given.out)

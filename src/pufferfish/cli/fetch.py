@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .common import Commands
+from .output_paths import Commands
 
 
 def add(commands: Commands) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .common import Commands
+from .output_paths import Commands
 
 
 def add(commands: Commands) -> None:
@@ -32,6 +32,6 @@ def add(commands: Commands) -> None:
 
 
 def _methods(arguments: argparse.Namespace) -> None:
-    from ..lab.methods import named, table
+    from ..lab.report.methods_table import named, table
 
     print(table(named(arguments.methods), arguments.workers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .common import Commands
+from .output_paths import Commands
 
 
 def add(commands: Commands) -> None:

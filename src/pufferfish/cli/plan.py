@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import Commands, refuse_no_file
+from .output_paths import Commands, refuse_no_file
 
 PLAN_HELP = """\
 Show what would be made low-rank, layer by layer, and what it saves. Nothing is trained or changed.
@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from ..lab.plans import make_plan
+    from ..lab.models.plan_by_name import make_plan
 
     refuse_no_file(arguments.out)
     made, remarks = make_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import Commands, refuse_no_file
+from .output_paths import Commands, refuse_no_file
 
 
 def add(commands: Commands) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import Commands, refuse_locked
+from .output_paths import Commands, refuse_locked
 from .train_settings import places, settings
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _train(arguments: argparse.Namespace) -> int:
     refuse_locked(given.folder)
     if hosts * per_host == 1:
         return _here(task, given)
-    from ..lab.train.start import start
+    from ..lab.train.launch_workers import start
 
     _refuse(task, given, hosts * per_host)
     command = ["-m", "pufferfish", "train", *_words(arguments, given)]
@@ -142,9 +142,9 @@ def _here(task: Task, given: Settings, link: Any = None) -> int:
 
 def _worker(arguments: argparse.Namespace) -> int:
     """One of several: what is wrong with all of them is told once."""
-    from ..lab.train.job import Lost
+    from ..lab.train.launch_workers import told
+    from ..lab.train.process_group import Lost
     from ..lab.train.screen import Screen
-    from ..lab.train.start import told
 
     rank, settled = os.environ["RANK"], False
     try:
@@ -168,8 +168,8 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 def _refuse(task: Task, given: Settings, size: int) -> None:
     """What workers would refuse one by one, before they are started."""
-    from ..lab.train.job import enough_gpus
-    from ..lab.train.records import refuse_other
+    from ..lab.train.process_group import enough_gpus
+    from ..lab.train.run_records import refuse_other
 
     refuse_other(task, given)
     given.check(task, size)

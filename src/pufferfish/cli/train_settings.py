@@ -18,9 +18,9 @@ def settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Setti
 
     import torch
 
-    from ..lab.choice import choice
     from ..lab.tasks.find import find
     from ..lab.train import Settings
+    from ..lab.train.choice import choice
 
     task: Any = find(arguments.task)
     if arguments.held is not None:

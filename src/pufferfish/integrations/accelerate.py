@@ -16,8 +16,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..optim import Optimizers
-from ..switch import Switch
+from ..optim.carry import Optimizers
+from ..switching.switch import Switch
 
 _FILE = "switch.json"
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp import find_ddp
-from ..factorize import merge_
-from ..switch import Switch
-from ..when import AtFraction, AtStep
+from ..distributed.rewrap import find_ddp
+from ..lowrank.factorize import merge_
+from ..switching.moments import AtFraction, AtStep
+from ..switching.switch import Switch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

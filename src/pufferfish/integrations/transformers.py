@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from ..ddp import find_ddp
-from ..switch import Switch
-from ..when import AtFraction, AtStep
+from ..distributed.rewrap import find_ddp
+from ..switching.moments import AtFraction, AtStep
+from ..switching.switch import Switch
 
 _KEY = "pufferfish"  # in trainer_state.json, which is the last file of a checkpoint to be written
 

@@ -1,15 +1,15 @@
 """What a training job costs here: where a step's time goes, what the link gives, what would pay, and a log of it."""
 
 from .breakdown import Breakdown
-from .choices import Choice
+from .cost_model import CostModel, Prediction, Work, buckets
 from .diagnose import diagnose
 from .diagnosis import Diagnosis
-from .dryrun import Sent, dry_run
+from .dry_run import Sent, dry_run
 from .link import Line, Link
-from .model import CostModel, Prediction, Work, buckets
 from .probe import probe
-from .run import Run, read
-from .runlog import RunLog
+from .ranking import Choice
+from .run_log import RunLog
+from .saved_run import Run, read
 
 __all__ = [
     "Breakdown",

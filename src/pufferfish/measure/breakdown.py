@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from ..buckets import AtLastBucket
-from ..compress.hook import Hook
-from ..ddp import find_ddp
-from ..optim import Optimizers, as_list
+from ..compression.ddp_hook import Hook
+from ..distributed.bucket_hook import AtLastBucket
+from ..distributed.rewrap import find_ddp
+from ..optim.carry import Optimizers, as_list
 from .clock import Moment, now, passed
 from .clock import between as seconds_between
 

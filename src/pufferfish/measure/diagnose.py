@@ -13,26 +13,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..buckets import AtLastBucket
-from ..compress import BlockInt8, PowerSGD, TopK
-from ..compress.hook import Hook
-from ..compress.method import Method
-from ..compress.table import Methods
-from ..ddp import find_ddp
-from ..names import unwrap
-from ..optim import Optimizers
-from ..plan import Plan
-from ..profile import autocast, entered
-from ..ranks import Workers
+from ..compression import BlockInt8, PowerSGD, TopK
+from ..compression.ddp_hook import Hook
+from ..compression.method import Method
+from ..compression.settings import Methods
+from ..distributed.bucket_hook import AtLastBucket
+from ..distributed.rewrap import find_ddp
+from ..distributed.workers import Workers
+from ..layers.names import unwrap
+from ..optim.carry import Optimizers
+from ..planning.plan import Plan
+from ..planning.profile import autocast, entered
 from .breakdown import Breakdown
-from .choices import Choice, Ranking, wire
+from .cost_model import CostModel, Work
 from .diagnosis import Diagnosis
-from .dryrun import dry_run
+from .dry_run import dry_run
+from .gradient_times import Ready
 from .link import Link
-from .lowrank import planned, shapes
-from .model import CostModel, Work
+from .low_rank_shapes import planned, shapes
 from .probe import probe
-from .ready import Ready
+from .ranking import Choice, Ranking, wire
 from .remedies import Job, Remedy, gradients, message_bytes, plain
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))

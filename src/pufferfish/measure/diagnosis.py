@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .choices import WORTH, Choice, lap, table
 from .link import Link
+from .ranking import WORTH, Choice, lap, table
 
 __all__ = ["Choice", "Diagnosis"]
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compress.levels import nodes
-from ..compress.transport import Group
-from ..ranks import Workers
+from ..compression.hierarchy import nodes
+from ..compression.transport import Group
+from ..distributed.workers import Workers
 from .clock import between, now, typical, wait
 from .link import WIRE, Line, Link
 

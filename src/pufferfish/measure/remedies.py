@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from ..compress.casts import BFloat16
-from ..compress.method import Method
-from ..compress.table import Methods
-from ..names import own_name
-from ..plan import Plan
-from .dryrun import Sent, dry_run
-from .lowrank import RATIO, reshaped
-from .model import MIB, Work, buckets
+from ..compression.method import Method
+from ..compression.methods.casts import BFloat16
+from ..compression.settings import Methods
+from ..layers.names import own_name
+from ..planning.plan import Plan
+from .cost_model import MIB, Work, buckets
+from .dry_run import Sent, dry_run
+from .low_rank_shapes import RATIO, reshaped
 
 _BUCKETS = (1, 5, 10, 25, 50, 100)  # MiB
 _ACCUMULATED = (2, 4)
@@ -157,7 +157,7 @@ def as_code(method: Method | None) -> str:
     """As a user writes it, who has imported pufferfish as pf and their own methods by name.
 
     >>> as_code(BFloat16())
-    'pf.BFloat16()'
+    'pf.compression.BFloat16()'
     """
     return f"pf.{method!r}" if type(method).__module__.startswith("pufferfish.") else repr(method)
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.cost import totals
 from pufferfish.lab.models import REFERENCES, VGG19, resnet18, resnet50
 from pufferfish.lab.rivals.channels import Group, groups
-from pufferfish.lab.rivals.remove import remove_
+from pufferfish.lab.rivals.remove_channels import remove_
 from pufferfish.lab.tasks.digits import Digits
-from pufferfish.profile import profile
+from pufferfish.planning.cost import totals
+from pufferfish.planning.profile import profile
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet18": (lambda: resnet18(width=8), (2, 3, 32, 32)),

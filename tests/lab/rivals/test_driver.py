@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pufferfish.lab.rivals.driver import EarlyBirdRun, LotteryRun, is_rival, make
+from pufferfish.lab.rivals.rival_by_name import EarlyBirdRun, LotteryRun, is_rival, make
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.task import Recipe
 from pufferfish.lab.train import optimizer as of_recipe

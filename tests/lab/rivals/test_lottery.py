@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.lab.rivals.lottery import LotteryTicket
-from pufferfish.lab.rivals.rounds import nonzero_macs
+from pufferfish.lab.rivals.lottery_ticket import LotteryTicket
+from pufferfish.lab.rivals.round_cost import nonzero_macs
 
 STEPS = 6
 
@@ -180,7 +180,7 @@ def test_cost_of_all_rounds() -> None:
     assert "7 epochs, 1.4e+04 MACs" in str(cost)
     x = batch(0)[0][:1]
     dense = 36 * 64 + 216 * 9 + 270
-    assert nonzero_macs(build(), x) == dense == pf.profile.profile(build(), x).forward_macs
+    assert nonzero_macs(build(), x) == dense == pf.planning.profile.profile(build(), x).forward_macs
     left = {n: int(m.sum()) for n, m in ticket.masks().items()}
     assert nonzero_macs(model, x) == left["0.weight"] * 64 + left["3.weight"] * 9 + left["6.weight"]
 

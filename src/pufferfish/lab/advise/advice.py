@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...measure import Choice, Link, Work
-from ...measure.choices import WARM_UP, WORTH, lap, table, time
+from ...measure.ranking import WARM_UP, WORTH, lap, table, time
 from ...measure.remedies import as_code
-from ...plan import Plan
+from ...planning.plan import Plan
 from .ways import NODE, full_rank, named
 
 #: Of two ways that differ by less, the simpler one is advised.

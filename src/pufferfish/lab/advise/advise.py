@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...compress import NoCompression
-from ...compress.method import Method
+from ...compression import NoCompression
+from ...compression.method import Method
+from ...distributed.workers import Workers
 from ...measure import CostModel, Link, Work, probe
-from ...measure.alone import COMPUTING
-from ...measure.choices import Choice, Ranking
+from ...measure.compute_work import COMPUTING
+from ...measure.fsdp2_messages import sharded
+from ...measure.ranking import Choice, Ranking
 from ...measure.remedies import Job, Remedy, gradients, message_bytes, plain
-from ...measure.sharded import sharded
-from ...measure.worth import worthwhile
-from ...plan import Plan
-from ...planning import plan
-from ...ranks import Workers
-from ..choice import choice
-from ..contender import Contender
-from ..rounds import turns
+from ...measure.worthwhile import worthwhile
+from ...planning.plan import Plan
+from ...planning.planner import plan
+from ..train.choice import choice
 from .advice import Advice
-from .job import in_job, shared
-from .measured import computing
+from .contender import Contender
+from .current_job import in_job, shared
+from .measured_work import computing
 from .subject import Subject
+from .timing_rounds import turns
 from .ways import LOW_RANK, NODE, full_rank, named, way
 
 #: Compression methods that are tried, the simplest first.

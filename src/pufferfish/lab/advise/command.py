@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ...measure import Link
-from ...planning import plan
+from ...planning.planner import plan
 from ..network import Network, Shape, why_not
-from ..train.job import Lost, job, place
+from ..train.process_group import Lost, job, place
 from .advice import Advice
 from .advise import METHODS, advise, check, method_of
 from .networks import nominal

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 
-from ...compress.naming import module_at
-from ...measure.choices import WARM_UP
-from ..factory import LOSS, called, load_factory
+from ...compression.parse_method import module_at
+from ...measure.ranking import WARM_UP
+from ..models.factory import LOSS, called, load_factory
 from ..tasks.find import TASKS, find
 from ..tasks.task import Recipe, Task
 
@@ -87,7 +87,7 @@ def _from_task(
     task: Task, recipe: str, batch: int | None, data: Path | None, rank: int, size: int, device: str
 ) -> Subject:
     from ..train import optimizer  # it is a large module
-    from ..train.job import placed
+    from ..train.process_group import placed
 
     numbers = task.recipe(recipe)
     numbers = numbers if batch is None else replace(numbers, batch=batch)

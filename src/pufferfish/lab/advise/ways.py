@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...compress import NoCompression
-from ...compress.aggregator import Levels
-from ...factorize import reshape_
-from ...plan import Plan
-from ..choice import Choice, choice
-from ..contender import Contender
+from ...compression import NoCompression
+from ...compression.aggregator import Levels
+from ...lowrank.factorize import reshape_
+from ...planning.plan import Plan
+from ..train.choice import Choice, choice
+from .contender import Contender
 from .subject import Subject
 
 LOW_RANK = "pufferfish"
@@ -65,7 +65,7 @@ def low_rank(model: nn.Module, plan: Plan | None) -> nn.Module:
     """The model as the plan wants it, with random factors, in place.
 
     >>> import pufferfish as pf
-    >>> from pufferfish.factorize import ranks_of
+    >>> from pufferfish.lowrank.factorize import ranks_of
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> ranks_of(low_rank(model, pf.plan(model)))
     {'0': {'': 16}}

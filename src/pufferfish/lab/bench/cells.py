@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..tasks.task import Recipe
-from .asked import Asked
+from .bench_settings import Asked
 from .entry import entry
-from .rates import grid
+from .learning_rates import grid
 
 #: Of the runs that choose a learning rate: none of those that count.
 TUNE_SEED = 1_000_000

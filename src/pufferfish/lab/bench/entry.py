@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..choice import Choice, choice
 from ..tasks.task import OPTIMIZERS, Recipe
+from ..train.choice import Choice, choice
 from ..train.optimizer import with_optimizer
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import read
-from ..report.bench import CEILING, SUMMARY
-from ..rounds import Round, quartiles, ratios
-from .asked import ALWAYS, read_json, write_json
-from .rates import Rate
+from ..advise.timing_rounds import Round, quartiles, ratios
+from ..report.bench_folder import CEILING, SUMMARY
+from .bench_settings import ALWAYS, read_json, write_json
+from .learning_rates import Rate
 
 
 def rounds_of(root: Path) -> list[dict[str, Any]]:

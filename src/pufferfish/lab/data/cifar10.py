@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .folders import Dataset, Download, Found
+from .dataset import Dataset, Download, Found
 
 _BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]
 _RECORD = 1 + 3 * 32 * 32

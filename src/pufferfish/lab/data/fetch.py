@@ -11,8 +11,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from ...files import sha256, sync
-from .folders import Dataset, Download
+from ...lowrank.files import sha256, sync
+from .dataset import Dataset, Download
 
 TIMEOUT = 60.0  # seconds without a byte
 _PIECE = 1 << 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .folders import Dataset, Download, Found
+from .dataset import Dataset, Download, Found
 
 _HOME = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"
 #: Split, the name at home, and the SHA-256 of both texts.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .folders import Dataset, Download, Found
+from .dataset import Dataset, Download, Found
 
 VOCABULARY = 33_278
 

@@ -2,9 +2,9 @@
 
 from .clean import clean
 from .hosts import Hosts
+from .link_shape import Shape
+from .link_speed import Link
 from .loopback import Loopback, emulate
 from .namespaces import Network, why_not
-from .probe import Link
-from .shape import Shape
 
 __all__ = ["Hosts", "Link", "Loopback", "Network", "Shape", "clean", "emulate", "why_not"]

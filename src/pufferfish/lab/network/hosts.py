@@ -14,7 +14,7 @@ from typing import IO, TypeVar
 
 from .clean import MARK, clean, kill, marked, owner
 from .launch import launch
-from .probe import Link, measure
+from .link_speed import Link, measure
 
 Self = TypeVar("Self", bound="Hosts")
 _serial = itertools.count()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .hosts import Hosts
+from .link_shape import Shape
 from .namespaces import Network, why_not
-from .shape import Shape
 
 
 class Loopback(Hosts):

@@ -21,7 +21,7 @@ from typing import Any
 from . import delay
 from .clean import MARK
 from .hosts import Hosts
-from .shape import Shape
+from .link_shape import Shape
 
 #: A packet that would wait longer for a link is lost.
 _QUEUE_MS = 50

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from .export import as_csv, as_latex, as_markdown
 from .groups import Comparison, comparisons, find
 from .headline import headline
 from .page import page
 from .tables import Table, breakdown, predicted, progress, ranks, settings, setup
-from .text import as_csv, as_latex, as_markdown
 
 FORMATS = ("html", "csv", "latex", "markdown")
 

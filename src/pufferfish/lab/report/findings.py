@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bench import CEILING
+from .bench_folder import CEILING
 from .groups import Comparison, Group
 from .headline import difference, median, quarters, run_ratio, step, step_ratio
 from .numbers import faster, nbytes, seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import Run, read
-from .bench import CEILING, tries, with_rounds
+from .bench_folder import CEILING, tries, with_rounds
 
 MEASURES = ("accuracy", "bleu", "perplexity", "loss")
 #: What the others are compared with, where nobody says: the first that is there.

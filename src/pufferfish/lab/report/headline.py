@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from .bench import CEILING
+from .bench_folder import CEILING
 from .curves import first_to
 from .groups import Comparison, Group, clocked, seed_of, trainings
 from .numbers import count, faster, interval, millions, nbytes, seconds

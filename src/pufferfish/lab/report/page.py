@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from html import escape
 
 from ...measure.breakdown import PARTS
-from .bench import CEILING
+from .bench_folder import CEILING
 from .curves import charted
+from .export import to_right
 from .figures import bars, curves, part_swatch, scatter
 from .findings import findings
 from .groups import Comparison, layers_of
 from .headline import headline
-from .layers import rank_dots, spectrum
+from .layer_figures import rank_dots, spectrum
 from .style import CSS, JS, PATTERNS
 from .svg import element, swatch, text
 from .tables import Cell, Table, breakdown, low_rank, predicted, ranks, settings, setup, summary
-from .text import to_right
 
 MOST_SPECTRA = 240  # of a page, to stay below a megabyte
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

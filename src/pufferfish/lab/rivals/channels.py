@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...layers import LowRank, hollow
-from ...names import unwrap
+from ...layers.names import unwrap
 
 _SUMS = {operator.add, operator.iadd, torch.add}
 _FLAT = {torch.flatten, "flatten"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust import LayerWise, complete, trust_ratios, wide
+from .trust_ratio import LayerWise, complete, trust_ratios, wide
 
 
 class LAMB(LayerWise, optim.AdamW):

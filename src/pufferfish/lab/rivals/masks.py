@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from ...names import own_name, unwrap
+from ...layers.names import own_name, unwrap
 
 
 class Masks:

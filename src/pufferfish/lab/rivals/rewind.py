@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from ...checkpoint.byname import load_optimizer, names_of, optimizer_state
-from ...names import own_name, unwrap
+from ...layers.names import own_name, unwrap
+from ...optim.by_name import load_optimizer, names_of, optimizer_state
 
 
 def taken(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> dict[str, Any]:

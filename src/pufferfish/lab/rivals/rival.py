@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from ...checkpoint import folders
-from ...checkpoint.saved import Saved
-from ...job import Job
+from ...checkpoint import checkpoint_folder as folders
+from ...checkpoint.checkpoint_files import Saved
 from ...measure import RunLog
-from ...optim import Optimizers
-from ...profile import Example
-from ..change import Change
-from .earlybird import EarlyBird
-from .lottery import LotteryTicket
-from .rounds import nonzero_macs
+from ...optim.carry import Optimizers
+from ...planning.profile import Example
+from ...switching.job import Job
+from .early_bird import EarlyBird
+from .lottery_ticket import LotteryTicket
+from .model_change import Change
+from .round_cost import nonzero_macs
 
 
 class Rival(Change):

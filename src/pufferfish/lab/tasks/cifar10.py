@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from ..data.cifar10 import DATASET, images
-from ..data.folders import read
+from ..data.dataset import read
 from ..data.order import Splits, held_out
 from ..models import REFERENCES
 from .classify import Classify

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..data.digits import digits
 from ..data.order import Splits, held_out
-from ..digits import digits
 from .classify import Classify
 from .task import Recipe, known
 

@@ -8,7 +8,7 @@ import difflib
 from importlib import import_module
 from typing import Any
 
-from ...compress.naming import module_at
+from ...compression.parse_method import module_at
 from .task import Task
 
 #: Name, the module it is in, and its class there: loaded when it is asked for.

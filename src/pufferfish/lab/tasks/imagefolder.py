@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.folders import data_folder
+from ..data.dataset import data_folder
 from ..data.imagefolder import Files, ahead, listed
 from ..data.images import scaled
 from ..data.order import Epoch, drawn, held_out, steps

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.order import Epoch, Splits, drawn, steps
-from ..data.text import windows
+from ..data.token_rows import windows
 from ..models import GPT, REFERENCES
 from .task import Batch, Recipe, Task, evaluating
 

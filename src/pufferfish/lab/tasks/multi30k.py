@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..data.bpe import BEGIN, BPE, END, PADDING
-from ..data.folders import read
+from ..data.dataset import read
 from ..data.multi30k import DATASET, pairs
 from ..data.order import Epoch, Splits, steps
 from ..models import REFERENCES, Transformer

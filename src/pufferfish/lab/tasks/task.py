@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...names import unwrap
-from ..data.folders import Dataset
+from ...layers.names import unwrap
+from ..data.dataset import Dataset
 from ..data.order import Epoch
 
 Batch = tuple[Tensor, ...]

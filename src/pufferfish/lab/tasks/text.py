@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..data.folders import data_folder
+from ..data.dataset import data_folder
 from ..data.order import Splits
 from .language import Windows
 

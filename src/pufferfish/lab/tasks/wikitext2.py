@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.folders import read
+from ..data.dataset import read
 from ..data.order import Epoch, Splits, steps
-from ..data.text import columns
+from ..data.token_rows import columns
 from ..data.wikitext2 import DATASET, VOCABULARY, tokens
 from ..models import REFERENCES, LSTMLanguageModel
 from .language import Windows, figures

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...job import Job
+from ...layers.names import unwrap
 from ...measure import RunLog
-from ...names import unwrap
-from ...switch import Switch
-from ..change import Change
-from ..rivals.driver import is_rival, make
-from .build import Parts
-from .spectra import after, layers
+from ...switching.job import Job
+from ...switching.switch import Switch
+from ..rivals.model_change import Change
+from ..rivals.rival_by_name import is_rival, make
+from .layer_records import after, layers
+from .parts import Parts
 
 
 class LowRank(Change):

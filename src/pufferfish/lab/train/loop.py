@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ...checkpoint.control import Control
 from ..tasks.task import Task
-from .job import job, place
-from .records import refuse_other
+from .process_group import job, place
 from .run import Run
+from .run_records import refuse_other
 from .settings import Settings
 
 
@@ -25,7 +25,7 @@ def train(task: Task, given: Settings, *, link: Mapping[str, Any] | None = None)
 
     >>> import dataclasses, tempfile
     >>> from pathlib import Path
-    >>> from pufferfish.lab.choice import choice
+    >>> from pufferfish.lab.train.choice import choice
     >>> from pufferfish.lab.tasks import find
     >>> task = find("digits:mlp,width=4")
     >>> recipe = dataclasses.replace(task.recipe("short"), epochs=1)

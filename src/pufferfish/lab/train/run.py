@@ -10,21 +10,21 @@ import torch
 
 from ...checkpoint import Checkpoint
 from ...checkpoint.control import Control
-from ...compress import Hook
+from ...compression import Hook
+from ...layers.names import unwrap
 from ...measure import Breakdown
-from ...names import unwrap
 from ..report.numbers import nbytes, seconds
 from ..tasks.task import Task
-from .build import build
 from .changes import change
-from .job import interruptible
-from .macs import macs_a_row
+from .macs_per_row import macs_a_row
 from .pace import Pace, forget_peak, peak
-from .predict import tell
-from .records import begun, log_of
+from .parts import build
+from .predicted_step import tell
+from .process_group import interruptible
+from .run_records import begun, log_of
 from .screen import Screen
 from .settings import Settings
-from .simulate import Simulated, worker_seed
+from .simulated_updates import Simulated, worker_seed
 from .sinks import Log
 from .updates import Updates
 

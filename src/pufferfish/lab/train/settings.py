@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..choice import Choice
 from ..network import Shape
 from ..tasks.task import Recipe, Task
 from . import sinks
+from .choice import Choice
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -37,7 +37,7 @@ class Settings:
         name: of the run in its records; "": as the choice was written.
         about: more for run.json's settings.
 
-    >>> from pufferfish.lab.choice import choice
+    >>> from pufferfish.lab.train.choice import choice
     >>> from pufferfish.lab.tasks import find
     >>> Settings(choice("dense"), find("digits").recipe("short"), Path("runs/try")).precision
     'fp32'

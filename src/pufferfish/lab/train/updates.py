@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..rivals import SAM
 from ..tasks.task import Batch
-from .build import Parts
 from .graph import Graph
+from .parts import Parts
 
 
 class Updates:

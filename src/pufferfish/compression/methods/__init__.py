@@ -1,0 +1,1 @@
+"""The compression methods, one file each."""

@@ -1,0 +1,67 @@
+"""QSGD (Alistarh et al., 2017): elements rounded at random to a few levels, so that they are right on average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..turn import Turn
+from .bits import pack, unpack
+from .twostage import TwoStage, even
+
+
+@dataclass(frozen=True)
+class QSGD(TwoStage):
+    """In buckets v: ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up or down to l, up with the probability of its fraction.
+
+    ⌈log₂(2s + 1)⌉ bits an element and one norm a bucket. Shards are summed by their owners, which quantize the
+    mean once more for the way back.
+
+    Args:
+        levels: s; lower → fewer bits, more noise. 7 makes 4 bits.
+        bucket: at most so many elements share a norm, a multiple of 8; more → fewer bytes, more noise. The buckets
+            of a shard are of one size.
+
+    >>> QSGD().bits, QSGD(levels=1).bits, QSGD(levels=127).bits
+    (4, 2, 8)
+    """
+
+    levels: int = 7
+    bucket: int = 512
+
+    kind = "unbiased"
+
+    def __post_init__(self) -> None:
+        if type(self.levels) is not int or not 1 <= self.levels <= 127:
+            raise ValueError(f"QSGD: levels={self.levels!r} is not a whole number from 1 to 127")
+        if type(self.bucket) is not int or self.bucket < 8 or self.bucket % 8:
+            raise ValueError(f"QSGD: bucket={self.bucket!r} is not a multiple of 8")
+
+    @property
+    def bits(self) -> int:
+        """On the wire, for each element."""
+        return (2 * self.levels).bit_length()
+
+    def shard(self, d: int, shards: int) -> int:
+        many, size = even(-(-d // shards), self.bucket, multiple=8)
+        return many * size
+
+    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+        v = x.unflatten(-1, even(x.shape[-1], self.bucket, multiple=8))
+        norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+        level = dithered(v, self.levels / norm.clamp_min(1e-30), self.levels, spare.view(v.shape), turn)
+        return pack(level.flatten(-2), self.bits), norm.squeeze(-1)
+
+    def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        packed, norm = sent
+        out.copy_(unpack(packed, self.bits).sub_(self.levels).view(torch.int8))
+        out.unflatten(-1, (norm.shape[-1], -1)).mul_((norm / self.levels).unsqueeze(-1))
+        return out
+
+
+def dithered(x: Tensor, scale: Tensor, most: int, spare: Tensor, turn: Turn) -> Tensor:
+    """x·scale, of at most `most` in size, rounded up with the chance of its fraction, else down; plus `most`: uint8."""
+    level = spare.uniform_(most, most + 1, generator=turn.own).addcmul_(x, scale)
+    return turn.empty(x.shape, torch.uint8).copy_(level).clamp_(max=2 * most)

@@ -1,0 +1,151 @@
+"""Methods named in text, as on a command line: `TopK(0.001)`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .method import Method
+
+_CALL = r"[^\W\d]\w*\s*(?:\(.*\))?"
+_FORMS = "write Name, Name(setting=value), file.py:Name(…) or package.module:Name(…)"
+
+
+def method_from(text: str) -> Method:
+    """The method that is meant by `text`. It is read, never evaluated; a file or module that it names is imported.
+
+    A name alone means the defaults. In `file.py:Mine(PowerSGD(2))` all names may be of the file or of the package.
+
+    >>> method_from("PowerSGD(2)"), method_from("BFloat16")
+    (PowerSGD(rank=2), BFloat16())
+    >>> method_from("Accordion(PowerSGD(rank=4), PowerSGD(rank=1), every=500)").low
+    PowerSGD(rank=4)
+    >>> method_from("PowerSDG(rank=2)")
+    Traceback (most recent call last):
+    ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); there are ...
+    """
+    parts = re.fullmatch(rf"(?:(?P<place>.+?):)??(?P<call>{_CALL})", text.strip(), re.DOTALL)
+    if parts is None:
+        raise ValueError(f"method {text!r}: {_FORMS}")
+    try:
+        tree = ast.parse(parts["call"], mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        raise ValueError(f"method {text!r}: brackets, commas or quotes do not fit; {_FORMS}") from None
+    try:
+        names: dict[str, Any] = dict(known())
+        if parts["place"] is not None:
+            names |= vars(module_at(parts["place"]))
+        return _made(tree, names)
+    except (ValueError, TypeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"method {text!r}: {error}") from error
+
+
+def known() -> dict[str, type[Method]]:
+    """The package's own methods, by name.
+
+    >>> "TopK" in known(), "Method" in known()
+    (True, False)
+    """
+    package = importlib.import_module(__package__)
+    found = {name: getattr(package, name) for name in sorted(package.__all__, key=str.lower)}
+    return {name: x for name, x in found.items() if _is_method(x) and x is not Method}
+
+
+def settings(method: type[Method]) -> str:
+    """How a method is written, with its defaults.
+
+    >>> from pufferfish.compression import Accordion
+    >>> settings(Accordion)
+    'Accordion(low, high, every, change=0.5)'
+    """
+    fields = [
+        f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default!r}"
+        for f in dataclasses.fields(method)
+        if f.init
+    ]
+    return f"{method.__name__}({', '.join(fields)})"
+
+
+def module_at(place: str) -> ModuleType:
+    """The module in `file.py`, or `package.module`. Imported once; its folder, or this one, joins `sys.path`."""
+    path = Path(place).resolve()
+    if place.endswith(".py") and not path.is_file():
+        raise ValueError(f"{place}: there is no such file")
+    folder = str(path.parent) if place.endswith(".py") else os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # so that it can import its neighbours
+    try:
+        return _file(path) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise ValueError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _file(path: Path) -> ModuleType:
+    name = str(path)  # no other module can have it; dataclasses look their module up by name
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
+    """The method of a name or a call."""
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    keys = [key.arg for key in call.keywords]
+    if not isinstance(call.func, ast.Name) or None in keys or len(set(keys)) < len(keys):
+        raise ValueError(f"{ast.unparse(node)} is not a method's name with its settings, each once")
+    method = _class(call.func.id, names)
+    args = [_value(arg, names) for arg in call.args]
+    kwargs = {str(key.arg): _value(key.value, names) for key in call.keywords}
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{method.__name__}: {error}; write {settings(method)}") from None
+    return method(*args, **kwargs)
+
+
+def _class(name: str, names: Mapping[str, Any]) -> type[Method]:
+    found = names.get(name)
+    if found is None:
+        methods = {n.lower(): n for n, x in names.items() if _is_method(x) and x is not Method}
+        close = difflib.get_close_matches(name.lower(), methods, n=1)
+        hint = f" (did you mean {methods[close[0]]}?)" if close else ""
+        raise ValueError(f"there is no {name}{hint}; there are {', '.join(methods.values())}")
+    if not _is_method(found) or found is Method:
+        raise TypeError(f"{name} is no class derived from pufferfish.compress.Method")
+    if "__dataclass_fields__" not in vars(found):
+        raise TypeError(f"{name} is no dataclass; put @dataclass(frozen=True) before it")
+    return found  # type: ignore[no-any-return]
+
+
+def _is_method(x: object) -> bool:
+    return isinstance(x, type) and issubclass(x, Method)
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """A setting: a method, or a number, text, True, False, None, or a tuple or list of them."""
+    if isinstance(node, ast.Call | ast.Name):
+        return _made(node, names)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{ast.unparse(node)} is neither a value nor a method") from None

@@ -1,0 +1,1 @@
+"""Work that several processes do together: agreeing, sharing out SVDs, re-wrapping DDP, exact averages."""

@@ -1,0 +1,1 @@
+"""Local steps: workers train alone and average now and then."""

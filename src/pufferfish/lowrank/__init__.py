@@ -1,0 +1,1 @@
+"""Models made low-rank and dense again, in memory and in files."""

@@ -1,0 +1,1 @@
+"""Optimizers through a change of parameters: state carried to factors, Frobenius decay, learning rates."""

@@ -1,0 +1,1 @@
+"""The switch from full rank to low rank in a running job."""

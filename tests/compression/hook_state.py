@@ -1,0 +1,185 @@
+"""Cases of the DDP hook: what it keeps, through files, bad steps, other methods and the switch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import (
+    build,
+    grads,
+    loss,
+    momentum,
+    train,
+    weights,
+    wrapped,
+)
+
+import pufferfish as pf
+from processes import same_everywhere
+from pufferfish.compression import Aggregator, BFloat16, NoCompression, PowerSGD, SignSGD, TopK, compress
+from pufferfish.compression.check_compressor import gradients
+
+
+def resumes_from_a_checkpoint(rank: int, folder: Path) -> None:
+    """Through files, across a switch: every rank finds its own memory again."""
+    ends = []
+    for stop, name in ((6, "straight"), (4, "stopped"), (6, "stopped")):
+        ddp, hook = wrapped(TopK(0.05))
+        optimizer, switch = momentum(ddp), pf.Switch(rank=4, when=pf.AtStep(2))
+        with pf.Checkpoint(
+            folder / name, ddp, optimizer, switch=switch, compressor=hook, every=1
+        ) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                switch.step(ddp, optimizer, step=step)
+                train(ddp, optimizer, range(step, step + 1), rank)
+                checkpoint.step(step=step + 1)
+        assert any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+        ends.append(weights(ddp))
+    assert torch.equal(ends[0], ends[2])
+
+
+def unused_parameters_keep_their_memory(rank: int) -> None:
+    """Used by one rank, by none, by all: what DDP would throw away is not taken out of the memory."""
+    ddp, hook = wrapped(TopK(0.05), maybe=True)
+    name = "maybe.weight"
+    total = torch.zeros(24, 24)  # of all gradients less what was applied
+    for step, users in enumerate([(0, 1), (), (0,), (), (1,)]):
+        ddp.zero_grad()
+        loss(ddp, step, rank, maybe=rank in users).backward()
+        own = build(maybe=True)
+        loss(own, step, rank, maybe=rank in users).backward()
+        g = own.maybe.weight.grad
+        total += 0 if g is None else g
+        applied = ddp.module.maybe.weight.grad
+        assert (applied is None) == (not users)
+        total -= 0 if applied is None else applied
+        both = torch.stack([total, hook.state_dict()["own"][0][name]["memory"]])
+        dist.all_reduce(both)
+        torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-6)
+
+
+def through_the_switch(rank: int) -> None:
+    """The same hook goes on; what it knew of replaced parameters is gone, the rest stays."""
+    ends = []
+    saved: Any = None
+    switch = pf.Switch(rank=6, when=pf.AtStep(2))
+    for stopped in (False, True):
+        if not stopped:
+            ddp, hook = wrapped(PowerSGD(rank=1))
+            optimizer = momentum(ddp)
+            for step in range(4):
+                before = hook.state_dict()["own"][0] if step else {}
+                if switch.step(ddp, optimizer, step=step):
+                    assert "middle.weight" in before
+                train(ddp, optimizer, range(step, step + 1), rank)
+                if step == 2:
+                    saved = copy.deepcopy(
+                        (ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict())
+                    )
+            assert ddp._comm_hooks[0][1] is hook
+            assert any(name.startswith("middle.down") for name in hook.state_dict()["methods"])
+            assert "middle.weight" not in hook.state_dict()["own"][0]
+        else:
+            assert switch.report is not None
+            model = build()
+            optimizer = momentum(model)
+            pf.reshape_(model, switch.report.plan, optimizer)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            ddp = DDP(model)
+            hook = compress(ddp, PowerSGD(rank=1), smallest=0)
+            hook.load_state_dict(saved[2])
+            train(ddp, optimizer, range(3, 4), rank)
+        assert same_everywhere(weights(ddp))
+        ends.append(weights(ddp))
+    assert torch.equal(*ends)
+
+
+def a_state_of_another_model_is_refused(rank: int) -> None:
+    """At once, and the hook goes on as it was."""
+    ddp, hook = wrapped(PowerSGD(rank=2))
+    loss(ddp, 0, rank).backward()
+    other = Aggregator(PowerSGD(rank=2), smallest=0)
+    other(gradients(1)[0])
+    before = hook.state_dict()
+    with pytest.raises(
+        ValueError, match=r"of another model, with .*a\.weight \(24, 36\).*; here are .*middle"
+    ):
+        hook.load_state_dict(other.state_dict())
+    after = hook.state_dict()
+    assert after["steps"] == before["steps"] == 1
+    assert after["methods"] == before["methods"]
+    ddp.zero_grad()
+    loss(ddp, 1, rank).backward()
+    assert same_everywhere(weights(ddp))
+
+
+def bad_steps_leave_no_trace(rank: int, size: int) -> None:
+    """One rank has an infinity: NaN on all, and all go on as if the step had not been."""
+    ddp, hook = wrapped(PowerSGD(rank=2))
+    loss(ddp, 0, rank).backward()
+    kept = hook.state_dict()
+    ddp.zero_grad()
+    (loss(ddp, 1, rank) * (math.inf if rank == size - 1 else 1)).backward()
+    assert all(g.isnan().all() for g in grads(ddp.module).values())
+    for part in ("shared", "own"):
+        after, before = hook.state_dict()[part], kept[part]
+        after, before = (after, before) if part == "shared" else (after[0], before[0])
+        for name, state in after.items():
+            assert all(torch.equal(x, before[name][key]) for key, x in state.items())
+    ddp.zero_grad()
+    loss(ddp, 2, rank).backward()
+    assert all(g.isfinite().all() for g in grads(ddp.module).values())
+
+
+def memory_follows_the_units(rank: int) -> None:
+    """Rate ÷ 10: the memory × 10; loss scale × 4: the memory × 4; under Adam only the latter."""
+    for kind, factor in ((torch.optim.SGD, 40.0), (torch.optim.Adam, 4.0)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        ddp = DDP(build())
+        optimizer = kind(ddp.parameters(), lr=0.1)
+        hook = compress(ddp, TopK(0.05), optimizer=optimizer, scaler=scaler, smallest=0)
+        scaler.scale(loss(ddp, 0, rank)).backward()
+        before = hook.state_dict()["own"][0]["middle.weight"]["memory"]
+        optimizer.param_groups[0]["lr"] = 0.01
+        scaler.update(4.0)
+        ddp.zero_grad()
+        (0 * loss(ddp, 0, rank)).backward()  # zeros: the memory waits
+        after = hook.state_dict()["own"][0]["middle.weight"]["memory"]
+        torch.testing.assert_close(after, before * factor)
+
+
+def methods_are_changed_together(rank: int) -> None:
+    ddp, hook = wrapped(PowerSGD(rank=1))
+    optimizer = momentum(ddp)
+    for step, method in enumerate([TopK(0.1), {"first": SignSGD(), "*": BFloat16()}, NoCompression()]):
+        train(ddp, optimizer, range(step, step + 1), rank)
+        hook.use(method)
+    train(ddp, optimizer, range(3, 5), rank)
+    assert hook.state_dict()["own"] == [{}]
+    assert same_everywhere(weights(ddp))
+    with pytest.raises(RuntimeError, match="differ from rank 0 in the compression's method"):
+        hook.use(TopK(0.2 if rank else 0.1))
+    assert hook.method == NoCompression()
+    with pytest.raises((ValueError, RuntimeError), match=r"matches no parameter|keeps them"):
+        hook.use({"*": TopK()} if rank else {"nowhere": TopK()})
+    train(ddp, optimizer, range(5, 6), rank)
+
+
+def state_cases(rank: int, size: int, folder: Path) -> None:
+    resumes_from_a_checkpoint(rank, folder)
+    through_the_switch(rank)
+    unused_parameters_keep_their_memory(rank)
+    a_state_of_another_model_is_refused(rank)
+    bad_steps_leave_no_trace(rank, size)
+    if size == 2:
+        memory_follows_the_units(rank)
+        methods_are_changed_together(rank)

@@ -1,0 +1,71 @@
+"""Chances that make the noise least, and exactly r terms every time."""
+
+import pytest
+import torch
+
+from driver import drive, normal
+from pufferfish.compression.check_compressor import check_compressor
+from pufferfish.compression.methods.atomo import Atomo, chances
+
+
+def test_holds_what_every_method_holds() -> None:
+    check_compressor(Atomo(rank=2), sizes=(1, 3))
+
+
+def water(sigma: list[float], r: int) -> list[float]:
+    """min(1, c·σ) that add up to r, with c by bisection."""
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(min(1.0, c * s) for s in sigma) < r else (low, c)
+    return [min(1.0, c * s) for s in sigma]
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 5])
+def test_chances_fill_up_to_r(r: int) -> None:
+    spectra = [
+        [9.0, 3.0, 2.0, 1.0, 0.5, 0.1],
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [100.0, 50.0, 1.0, 0.9, 0.8, 0.7],
+        [5.0, 4.0, 3.0, 0.2, 0.2, 0.2],
+    ]
+    p = chances(torch.tensor(spectra, dtype=torch.float64), r)
+    torch.testing.assert_close(p, torch.tensor([water(s, r) for s in spectra], dtype=torch.float64))
+    few = chances(torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64), 3)
+    assert few.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_each_term_comes_by_its_chance_and_none_is_missing_or_double() -> None:
+    """A diagonal matrix shows its terms: 4000 draws, one for each tensor of a batch."""
+    b, r = 4000, 2
+    sigma = torch.tensor([4.0, 2.0, 1.0, 0.5, 0.5])
+    mean = drive(Atomo(rank=r), [torch.diag(sigma).expand(b, 5, 5)]).mean
+    terms = mean.diagonal(dim1=1, dim2=2)
+    assert not (mean - torch.diag_embed(terms)).any()
+    taken = terms.abs() > 1e-6
+    assert (taken.sum(1) == r).all()
+    p = torch.tensor(water(sigma.tolist(), r))
+    torch.testing.assert_close(terms, torch.where(taken, sigma / p, 0.0))
+    assert ((taken.float().mean(0) - p).abs() < 4 * (p * (1 - p) / b).sqrt() + 1e-6).all()
+
+
+def test_right_on_average() -> None:
+    b = 4000
+    (M,) = normal(4, 6, workers=1)
+    mean = drive(Atomo(rank=1), [M.expand(b, 4, 6)] * 2).mean
+    error = mean.mean(0) - M
+    assert (error.abs() < 4.5 * mean.std(0) / b**0.5).all()
+
+
+def test_low_rank_is_exact_and_messages_keep_their_size() -> None:
+    u, v = normal(2, 7, 1, workers=1)[0], normal(2, 1, 9, workers=1, seed=1)[0]
+    x = u @ v
+    x[1] = 0
+    mean, _, meter = drive(Atomo(rank=3), [x, x])
+    torch.testing.assert_close(mean, x, atol=1e-5, rtol=1e-5)
+    assert meter.handed["all_gather"] == 2 * 3 * (7 + 9) * 4
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="Atomo: rank=0"):
+        Atomo(rank=0)

@@ -1,0 +1,58 @@
+"""Runs of neighbours that go around the end, each element as likely as the others."""
+
+import pytest
+import torch
+
+from driver import drive, normal
+from pufferfish.compression.check_compressor import check_compressor
+from pufferfish.compression.methods.blockrandom import BlockRandomK
+
+
+@pytest.mark.parametrize("coordinates", ["shared", "own"])
+@pytest.mark.parametrize("scale", [False, True])
+def test_holds_what_every_method_holds(coordinates: str, scale: bool) -> None:
+    check_compressor(BlockRandomK(k=0.1, coordinates=coordinates, scale=scale), sizes=(1, 3))
+
+
+def run_from(start: int, k: int, d: int) -> list[int]:
+    return sorted((start + j) % d for j in range(k))
+
+
+@pytest.mark.parametrize("coordinates", ["shared", "own"])
+def test_every_run_is_as_likely_also_those_around_the_end(coordinates: str) -> None:
+    d, k, b = 5, 3, 2000
+    xs = normal(b, d, workers=2)
+    mean, rests, meter = drive(BlockRandomK(k=k, coordinates=coordinates), xs)
+    sent = [x - rest for x, rest in zip(xs, rests, strict=True)]
+    torch.testing.assert_close(mean, sum(sent) / 2)
+    where = [(s != 0).tolist() for s in sent]
+    runs = [run_from(start, k, d) for start in range(d)]
+    for worker in where:
+        starts = [runs.index([j for j in range(d) if row[j]]) for row in worker]  # fails if it is no run
+        for start in range(d):  # expected 400 of 2000, standard deviation 18
+            assert 310 < starts.count(start) < 490
+    assert (where[0] == where[1]) is (coordinates == "shared")
+    own = coordinates == "own"
+    assert meter.handed["all_gather" if own else "all_reduce"] == b * (4 * k + 4 * own)
+
+
+def test_scaled_by_what_is_left_out() -> None:
+    (x,) = normal(1, 10, workers=1)
+    mean = drive(BlockRandomK(k=4, scale=True), [x]).mean
+    sent = mean != 0
+    assert sent.sum() == 4
+    torch.testing.assert_close(mean[sent], x[sent] * 10 / 4)
+
+
+def test_all_of_it_is_plain_averaging() -> None:
+    xs = normal(3, 7, workers=3)
+    mean, rests, _ = drive(BlockRandomK(k=1.0, coordinates="own"), xs)
+    torch.testing.assert_close(mean, sum(xs) / 3)
+    assert not any(rest.any() for rest in rests)
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="BlockRandomK: k=0"):
+        BlockRandomK(k=0)
+    with pytest.raises(ValueError, match="neither"):
+        BlockRandomK(coordinates="both")

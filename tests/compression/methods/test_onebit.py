@@ -1,0 +1,42 @@
+"""Two means a column, and a sign each."""
+
+import torch
+from torch import Tensor
+
+from driver import drive, normal
+from pufferfish.compression.check_compressor import check_compressor
+from pufferfish.compression.methods.onebit import OneBitSGD
+
+
+def test_holds_what_every_method_holds() -> None:
+    check_compressor(OneBitSGD(), sizes=(1, 3))
+
+
+def slow(M: Tensor) -> Tensor:
+    result = torch.zeros_like(M)
+    for matrix, out in zip(M, result, strict=True):
+        for j in range(matrix.shape[1]):
+            column = matrix[:, j].tolist()
+            high, low = [v for v in column if v >= 0], [v for v in column if v < 0]
+            for i, v in enumerate(column):
+                out[i, j] = sum(high) / len(high) if v >= 0 else sum(low) / len(low)
+    return result
+
+
+def test_is_the_equation() -> None:
+    xs = normal(2, 5, 3, workers=3)
+    xs[0][0, :, 0] = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0])  # none below zero
+    xs[1][1, :, 2] = -xs[1][1, :, 2].abs()  # all below zero
+    xs[2][0] = 0
+    mean, rests, meter = drive(OneBitSGD(), xs)
+    torch.testing.assert_close(mean, sum(slow(x) for x in xs) / 3)
+    for x, rest in zip(xs, rests, strict=True):
+        torch.testing.assert_close(rest, x - slow(x))
+    assert meter.handed["all_gather"] == 2 * (2 + 2 * 4 * 3)
+
+
+def test_two_values_a_column_are_sent_exactly() -> None:
+    M = torch.tensor([[[2.0, -1.0], [-3.0, -1.0], [2.0, 5.0]]])
+    mean, (rest,), _ = drive(OneBitSGD(), [M])
+    assert torch.equal(mean, M)
+    assert not rest.any()

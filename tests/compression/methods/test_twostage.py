@@ -1,0 +1,196 @@
+"""Everything to all at once, against the obvious mean; and shards that are as large as they need to be."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from driver import State, drive, normal
+from pufferfish.compression import (
+    DGC,
+    QSGD,
+    Accordion,
+    Aggregator,
+    AlternatingPowerSGD,
+    Atomo,
+    BlockFP8,
+    BlockInt8,
+    BlockRandomK,
+    EFSignSGD,
+    Method,
+    NoCompression,
+    OneBitSGD,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Signum,
+    Simulated,
+    TernGrad,
+    Threshold,
+    TopK,
+)
+from pufferfish.compression.check_compressor import gradients
+from pufferfish.compression.methods.twostage import even
+
+MEMORIES = [EFSignSGD(), BlockInt8(block=8), BlockFP8(block=8)]
+
+
+@pytest.mark.parametrize("method", MEMORIES, ids=repr)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_message_to_all_and_nothing_is_lost(method: Method, workers: int) -> None:
+    """What a worker sends is x − rest; all apply the mean of what all sent."""
+    states: list[State] = [{} for _ in range(workers)]
+    for step in range(2):
+        xs = normal(2, 27, workers=workers, seed=step)
+        mean, rests, meter = drive(method, xs, states, step, exchange="all_gather")
+        sent = [x - rest for x, rest in zip(xs, rests, strict=True)]
+        torch.testing.assert_close(mean, sum(sent) / workers)
+        for x, own in zip(xs, sent, strict=True):
+            alone = drive(method, [x], exchange="all_gather").mean
+            torch.testing.assert_close(own, alone)
+            assert (x - own).norm() < x.norm()
+        assert not any(states), "no owner has a memory"
+        assert meter.messages == 1
+    signs, blocks = 2 * (4 + 4), 2 * (28 + 4 * 4)  # 27 elements in 4 bytes of bits, or in 4 blocks of 7
+    assert meter.handed["all_gather"] == (signs if isinstance(method, EFSignSGD) else blocks)
+    assert sum(meter.handed.values()) == meter.handed["all_gather"]
+
+
+@pytest.mark.parametrize("method", [SignSGD(), Signum(momentum=0.0)], ids=repr)
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_every_voter_counts_for_itself(method: Method, workers: int) -> None:
+    states: list[State] = [{} for _ in range(workers)]
+    for step in range(3):
+        torch.manual_seed(step)
+        xs = [torch.randint(-1, 2, (2, 21)).float() for _ in range(workers)]
+        even = 1.0 if step % 2 == 0 else -1.0
+        votes = sum(torch.where(x == 0, even, x) for x in xs)
+        mean, _, meter = drive(method, xs, states, step, exchange="all_gather")
+        assert torch.equal(mean, torch.where(votes == 0, even, votes.sign()))
+        two = drive(method, xs, step=step).mean  # through owners it is the same
+        assert torch.equal(mean, two)
+    assert meter.handed["all_gather"] == 2 * 3
+    assert sum(meter.handed.values()) == meter.handed["all_gather"]
+
+
+def test_levels_are_rounded_once() -> None:
+    """Right on average, with the noise of one rounding, and the mean is one of what single workers send."""
+    b, workers = 4000, 2
+    xs = [x.expand(b, 16) for x in normal(1, 16, workers=workers)]
+    mean, _, meter = drive(QSGD(levels=3), xs, exchange="all_gather")
+    target = (xs[0] + xs[1]) / 2
+    assert ((mean - target).mean(0).abs() < 5 * mean.std(0) / b**0.5).all()
+    grid = torch.arange(-3, 4)
+    values = ((xs[0][0].norm() * grid[:, None] + xs[1][0].norm() * grid) / 3 / workers).flatten()
+    assert ((mean[:100, :, None] - values).abs().amin(-1) < 1e-5).all()
+    assert meter.handed["all_gather"] == b * (16 * 3 // 8 + 4)
+    assert mean.var(0).sum() < drive(QSGD(levels=3), xs).mean.var(0).sum()
+
+
+@pytest.mark.parametrize("method", [QSGD(bucket=64), EFSignSGD(), SignSGD(), BlockInt8(block=5)], ids=repr)
+def test_in_an_aggregator(method: Method) -> None:
+    """Conserved, the same on all workers, and resumed."""
+    whole, resumed = (Aggregator(method, Simulated(3), smallest=0, exchange="all_gather") for _ in range(2))
+    balance = torch.zeros(24, 36)
+    for step in range(4):
+        given = gradients(3, step)
+        if step == 2:
+            resumed.load_state_dict(whole.state_dict())
+        means = whole.together(given)
+        assert all(torch.equal(mean["a.weight"], means[0]["a.weight"]) for mean in means)
+        if step >= 2:
+            assert torch.equal(resumed.together(given)[1]["a.weight"], means[0]["a.weight"])
+        balance += sum(g["a.weight"] for g in given) / 3 - means[0]["a.weight"]
+    if method.kind == "contraction":
+        memories = [own["a.weight"]["memory"] for own in whole.state_dict()["own"]]
+        torch.testing.assert_close(sum(memories) / 3, balance, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("d", [1, 8, 100, 513, 1500, 4096])
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_levels_are_filled_up_by_little(d: int, workers: int) -> None:
+    """Norms for at most 512 elements, in bytes that do not come in steps of 512."""
+    xs = normal(1, d, workers=workers)
+    mean, _, meter = drive(QSGD(levels=7), xs)
+    assert mean.shape == (1, d)
+    each = -(-d // workers)
+    norms = -(-each // 512)
+    assert (each / 2 + 4 * norms) <= meter.handed["all_gather"] <= each / 2 + 4 * norms + 4 * norms
+    assert meter.handed["all_to_all"] == workers * meter.handed["all_gather"]
+
+
+def test_even_blocks_hold_all_and_no_more_than_most() -> None:
+    for n in range(1, 200):
+        for most, multiple in [(8, 8), (24, 8), (5, 1), (1, 1), (64, 8)]:
+            many, size = even(n, most, multiple)
+            assert size <= most
+            assert size % multiple == 0
+            assert n <= many * size < n + many * multiple
+            assert even(many * size, most, multiple) == (many, size)
+
+
+ALL: list[Method] = [
+    NoCompression(), PowerSGD(2), AlternatingPowerSGD(2), Atomo(2), TopK(), RandomK(), RandomK(coordinates="own"),
+    BlockRandomK(), BlockRandomK(coordinates="own"), Threshold(), DGC(), OneBitSGD(), SignSGD(), Signum(),
+    EFSignSGD(), QSGD(), TernGrad(), BlockInt8(), BlockFP8(), Accordion(BlockInt8(), QSGD(), every=2),
+    Accordion(TopK(), OneBitSGD(), every=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_methods_go_by_what_they_say(method: Method) -> None:
+    """The collectives that are used are those that were asked for; an all-to-all brings an all-gather along."""
+    assert method.exchanges
+    (x, y) = normal(2, 8, 9, workers=2)
+    for exchange in method.exchanges:
+        shaped = [z if method.matrix else z.flatten(1) for z in (x, y)]
+        used = {key for key, n in drive(method, shaped, exchange=exchange).meter.handed.items() if n}
+        assert used == ({"all_to_all", "all_gather"} if exchange == "all_to_all" else {exchange})
+
+
+def test_two_methods_go_by_what_both_know() -> None:
+    assert Accordion(BlockInt8(), QSGD(), every=1).exchanges == ("all_to_all", "all_gather")
+    assert Accordion(BlockInt8(), TopK(), every=1).exchanges == ("all_gather",)
+    assert Accordion(PowerSGD(), TopK(), every=1).exchanges == ()
+
+
+@pytest.mark.parametrize("method", ALL, ids=repr)
+def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> None:
+    """x and scratch memory are overwritten by the next step, what was summed is given away."""
+    from pufferfish.compression import Sum, Turn
+    from pufferfish.compression.method import Together
+
+    def spoil(x: Tensor) -> None:
+        x.view(-1).view(torch.uint8).fill_(255)
+
+    state: State = {}
+    for step in range(3):
+        (x,) = normal(2, 8, 9, workers=1, seed=step)
+        turn = Turn(0, 1, step, ("t0", "t1"), state=dict(state))
+        steps = method.compress(x if method.matrix else x.flatten(1), turn)
+        answer = None
+        try:
+            while True:
+                message = steps.send(answer)
+                if isinstance(message, Sum):
+                    answer = message.tensor.clone()
+                    spoil(message.tensor)
+                elif isinstance(message, Together):
+                    (answer,) = message.work([message.tensor], message.step)
+                else:
+                    answer = [message.tensors if hasattr(message, "tensors") else message.pieces[0]]
+        except StopIteration as end:
+            mean, rest = end.value
+        assert mean.isfinite().all()
+        assert rest is None or rest.isfinite().all()
+        assert rest is None or rest.data_ptr() != mean.data_ptr()
+        kept = {key: value.clone() for key, value in turn.state.items()}
+        for lent in (
+            x,
+            mean,
+            *turn.scratch,
+            *([] if answer is None or isinstance(answer, list) else [answer]),
+        ):
+            spoil(lent.contiguous() if not lent.is_contiguous() else lent)
+        for key, value in turn.state.items():
+            assert torch.equal(value, kept[key]), key
+        state = turn.state

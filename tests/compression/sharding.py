@@ -1,0 +1,123 @@
+"""A small network in two replicas of two shards, with every method: what tests of the sharded hook share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from pufferfish.compression import (
+    DGC,
+    QSGD,
+    BFloat16,
+    BlockFP8,
+    BlockInt8,
+    BlockRandomK,
+    EFSignSGD,
+    Float16,
+    NoCompression,
+    RandomK,
+    SignSGD,
+    Signum,
+    TernGrad,
+    Threshold,
+    TopK,
+)
+from pufferfish.compression.fsdp2_hook import ShardedHook, compress_sharded
+
+METHODS: dict[str, Any] = {
+    "none": NoCompression(),
+    "bf16": BFloat16(),
+    "fp16": Float16(),
+    "topk": TopK(0.1),
+    "random": RandomK(0.1),
+    "random, own": RandomK(0.1, "own"),
+    "block random": BlockRandomK(0.1),
+    "sign": SignSGD(),
+    "signum": Signum(),
+    "ef-sign": EFSignSGD(),
+    "qsgd": QSGD(levels=3, bucket=8),
+    "terngrad": TernGrad(),
+    "threshold": Threshold(1e-3),
+    "dgc": DGC(0.9, warm_up=2),
+    "int8": BlockInt8(16),
+    "fp8": BlockFP8(16),
+    "several": {"first": TopK(0.1), "b?": SignSGD()},  # the outermost module's travel as they are
+}
+
+
+class Net(nn.Module):
+    """With sizes that two shards do not divide; `maybe` is used where the call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 11)
+        self.b0 = checkpoint_wrapper(nn.Sequential(nn.Linear(11, 13), nn.Tanh()))
+        self.b1 = nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 5))
+        self.maybe = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, maybe: bool = False, spoil: float = 1.0) -> Tensor:
+        x = self.first(x).tanh()
+        if spoil != 1.0:
+            x.register_hook(
+                lambda g: torch.cat([g[:, :1] * spoil, g[:, 1:]], 1)
+            )  # its first row: shard 0 only
+        x = self.b1(self.b0(x))
+        return self.head(self.maybe(x) if maybe else x)
+
+
+def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> Net:
+    net = Net() if net is None else net
+    assert isinstance(net, Net)
+    for block in (net.first, net.b0, list(net.b1)):
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, ShardedHook]:
+    model = sharded(mesh["shard"])
+    return model, compress_sharded(model, method, mesh["replicate"].get_group(), **options)
+
+
+def loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, **options).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's pieces."""
+    return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+
+
+def kept(hook: ShardedHook) -> dict[str, dict[str, Tensor]]:
+    """Module → key → tensor; each module's shard is one row."""
+    found = {}
+    for name, group in hook.state_dict()["groups"].items():
+        state = group["state"]
+        parts = [state["shared"], *state["own"]]
+        found[name] = {key: x for part in parts for row in part.values() for key, x in row.items()}
+    return found
+
+
+def alike(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].keys() == b[n].keys() and all(torch.equal(x, b[n][key]) for key, x in a[n].items()) for n in a
+    )

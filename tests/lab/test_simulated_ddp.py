@@ -1,0 +1,203 @@
+"""Simulated workers against real ones under DDP: the arms of benchmarks/compressed.py, in processes on gloo."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from processes import in_processes
+from pufferfish.compression import DGC, Aggregator, NoCompression, TopK, compress
+from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import compressed
+
+#: A rising, a constant and a falling rate; the first step has none.
+RATES = [0.0, 0.1, 0.1, 0.02, 0.05]
+ARMS = compressed.arms(steps=4)
+#: With three and more workers no two sums need agree in the last bit. Nothing is summed here.
+GATHERED = {"int8", "top-k 1 %", "top-k 1 %, global", "dgc 0.1 %", "random-k 1 %, all-gather", "block-random-k 1 %, all-gather"}  # fmt: skip
+
+
+def build(layout: torch.memory_format = torch.contiguous_format) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10),
+    ).to(memory_format=layout)  # fmt: skip
+
+
+def part(step: int, rank: int, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 3, 16, 16, generator=generator).to(memory_format=layout)
+    return x, torch.randint(10, (4,), generator=generator)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def equals(
+    rank: int,
+    size: int,
+    arm: compressed.Arm,
+    layout: torch.memory_format,
+    close: dict[str, float],
+    **options: Any,
+) -> None:
+    """The same steps by real workers, and then by rank 0 alone."""
+    make = plain_sgd if options else compressed.optimizer
+    ddp = DDP(build(layout), bucket_cap_mb=0.002)
+    optimizer = make(ddp, arm.method)
+    hook = compress(ddp, arm.method, optimizer=optimizer, scope=arm.scope, seed=3, **options)
+    for step, rate in enumerate(RATES):
+        set_rate(optimizer, rate)
+        optimizer.zero_grad()
+        x, y = part(step, rank, layout)
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+    if rank > 0:
+        return
+    model = build(layout)
+    optimizer = make(model, arm.method)
+    workers = SimulatedDDP(model, arm.method, size, optimizer=optimizer, scope=arm.scope, seed=3, **options)
+    for step, rate in enumerate(RATES):
+        set_rate(optimizer, rate)
+        workers.backward(
+            lambda x, y: nn.functional.cross_entropy(model(x), y),
+            [part(step, r, layout) for r in range(size)],
+        )
+        optimizer.step()
+    for name, x in ddp.module.state_dict().items():  # BatchNorm's statistics too
+        torch.testing.assert_close(
+            x, model.state_dict()[name], **close, msg=lambda m, name=name: f"{arm}, {layout}, {name}: {m}"
+        )
+    assert (hook.meter.handed, hook.meter.wire_bytes) == (workers.meter.handed, workers.meter.wire_bytes)
+
+
+def plain_sgd(model: nn.Module, method: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def cases(rank: int, size: int) -> None:
+    exact = {"rtol": 0.0, "atol": 0.0}
+    for name, arm in ARMS.items():
+        if size == 2:
+            for layout in (torch.contiguous_format, torch.channels_last):
+                equals(rank, size, arm, layout, exact)
+        else:
+            close = exact if name in GATHERED else {"rtol": 0.0, "atol": 1e-3 if name == "bf16" else 1e-5}
+            equals(rank, size, arm, torch.channels_last, close, smallest=0)  # else 1-D tensors are summed
+
+
+@pytest.mark.timeout(240)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_equal_real_workers(size: int, tmp_path: Path) -> None:
+    in_processes(cases, size)
+
+
+def test_one_worker_is_an_ordinary_backward_pass() -> None:
+    layout = torch.channels_last
+    model, other = build(layout), build(layout)
+    x, y = part(0, 0, layout)
+    nn.functional.cross_entropy(model(x), y).backward()
+    SimulatedDDP(other, NoCompression(), 1).backward(
+        lambda x, y: nn.functional.cross_entropy(other(x), y), [(x, y)]
+    )
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+        assert q.grad.stride() == q.stride()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
+
+
+def test_gradients_are_each_workers_own() -> None:
+    """Handed to an aggregator by hand they give the same; whoever comes later finds the buffers untouched."""
+    layout = torch.contiguous_format
+    model = build()
+    workers = SimulatedDDP(model, TopK(0.1), 3)
+    parts = [part(0, rank, layout) for rank in range(3)]
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    workers.backward(loss, parts)
+    means = Aggregator(TopK(0.1), workers.hook.aggregator.transport).together(
+        [dict(zip(dict(build().named_parameters()), grads(p), strict=True)) for p in parts]
+    )[0]
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, means[name]), name
+    alone = build()
+    nn.functional.cross_entropy(alone(parts[0][0]), parts[0][1]).backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), alone.buffers(), strict=True))
+
+
+def grads(one: tuple[Tensor, Tensor]) -> list[Tensor]:
+    model = build()
+    nn.functional.cross_entropy(model(one[0]), one[1]).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_passes_add_up() -> None:
+    """Several passes of each worker are one on all its rows; each worker draws from its own generator."""
+    layout = torch.contiguous_format
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.Dropout(0.5))
+    workers = SimulatedDDP(model, NoCompression(), 2, seeds=[5, 6])
+    parts = [part(0, rank, layout) for rank in range(2)]
+
+    def losses(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+        for half in range(2):
+            yield nn.functional.cross_entropy(model(x[half::2]), y[half::2]) / 2
+
+    before = torch.get_rng_state()
+    found = workers.gradients(losses, parts)
+    assert torch.equal(before, torch.get_rng_state())
+    for seed, own, (x, y) in zip((5, 6), found, parts, strict=True):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        for loss in losses(x, y):
+            loss.backward()
+        assert all(
+            torch.equal(own[name], p.grad) for name, p in model.named_parameters() if p.grad is not None
+        )
+
+
+def test_refusals() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="has a momentum of its own, and so has the SGD"):
+        SimulatedDDP(model, DGC(), 2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    workers = SimulatedDDP(model, TopK(), 2)
+    with pytest.raises(ValueError, match="in 1 parts, but there are 2 workers"):
+        workers.backward(lambda x, y: model(x).sum(), [part(0, 0, torch.contiguous_format)])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_passes_in_a_graph() -> None:
+    """The benchmark's CUDA graph reads new batches, and leaves gradients and buffers as passes without it do."""
+    device = torch.device("cuda")
+    images = torch.randn(96, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(10, (96,), device=device)
+    data = (images, labels, images, labels)
+    runs = []
+    for eager in (True, False):
+        given = argparse.Namespace(batch=32, workers=4, units="update", eager=eager)
+        runs.append(compressed.Compressed(data, 0, ARMS["top-k 1 %"], 0.1, given, device))
+    for x, y in zip(images.split(32), labels.split(32), strict=True):
+        eager, graphed = (run._gradients(x, y) for run in runs)
+        for one, other in zip(eager, graphed, strict=True):
+            for name, g in one.items():
+                assert (g - other[name]).norm() <= 0.02 * g.norm() + 1e-4, name
+    for one, other in zip(runs[0].model.buffers(), runs[1].model.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)

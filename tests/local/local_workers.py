@@ -1,0 +1,94 @@
+"""Workers of local steps: their model, data and optimizers; and all of them by hand, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from pufferfish.local.local_steps import LocalSteps
+
+SAMPLES = 4  # a worker and step
+
+Make = Callable[[Any], optim.Optimizer]
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(12, 40, bias=False),
+        nn.BatchNorm1d(40),
+        nn.ReLU(),
+        nn.Linear(40, 40),
+        nn.ReLU(),
+        nn.Linear(40, 3),
+    )
+
+
+def sgd(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.1)
+
+
+def adamw(params: Any) -> optim.Optimizer:
+    return optim.AdamW(params, lr=1e-2)
+
+
+def diloco(params: Any) -> optim.Optimizer:
+    return optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(SAMPLES, 12, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def update(model: nn.Module, optimizer: optim.Optimizer, step: int, rank: int = 0) -> None:
+    x, y = batch(step, rank)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def floats(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items() if x.is_floating_point()}
+
+
+def by_hand(
+    size: int, h: int, steps: int, make: Make, *, lr: float = 1.0, momentum: float = 0.0
+) -> nn.Module:
+    """All the workers, one after the other: θ ← a − lr·(Δ + μv) with v ← μv + Δ and Δ = a − mean θ."""
+    workers = [build() for _ in range(size)]
+    optimizers = [make(worker.parameters()) for worker in workers]
+    anchor = floats(workers[0])
+    trained = dict(workers[0].named_parameters()).keys()
+    v = {name: torch.zeros_like(a) for name, a in anchor.items()}
+    for step in range(steps):
+        for rank in range(size):
+            update(workers[rank], optimizers[rank], step, rank)
+        if (step + 1) % h == 0:
+            for name, a in anchor.items():
+                delta = a - torch.stack([worker.state_dict()[name] for worker in workers]).mean(0)
+                v[name] = momentum * v[name] + delta
+                a -= lr * (delta + momentum * v[name]) if name in trained else delta
+            for worker in workers:
+                worker.load_state_dict(anchor, strict=False)
+    return workers[0]
+
+
+def train(
+    local: LocalSteps, model: nn.Module, optimizer: optim.Optimizer, steps: range, rank: int
+) -> list[int]:
+    """The steps after which the workers averaged."""
+    averaged = []
+    for step in steps:
+        update(model, optimizer, step, rank)
+        if local.step(model):
+            averaged.append(step + 1)
+    return averaged
+
+
+def close(model: nn.Module, other: nn.Module) -> None:
+    for (name, x), y in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,182 @@
+"""Local steps in one process: what is kept, what follows a change, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from local_workers import adamw, batch, build, by_hand, close, diloco, sgd, train
+from torch import nn, optim
+
+import pufferfish as pf
+from nested import equal
+from pufferfish.compression import DGC, BlockInt8, SignSGD, TopK
+from pufferfish.local.local_steps import LocalSteps
+
+
+def test_alone_it_looks_ahead() -> None:
+    model = build()
+    local, optimizer = LocalSteps(3, outer=diloco), adamw(model.parameters())
+    local.start(model)
+    assert train(local, model, optimizer, range(7), 0) == [3, 6]
+    assert local.sync(model)
+    assert not local.sync(model)
+    other = by_hand(1, 3, 6, adamw, lr=0.7, momentum=0.9)
+    local, model = LocalSteps(3, outer=diloco), build()
+    local.start(model)
+    train(local, model, adamw(model.parameters()), range(6), 0)
+    close(model, other)
+
+
+def test_the_anchor_keeps_what_16_bits_cut_off() -> None:
+    """A hundred outer steps, each too small for bf16 to see."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    local = LocalSteps(1, outer=lambda params: optim.SGD(params, lr=1e-3))
+    local.start(model)
+    for _ in range(100):
+        with torch.no_grad():
+            model.weight -= 0.125
+        local.step(model)
+    assert local.state_dict()["anchor"]["weight"].item() == pytest.approx(1 - 100 * 0.125e-3)
+    assert model.weight.item() == torch.tensor(1 - 100 * 0.125e-3).bfloat16().item()
+
+
+def test_buffers_without_a_mean_are_left_alone() -> None:
+    model = build()
+    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    local = LocalSteps(1)
+    local.start(model)
+    assert list(local.state_dict()["buffers"]) == ["1.running_mean", "1.running_var"]
+    model.cache = torch.ones(5)
+    local.step(model)
+    assert local.lost == 0
+
+
+def test_compiled_models_keep_their_names() -> None:
+    model = build()
+    local = LocalSteps(2)
+    local.start(torch.compile(model, backend="eager"))
+    assert local.state_dict()["anchor"].keys() == dict(model.named_parameters()).keys()
+    local.step(model)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_from_a_state_on_the_cpu() -> None:
+    ends = []
+    for device, stop in (("cpu", 6), ("cuda", 6), ("cuda", 4)):
+        model = build().to(device)
+        local, optimizer = LocalSteps(3, outer=diloco, method=BlockInt8()), sgd(model.parameters())
+        local.start(model)
+        for step in range(6):
+            if step == stop:
+                file = io.BytesIO()
+                torch.save(local.state_dict(), file)
+                file.seek(0)
+                local = LocalSteps(3, outer=diloco, method=BlockInt8())
+                local.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            x, y = (part.to(device) for part in batch(step, 0))
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step(model)
+        ends.append(model.cpu())
+    close(ends[0], ends[1])
+    close(ends[1], ends[2])
+
+
+def test_schedules_of_the_outer_optimizer_stay() -> None:
+    model = build()
+    local, optimizer = LocalSteps(1, outer=diloco), sgd(model.parameters())
+    local.start(model)
+    assert local.outer is not None
+    schedule = optim.lr_scheduler.StepLR(local.outer, 1, gamma=0.5)
+    train(local, model, optimizer, range(1), 0)
+    schedule.step()
+    pf.factorize_(model, pf.plan(model, rank=pf.Fixed(4)), optimizer)
+    local.start(model)
+    assert [group["lr"] for group in local.outer.param_groups] == [0.35]
+    again = LocalSteps(1, outer=diloco)
+    again.load_state_dict(local.state_dict())
+    again.start(model)
+    assert again.outer is not None
+    assert [group["lr"] for group in again.outer.param_groups] == [0.35]
+
+
+def test_replaced_parameters_are_told_at_once() -> None:
+    model = build()
+    local, optimizer = LocalSteps(9), sgd(model.parameters())
+    with pytest.raises(ValueError, match=r"call local.start\(model\)"):
+        local.step(model)
+    local.start(model)
+    train(local, model, optimizer, range(2), 0)
+    pf.factorize_(model, pf.plan(model, rank=pf.Fixed(4), keep=["0"]), optimizer)
+    with pytest.raises(
+        ValueError, match=r"3.down.weight is 4×40, and was not there.*local.sync\(model\) before"
+    ):
+        local.step(model)
+    with pytest.raises(ValueError, match="2 updates since the last average would be lost"):
+        local.start(model)
+
+
+def test_state_of_another_run_is_refused() -> None:
+    model = build()
+    local = LocalSteps(2, outer=diloco)
+    local.start(model)
+    state = local.state_dict()
+    with pytest.raises(ValueError, match="lacks aggregator, anchor"):
+        LocalSteps(2).load_state_dict({"updates": 1})
+    for other, net, told in (
+        (LocalSteps(2, outer=adamw), build(), "saved optimizer is SGD, this one is AdamW"),
+        (
+            LocalSteps(2, outer=diloco),
+            nn.Linear(2, 2),
+            "weight is 2×2, and was not there when the model was saved",
+        ),
+    ):
+        other.load_state_dict(state)
+        before = copy.deepcopy(net.state_dict())
+        with pytest.raises(ValueError, match=told):
+            other.start(net)
+        equal(dict(net.state_dict()), dict(before))
+    fresh = LocalSteps(2)
+    fresh.load_state_dict(LocalSteps(2).state_dict())  # saved before the start
+    fresh.start(model)
+
+
+def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
+    model = build()
+    frozen = build().requires_grad_(False)
+    yield lambda: LocalSteps(0), ValueError, "h=0 is not a number of updates"
+    yield lambda: LocalSteps(2.0), ValueError, "h=2.0"  # type: ignore[arg-type]
+    yield lambda: LocalSteps(2, method=SignSGD()), ValueError, "SignSGD knows no lengths"
+    yield lambda: LocalSteps(2, method={"nowhere": TopK()}).start(model), ValueError, "'nowhere' matches no"
+    yield (
+        lambda: LocalSteps(2, outer=diloco, method=DGC()).start(model),
+        ValueError,
+        "DGC and the outer SGD both",
+    )
+    yield lambda: LocalSteps(2, outer=optim.LBFGS).start(model), TypeError, "made a LBFGS"
+    yield (
+        lambda: LocalSteps(2, outer=lambda _: sgd(model.parameters())).start(model),
+        ValueError,
+        "does not have",
+    )
+    yield lambda: LocalSteps(2, outer=lambda p: sgd(p[1:])).start(model), ValueError, "does not hold 0.weight"
+    yield lambda: LocalSteps(2).start(frozen), ValueError, "no parameter"
+    yield (
+        lambda: LocalSteps(2).start(nn.Linear(2, 2, dtype=torch.complex64)),
+        TypeError,
+        "weight is torch.complex64",
+    )
+
+
+@pytest.mark.parametrize(("act", "kind", "told"), list(refused()))
+def test_nonsense_is_refused(act: Callable[[], object], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        act()

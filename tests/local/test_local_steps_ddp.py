@@ -1,0 +1,308 @@
+"""Local steps in real processes on gloo, against workers trained one after the other by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_workers import adamw, batch, build, by_hand, close, diloco, floats, sgd, train, update
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from nested import equal
+from processes import in_processes, same_everywhere
+from pufferfish.compression import Aggregator, BFloat16, BlockInt8, Simulated, TopK
+from pufferfish.local.local_steps import LocalSteps
+
+
+def ranks_agree(model: nn.Module) -> None:
+    for name, x in model.state_dict().items():
+        assert same_everywhere(x), name
+
+
+def one_step_is_ddp(rank: int, size: int) -> None:
+    model, other = build(), build()
+    for net in (model, other):
+        net[1].eval()  # the statistics of DDP are rank 0's
+    ddp, local = DDP(other), LocalSteps(1)
+    optimizers = [sgd(net.parameters()) for net in (model, other)]
+    local.start(model)
+    for step in range(4):
+        update(model, optimizers[0], step, rank)
+        assert local.step(model)
+        update(ddp, optimizers[1], step, rank)
+        ranks_agree(model)
+    close(model, other)
+
+
+def equals_workers_by_hand(rank: int, size: int) -> None:
+    nesterov = {"lr": 0.7, "momentum": 0.9}
+    for h, make, outer, settings in (
+        (1, adamw, None, {}), (3, sgd, None, {}), (3, adamw, diloco, nesterov), (2, sgd, diloco, nesterov),
+    ):  # fmt: skip
+        model = build(seed=rank)  # the start makes it rank 0's
+        local, optimizer = LocalSteps(h, outer=outer), make(model.parameters())
+        local.start(model)
+        assert train(local, model, optimizer, range(6), rank) == list(range(h, 7, h))
+        ranks_agree(model)
+        close(model, by_hand(size, h, 6, make, **settings))
+
+
+def starts_from_rank_zero(rank: int, size: int) -> None:
+    model = build(seed=rank).to(memory_format=torch.channels_last)
+    model[1].running_mean += rank
+    model[1].num_batches_tracked += rank
+    model[3].weight.requires_grad_(False)  # not averaged, but equal
+    model.register_buffer("mask", torch.tensor([[True, False]]) if rank else torch.tensor([[False, False]]))
+    LocalSteps(2).start(model)
+    ranks_agree(model)
+    assert torch.equal(model[3].weight, build()[3].weight)
+
+
+def compressed_as_simulated(rank: int, size: int) -> None:
+    """What real workers send is what the same method averages among simulated ones."""
+    for method in (TopK(0.05), BlockInt8(64), {"3": TopK(0.05), "*": BlockInt8(64)}):
+        model = build()
+        local = LocalSteps(2, outer=diloco, method=method)
+        local.start(model)
+        train(local, model, sgd(model.parameters()), range(6), rank)
+        ranks_agree(model)
+
+        workers = [build() for _ in range(size)]
+        optimizers = [sgd(worker.parameters()) for worker in workers]
+        anchor = build()
+        outer = diloco(anchor.parameters())
+        trained = dict(anchor.named_parameters()).keys()
+        together = Aggregator(method, Simulated(size))
+        for step in range(6):
+            for i in range(size):
+                update(workers[i], optimizers[i], step, i)
+            if step % 2:
+                start, theirs = floats(anchor), [floats(worker) for worker in workers]
+                means = together.together([{n: start[n] - their[n] for n in trained} for their in theirs])
+                for name, p in anchor.named_parameters():
+                    p.grad = means[0][name]
+                outer.step()
+                for name in start.keys() - trained:
+                    anchor.get_buffer(name).copy_(torch.stack([their[name] for their in theirs]).mean(0))
+                for worker in workers:
+                    worker.load_state_dict(floats(anchor), strict=False)
+        close(model, workers[0])
+
+
+def a_poisoned_round_is_lost(rank: int, size: int) -> None:
+    model = build()
+    local, optimizer = LocalSteps(2, outer=diloco, method={"3": TopK(0.1)}), sgd(model.parameters())
+    local.start(model)
+    train(local, model, optimizer, range(2), rank)
+    before, kept = floats(model), copy.deepcopy(local.state_dict())
+    for where in ("3.weight", "1.running_var"):
+        update(model, optimizer, 2, rank)
+        local.step(model)
+        if rank == size - 1:
+            model.state_dict()[where][0] = math.nan
+        whose = "this worker" if rank == size - 1 else "another worker"
+        with pytest.warns(RuntimeWarning, match=f"not finite, by {whose}"):
+            assert local.step(model)
+        for name, x in floats(model).items():
+            assert torch.equal(x, before[name]), name
+    state = local.state_dict()
+    assert state["lost"] == 2
+    equal(state["outer"], kept["outer"])
+    equal(state["aggregator"]["own"], kept["aggregator"]["own"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(local, model, optimizer, range(3, 5), rank)
+    ranks_agree(model)
+    assert any(not torch.equal(x, before[name]) for name, x in floats(model).items())
+
+
+def resumes_in_the_middle(rank: int, size: int) -> None:
+    """Saved by every worker, with nothing pickled, between two averages and at one: bit for bit."""
+    for stop in (2, 5, 6):
+        for method in (None, TopK(0.05)):
+            runs = []
+            for interrupted in (False, True):
+                model = build(seed=1)
+                local, optimizer = LocalSteps(3, outer=diloco, method=method), adamw(model.parameters())
+                local.start(model)
+                train(local, model, optimizer, range(stop), rank)
+                if interrupted:
+                    file = io.BytesIO()
+                    torch.save((model.state_dict(), optimizer.state_dict(), local.state_dict()), file)
+                    file.seek(0)
+                    saved = torch.load(file, weights_only=True)
+                    model = build(seed=9)
+                    local, optimizer = LocalSteps(3, outer=diloco, method=method), adamw(model.parameters())
+                    if stop == 5:
+                        local.start(model)  # before or after makes no difference
+                    model.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+                    local.load_state_dict(saved[2])
+                    equal(local.state_dict(), saved[2])
+                    if stop != 5:
+                        local.start(model)
+                assert train(local, model, optimizer, range(stop, 10), rank)[-1] == 9
+                runs.append((model.state_dict(), local.state_dict()))
+            equal(runs[0], runs[1])
+
+
+def follows_a_switch(rank: int, size: int) -> None:
+    model = build()
+    local, optimizer = LocalSteps(3, outer=diloco, method=TopK(0.05)), adamw(model.parameters())
+    switch = pf.Switch(rank=pf.Fixed(4), when=pf.AtEpoch(1))
+    local.start(model)
+    outer = local.outer
+    for epoch in range(2):
+        assert local.sync(model) == (epoch == 1)
+        if switch.step(model, optimizer, epoch=epoch):
+            before = {n: x.clone() for n, x in momenta(local).items()}
+            local.start(model)
+            after = momenta(local)
+            assert after.keys() == before.keys() & dict(model.named_parameters()).keys()
+            assert all(torch.equal(after[name], before[name]) for name in after)
+        train(local, model, optimizer, range(4 * epoch, 4 * epoch + 4), rank)
+    assert local.outer is outer
+    local.sync(model)
+    ranks_agree(model)
+    assert momenta(local).keys() == dict(model.named_parameters()).keys()
+    assert switch.report is not None
+
+
+def momenta(local: LocalSteps) -> dict[str, Tensor]:
+    return {name: x["momentum_buffer"] for name, x in local.state_dict()["outer"]["state"].items()}
+
+
+def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
+    last = rank == size - 1
+    for different in (
+        lambda: LocalSteps(3 if last else 2).start(build()),
+        lambda: LocalSteps(2, method=TopK() if last else None).start(build()),
+        lambda: LocalSteps(2).start(nn.Linear(2, 3 if last else 2)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"LocalSteps: ranks \[{size - 1}\] differ from rank 0 in h"):
+            different()
+    ddp = DDP(build())
+    with pytest.raises(
+        RuntimeError, match="every gradient already" if last else r"differ.*on rank \d: nothing"
+    ):
+        LocalSteps(2).start(ddp if last else ddp.module)
+    sharded = build()
+    fully_shard(sharded)
+    with pytest.raises(TypeError, match=r"0\.weight is a DTensor"):
+        LocalSteps(2).start(sharded)
+    model = build()
+    model[1].eval()  # or it would count that one worker makes more updates
+    local, optimizer = LocalSteps(4), sgd(model.parameters())
+    local.start(model)
+    train(local, model, optimizer, range(3 if last else 2), rank)
+    with pytest.raises(RuntimeError, match="differ from rank 0 in the number of updates"):
+        local.sync(model)
+    local.updates = 2
+    if last:
+        model[3] = nn.Linear(40, 41)
+    with pytest.raises(RuntimeError, match=r"3\.weight is 41×40" if last else r"differ.*on rank \d: nothing"):
+        local.sync(model)
+    if last:
+        model[3] = build()[3]
+    assert local.sync(model)  # and the job can go on
+    ranks_agree(model)
+
+
+def counts_its_bytes(rank: int, size: int) -> None:
+    """One message an average, whatever h; buffers are never rounded."""
+    for method, each in ((None, 4), (BFloat16(), 2)):
+        model = build()
+        local = LocalSteps(4, method=method)
+        local.start(model)
+        train(local, model, sgd(model.parameters()), range(8), rank)
+        parameters = sum(p.numel() for p in model.parameters())
+        tensors = floats(model)
+        others = (
+            sum(x.numel() for x in tensors.values()) - parameters + len(tensors) + 1
+        )  # and who is finite, in use
+        assert local.meter.steps == 2
+        assert local.meter.handed["all_reduce"] == 2 * (each * parameters + 4 * others)
+        assert local.meter.wire_bytes == local.meter.handed["all_reduce"] * 2 * (size - 1) / size
+
+
+def machines_that_share_models(rank: int, size: int) -> None:
+    """DDP inside two machines of two processes, local steps between them: two workers of twice the batch."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = build(seed=rank)
+    model[1].eval()
+    local = LocalSteps(2, outer=diloco, group=between)
+    ddp, optimizer = DDP(model, process_group=inside), sgd(model.parameters())
+    local.start(model)
+    for step in range(4):
+        update(ddp, optimizer, step, rank)
+        local.step(model)
+    ranks_agree(model)
+
+    workers = [build() for _ in range(2)]
+    optimizers = [sgd(worker.parameters()) for worker in workers]
+    anchor = build()
+    outer = diloco(anchor.parameters())
+    for step in range(4):
+        for i, worker in enumerate(workers):
+            worker[1].eval()
+            pairs = [batch(step, 2 * i + j) for j in range(2)]
+            x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+            nn.functional.cross_entropy(worker(x), y).backward()
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+        if step % 2:
+            for a, p, q in zip(anchor.parameters(), *[w.parameters() for w in workers], strict=True):
+                a.grad = a.detach() - (p.detach() + q.detach()) / 2
+            outer.step()
+            for worker in workers:
+                worker.load_state_dict(anchor.state_dict())
+    close(model, workers[0])
+
+
+def checkpointed_between_two_averages(rank: int, size: int, folder: str) -> None:
+    """Every worker gets back its own weights and moments."""
+    ends = []
+    for stops in ((9,), (5, 9)):
+        for stop in stops:
+            model, local = build(seed=rank), LocalSteps(3, outer=diloco, method=TopK(0.05))
+            optimizer = adamw(model.parameters())
+            with pf.Checkpoint(
+                f"{folder}/{size}-{len(stops)}", model, optimizer, compressor=local
+            ) as checkpoint:
+                at = checkpoint.resume()
+                local.start(model)
+                train(local, model, optimizer, range(at.position["step"] if at else 0, stop), rank)
+                checkpoint.save(step=stop)
+        ends.append((model.state_dict(), local.state_dict()))
+    equal(ends[0], ends[1])
+
+
+def cases(rank: int, size: int, folder: str) -> None:
+    one_step_is_ddp(rank, size)
+    equals_workers_by_hand(rank, size)
+    starts_from_rank_zero(rank, size)
+    compressed_as_simulated(rank, size)
+    a_poisoned_round_is_lost(rank, size)
+    resumes_in_the_middle(rank, size)
+    follows_a_switch(rank, size)
+    disagreement_is_the_same_error_everywhere(rank, size)
+    counts_its_bytes(rank, size)
+    checkpointed_between_two_averages(rank, size, folder)
+    if size == 4:
+        machines_that_share_models(rank, size)
+
+
+@pytest.mark.timeout(120)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_real_processes(size: int, tmp_path: Path) -> None:
+    in_processes(cases, size, str(tmp_path))

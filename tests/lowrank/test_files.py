@@ -1,0 +1,378 @@
+"""Saving, loading and converting: the same result as on the live model, and no harm done by bad files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import pufferfish as pf
+from pufferfish.layers.names import own_keys
+from pufferfish.lowrank.convert import convert, merge, plan_file
+from pufferfish.lowrank.state_dict import low_rank_names
+
+
+class Mixed(nn.Module):
+    """Every way a layer can keep its tensors: one matrix, gates, shared projections, loose biases, buffers, a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.conv = nn.Conv1d(32, 32, 3, padding=1, groups=2)
+        self.back = nn.ConvTranspose1d(32, 32, 3, padding=1)
+        self.lstm = nn.LSTM(32, 48, 2, bidirectional=True, proj_size=24)
+        self.attention = nn.MultiheadAttention(48, 4, add_bias_kv=True)
+        self.cross = nn.MultiheadAttention(48, 4, kdim=32, vdim=32, bias=False)
+        self.norm = nn.BatchNorm1d(48)
+        self.narrow = nn.Linear(48, 32)
+        self.out = nn.Linear(32, 64, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.back(self.conv(x.permute(1, 2, 0))).permute(2, 0, 1)
+        h, _ = self.lstm(x)
+        h = h + self.attention(h, h, h)[0] + self.cross(h, x, x)[0]
+        logits: Tensor = self.out(self.narrow(self.norm(h.flatten(0, 1))))
+        return logits
+
+
+TOKENS = torch.arange(20).view(5, 4) * 3 % 64
+
+
+def build(seed: int = 0) -> Mixed:
+    torch.manual_seed(seed)
+    return Mixed()
+
+
+def planned(model: nn.Module) -> pf.Plan:
+    return pf.plan(
+        model,
+        0.25,
+        multiple=1,
+        keep=["attention.v", "lstm.weight_hh_l1"],
+        overrides={"narrow": pf.Energy(0.5)},
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(TOKENS).square().mean().backward()
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
+    "momentum, named": lambda model: torch.optim.SGD(model.named_parameters(), 0.01, momentum=0.9),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), 1e-3, momentum=0.9, centered=True),
+    "two groups": lambda model: torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        1e-3,
+    ),
+}
+
+
+def same(a: Any, b: Any, rounding: float = 0.0) -> bool:
+    """Equality of nested containers with tensors, or of their tensors up to `rounding`."""
+    if isinstance(a, Tensor):
+        if not (isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape):
+            return False
+        return torch.equal(a, b) or bool((a - b).norm() <= rounding * b.norm())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k], rounding) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y, rounding) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("wrapped", ["", "module.", "_orig_mod."])
+def test_state_dicts_become_what_the_model_becomes(wrapped: str) -> None:
+    model = build()
+    plan = planned(model)
+    state = {wrapped + name: value for name, value in model.state_dict().items()}
+    low_rank = pf.factorize_state_dict(state, plan)
+    done = pf.factorize_(model, plan)
+    assert low_rank_names(done) == [name for name, _ in model.named_parameters()]
+    assert same({name: low_rank[wrapped + name] for name in model.state_dict()}, model.state_dict())
+    dense = pf.merge_state_dict(low_rank, done)
+    pf.merge_(model)
+    assert same({own: dense[key] for key, own in own_keys(dense).items()}, dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_converted_checkpoints_equal_the_live_switch_and_go_on(tmp_path: Path, name: str) -> None:
+    make = OPTIMIZERS[name]
+    model = build()
+    optimizer = make(model)
+    train(model, optimizer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}, tmp_path / "a.pt"
+    )
+
+    plan = convert(tmp_path / "a.pt", planned(model), tmp_path / "low.pt")
+    live = pf.factorize_(model, plan, optimizer)
+    assert plan.hash == live.hash == pf.Plan.load(plan_file(tmp_path / "low.pt")).hash
+    loaded = torch.load(tmp_path / "low.pt", weights_only=True)
+    assert loaded["epoch"] == 7
+    assert same(dict(model.state_dict()), loaded["model"])
+    assert same(optimizer.state_dict(), loaded["optimizer"], rounding=1e-6)
+
+    fresh = build(1)
+    pf.reshape_(fresh, plan)
+    fresh_optimizer = make(fresh)
+    fresh.load_state_dict(loaded["model"])
+    fresh_optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(copy.deepcopy(loaded["optimizer"]))  # rounding apart, the same as its own
+    train(model, optimizer)
+    train(fresh, fresh_optimizer)
+    assert same(dict(model.state_dict()), dict(fresh.state_dict()))
+
+    merge(tmp_path / "low.pt", tmp_path / "back.pt")
+    pf.reshape_(again := build(2), plan)
+    again_optimizer = make(again)
+    loaded = torch.load(tmp_path / "low.pt", weights_only=True)
+    again.load_state_dict(loaded["model"])
+    again_optimizer.load_state_dict(loaded["optimizer"])
+    pf.merge_(again, again_optimizer)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert same(dict(again.state_dict()), back["model"])
+    assert same(again_optimizer.state_dict(), back["optimizer"], rounding=1e-6)
+
+
+def test_optimizer_state_that_cannot_be_matched_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.SGD(
+        [{"params": [model[1].weight]}, {"params": [model[0].weight]}], 0.1, momentum=0.9
+    )
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="named_parameters"):
+        convert(tmp_path / "a.pt", pf.plan(model), tmp_path / "b.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_safetensors_files_are_converted_as_a_stream(tmp_path: Path) -> None:
+    model = build()
+    state = {k: v.bfloat16() if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    del state["out.weight"]  # safetensors do not write a tied weight twice
+    save_file(state, tmp_path / "a.safetensors")
+    done = convert(tmp_path / "a.safetensors", planned(model), tmp_path / "low.safetensors")
+    assert same(load_file(tmp_path / "low.safetensors"), pf.factorize_state_dict(state, done))
+    merge(tmp_path / "low.safetensors", tmp_path / "back.safetensors")
+    back = load_file(tmp_path / "back.safetensors")
+    assert {k: (v.shape, v.dtype) for k, v in back.items()} == {
+        k: (v.shape, v.dtype) for k, v in state.items()
+    }
+    kept = [name for name in state if name.startswith(("embedding", "norm"))]
+    assert kept
+    assert all(torch.equal(back[name], state[name]) for name in kept)
+
+
+def test_converting_holds_one_layer_in_memory(tmp_path: Path) -> None:
+    """A chain of equal layers: the peak must not grow with their number."""
+
+    from pufferfish.lowrank.state_dict import Source, factorized
+
+    layers = 12
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))
+    live = 0
+    peak = 0
+    state = model.state_dict()
+
+    def get(key: str) -> Tensor:
+        nonlocal live, peak
+        tensor = state[key].clone()
+        live += 1
+        peak = max(peak, live)
+
+        def gone() -> None:
+            nonlocal live
+            live -= 1
+
+        import weakref
+
+        weakref.finalize(tensor, gone)
+        return tensor
+
+    from pufferfish.lowrank.convert import write_safetensors
+
+    source = Source({k: (v.shape, v.dtype) for k, v in state.items()}, get)
+    write_safetensors(tmp_path / "out.safetensors", factorized(source, pf.plan(model)))
+    assert peak == 1
+    assert len(load_file(tmp_path / "out.safetensors")) == 2 * layers
+
+
+def test_hugging_face_folders(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path / "dense", max_shard_size="100KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
+    plan = convert(tmp_path / "dense", pf.plan(model, 0.25), tmp_path / "low")
+
+    fresh = transformers.GPT2LMHeadModel(config).eval()
+    assert pf.load(fresh, tmp_path / "low").hash == plan.hash
+    pf.factorize_(model, plan)
+    tokens = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        torch.testing.assert_close(fresh(tokens).logits, expected)
+        merge(tmp_path / "low", tmp_path / "again")
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "again").eval()
+        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_trainer_checkpoints_take_their_optimizer_along(tmp_path: Path) -> None:
+    model = build()
+    optimizer = OPTIMIZERS["two groups"](model)
+    train(model, optimizer)
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    state = model.state_dict()
+    del state["out.weight"]
+    save_file(state, folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text("{}")
+    plan = convert(folder, planned(model), tmp_path / "low")
+    pf.factorize_(model, plan, optimizer)
+    saved = torch.load(tmp_path / "low" / "optimizer.pt", weights_only=True)
+    assert same(optimizer.state_dict(), saved, rounding=1e-6)
+    assert (tmp_path / "low" / "trainer_state.json").is_file()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_save_and_load(tmp_path: Path, meta: bool) -> None:
+    model = build().eval()
+    done = pf.factorize_(model, planned(model))
+    pf.save(model, tmp_path / "saved")
+    pf.save(model, tmp_path / "saved")  # replaces the older one
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    with torch.device("meta" if meta else "cpu"):
+        fresh = Mixed().eval()
+    plan = pf.load(fresh, tmp_path / "saved")
+    assert plan.ranks == done.ranks
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+    torch.testing.assert_close(fresh(TOKENS), model(TOKENS), rtol=0, atol=0)
+    pf.load(fresh, tmp_path / "saved")  # onto a model that is low-rank already
+    pf.save(dense := build(), tmp_path / "dense")
+    pf.load(other := build(1), tmp_path / "dense")
+    assert same(dict(other.state_dict()), dict(dense.state_dict()))
+
+
+def _damage(folder: Path, how: str) -> None:
+    weights, manifest = folder / "model.safetensors", folder / "pufferfish.json"
+    if how == "flipped bit":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "half a manifest":
+        manifest.write_text(manifest.read_text()[:200])
+    elif how == "newer format":
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pufferfish": 9}))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("flipped bit", "SHA-256"),
+        ("truncated", "incomplete"),
+        ("no weights", "no model.safetensors"),
+        ("no manifest", "no pufferfish.json"),
+        ("half a manifest", "damaged"),
+        ("newer format", "format 9"),
+    ],
+)
+def test_a_damaged_folder_leaves_the_model_alone(tmp_path: Path, how: str, message: str) -> None:
+    model = build()
+    pf.factorize_(model, planned(model))
+    pf.save(model, tmp_path / "saved")
+    _damage(tmp_path / "saved", how)
+    fresh = build(1)
+    before, modules = copy.deepcopy(fresh.state_dict()), list(fresh.modules())
+    with pytest.raises(ValueError, match=message):
+        pf.load(fresh, tmp_path / "saved")
+    assert same(dict(before), dict(fresh.state_dict()))
+    assert modules == list(fresh.modules())
+
+
+def test_a_folder_of_another_model_leaves_the_model_alone(tmp_path: Path) -> None:
+    pf.save(nn.Sequential(nn.Linear(8, 8)), tmp_path / "saved")
+    for other in (nn.Sequential(nn.Linear(8, 9)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))):
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match="saved"):
+            pf.load(other, tmp_path / "saved")
+        assert same(dict(before), dict(other.state_dict()))
+
+
+def test_a_folder_that_is_not_ours_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="did not write it"):
+        pf.save(nn.Linear(2, 2), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("pickled code ran",)
+
+
+@pytest.mark.parametrize("content", ["pickle", "garbage", "list", "other model", "nan"])
+def test_bad_checkpoints_give_one_clear_error_and_no_output(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    source = tmp_path / "a.pt"
+    if content == "pickle":
+        torch.save({"model": model.state_dict(), "evil": Evil()}, source)
+    elif content == "garbage":
+        source.write_bytes(b"not a checkpoint")
+    elif content == "list":
+        torch.save([torch.zeros(2)], source)
+    elif content == "other model":
+        torch.save(nn.Sequential(nn.Linear(64, 32)).state_dict(), source)
+    else:
+        state = model.state_dict()
+        state["0.weight"][3, 3] = float("nan")
+        torch.save(state, source)
+    with pytest.raises(ValueError, match=r"a\.pt|0: "):
+        convert(source, pf.plan(model), tmp_path / "out.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
+    assert capsys.readouterr().out == ""
+
+
+def test_existing_outputs_and_missing_plans_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="exists already"):
+        convert(tmp_path / "a.pt", pf.plan(model), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="no plan lies beside"):
+        merge(tmp_path / "a.pt", tmp_path / "b.pt")
+    with pf.Checkpoint(tmp_path / "saved", model) as checkpoint:
+        checkpoint.save(step=1)
+    with pytest.raises(ValueError, match="training checkpoint; resume it"):
+        merge(next((tmp_path / "saved").iterdir()), tmp_path / "b")
+    (tmp_path / "nets.py").write_text("import torch")
+    with pytest.raises(
+        ValueError, match=r"nets.py: this is neither a \.safetensors file nor a whole one that torch.save"
+    ):
+        convert(tmp_path / "nets.py", pf.plan(model), tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="no such file"):
+        convert(tmp_path / "missing.pt", pf.plan(model), tmp_path / "b.pt")

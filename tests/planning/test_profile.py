@@ -1,0 +1,188 @@
+"""What an example may be, what is found in it, and that nothing is touched."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pufferfish as pf
+from pufferfish.planning.profile import Example, profile
+
+# What the example may be.
+
+
+class Adder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(40, 64), nn.Linear(48, 64)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor]:
+        return {"sum": self.a(x) + (0 if y is None else self.b(y))}
+
+
+def test_forms_of_an_example() -> None:
+    model, x, y = Adder(), torch.randn(5, 40), torch.randn(5, 48)
+    both: list[Example] = [(x, y), [x, y], {"x": x, "y": y}, {"y": y, "x": x}, lambda m: m(x, y=y)]
+    for example in both:
+        plan = pf.plan(model, example=example)
+        assert plan.before.forward_macs == 5 * 64 * (40 + 48)
+        assert plan.before.backward_macs == 5 * 64 * (40 + 48)  # the inputs need no gradient
+        assert [e.positions for e in plan] == [5, 5]
+        assert plan.functional == {}
+    alone = pf.plan(model, example=x)
+    assert alone.before.forward_macs == 5 * 64 * 40
+    assert [e.positions for e in alone] == [5, None]
+    assert pf.plan(model).before.forward_macs is None
+
+
+def test_an_example_that_does_not_fit_raises_what_the_model_raises() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pf.plan(Adder(), example=torch.randn(5, 41))
+
+
+def test_lazy_models_are_profiled_but_stay_lazy() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 64))
+    plan = pf.plan(model, example=torch.randn(2, 32))
+    assert plan.before.forward_macs == 2 * 64 * (32 + 64)
+    assert plan["0"].reason == "lazy: run one batch through the model first"
+    assert plan.before.parameters == 64 * 65
+    assert isinstance(model[0], nn.LazyLinear)
+
+
+def test_old_style_weight_norm_is_profiled() -> None:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        layer = nn.utils.weight_norm(nn.Linear(32, 48))
+    model = nn.Sequential(layer, nn.Linear(48, 64))
+    plan = pf.plan(model, example=torch.randn(2, 32))
+    assert plan.before.forward_macs == 2 * 48 * (32 + 64)
+    assert plan.before.backward_macs == 2 * 48 * (32 + 2 * 64)
+
+
+# Functional calls.
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 40))
+        self.inner = Inner()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.inner(F.linear(x, self.table)))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.inner(F.linear(x, self.table))
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.mT @ x
+
+
+def test_functional_macs_are_reported_where_they_happen() -> None:
+    model, x = Functional(), torch.randn(5, 40)
+    plan = pf.plan(model, example=x)
+    table, inner, fc = 5 * 40 * 64, 2 * 5 * 5 * 64, 5 * 64 * 64
+    assert plan.before.forward_macs == table + inner + fc
+    assert plan.functional == {"": table, "inner": inner}
+    share = f"{(table + inner) / (table + inner + fc):.1%}"
+    assert f"Not covered: {share} of the forward MACs are functional calls" in str(plan)
+    assert "(the model itself, inner)" in str(plan)
+    assert "Not covered: 2,560 weights in raw parameters (table)" in str(plan)
+
+
+def test_functional_macs_of_another_method_than_forward() -> None:
+    plan = pf.plan(Functional(), example=lambda m: m.encode(torch.randn(5, 40)))
+    assert plan.functional == {"": 5 * 40 * 64, "inner": 2 * 5 * 5 * 64}
+
+
+def test_low_rank_layers_are_no_functional_calls() -> None:
+    model = nn.Sequential(nn.LSTM(32, 48))
+    pf.factorize_(model, pf.plan(model, 8))
+    assert pf.plan(model, example=torch.randn(7, 3, 32)).functional == {}
+
+
+# Nothing is touched.
+
+
+class Stochastic(nn.Module):
+    """Batch statistics, random numbers, an in-place operation on its input, gradients that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3)
+        self.norm = nn.BatchNorm2d(32)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x.relu_()))
+        return self.out(self.drop(x + torch.randn_like(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("time_it", [False, True])
+def test_profiling_touches_nothing(real: bool, time_it: bool) -> None:
+    model, x = Stochastic(), torch.randn(4, 3, 8, 8)
+    model(x.clone()).sum().backward()
+    fired: list[str] = []
+    model.conv.register_forward_hook(lambda *args: fired.append("forward"))
+    model.register_full_backward_hook(lambda *args: fired.append("backward"))
+    model.out.weight.register_hook(lambda grad: fired.append("gradient"))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    modules, random, given = list(model.modules()), torch.get_rng_state(), x.clone()
+
+    example: Example = (lambda m: m(x.clone())) if real else x
+    plan = pf.plan(model, 0.25, multiple=1, example=example, measure=time_it)
+    assert plan.before.forward_macs == 4 * 36 * 27 * 32 + 4 * 32 * 64
+    assert fired == []
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(x, given)
+    assert list(model.modules()) == modules
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters() if p.grad is not None)
+    assert len(grads) == 6
+
+
+def test_profiling_leaves_the_examples_gradient_alone() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(40, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x.mul_(2) if real and x.sum() > 0 else x)
+
+    for real in (False, True):
+        x = torch.rand(5, 40).requires_grad_()
+        given = x.detach().clone()
+        if real:
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+                profile(Branch(), x)
+        else:
+            assert profile(Branch(), x).backward_macs == 2 * 5 * 40 * 64
+        assert x.grad is None
+        assert torch.equal(x.detach(), given)
+
+
+# Weights that other code computes with.
+
+
+class ReadsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.transposed, self.looked_at = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.looked_at(x.to(self.looked_at.weight.dtype)).view(-1, self.looked_at.weight.size(0))
+        x = F.linear(self.used(x), self.used.weight.t())
+        return self.transposed(x) @ self.transposed.weight.T
+
+
+def test_layers_whose_weight_is_used_elsewhere_stay() -> None:
+    made = pf.plan(ReadsWeights(), example=torch.zeros(2, 64))
+    reason = "its weight is used outside the layer too"
+    assert {e.name: e.reason for e in made} == {"used": reason, "transposed": reason, "looked_at": ""}
+    assert all(not e.reason for e in pf.plan(ReadsWeights()))  # only a run can tell

@@ -1,0 +1,88 @@
+"""Averaged copies follow the switch in the live model's factors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import pufferfish as pf
+from pufferfish.switching.averages import follow_
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=2), nn.Flatten(),
+        nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4),
+    )  # fmt: skip
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 3, 8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def products(model: nn.Module) -> dict[str, Tensor]:
+    return {name: m.product() for name, m in model.named_modules() if isinstance(m, pf.layers.LowRank)}
+
+
+def test_the_average_of_a_model_that_stood_still_is_that_model() -> None:
+    """Where W̄ = W the projection gives back the very factors, in their basis, not in one of its own."""
+    live = build()
+    average = copy.deepcopy(live)
+    done = pf.factorize_(live, pf.plan(live, 0.25))
+    follow_(average, live, done)
+    for (name, p), q in zip(live.named_parameters(), average.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_close_to_the_best_of_that_rank() -> None:
+    """Against the slow way: the average's own truncated SVD, which is the best but in another basis."""
+    live = build()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9)
+    ema = AveragedModel(live, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for step in range(10):
+        update(live, optimizer, step)
+        ema.update_parameters(live)
+    dense = copy.deepcopy(ema.module)
+    best = copy.deepcopy(dense)
+    pf.factorize_(best, pf.plan(best, 0.25))
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(10))
+    assert switch.step(live, optimizer, step=10, also=[ema])
+    for name, W in products(ema.module).items():
+        target = dense.get_submodule(name).weight
+        error, least = (float((target - x).norm()) for x in (W, products(best)[name]))
+        assert error <= 1.05 * least + 1e-5
+        # and its factors lie near the live ones, so that averaging them goes on
+        mine, theirs = (m.get_submodule(name).up.weight for m in (ema.module, live))
+        assert float((mine - theirs).norm()) < 0.2 * float(theirs.norm())
+    update(live, optimizer, 10)
+    ema.update_parameters(live)
+    assert torch.isfinite(ema(torch.randn(2, 3, 8, 8))).all()
+
+
+def test_back_again() -> None:
+    live = build()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    ema = AveragedModel(live)
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), back=pf.AtEpoch(1))
+    for epoch in range(2):
+        assert switch.step(live, optimizer, epoch=epoch, also=[ema])
+    assert [n for n, _ in ema.module.named_parameters()] == [n for n, _ in build().named_parameters()]
+
+
+def test_another_architecture_is_refused_before_anything_changes() -> None:
+    live = build()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the plan"):
+        pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(
+            live, optimizer, epoch=0, also=[nn.Sequential(nn.Linear(64, 4))]
+        )
+    assert not products(live)

@@ -1,0 +1,66 @@
+"""The moments a switch can wait for."""
+
+from itertools import pairwise
+
+import pytest
+
+import pufferfish as pf
+from pufferfish.switching.moments import AtEpoch, AtFraction, AtStep, Position, RanksSettle
+
+
+@pytest.mark.parametrize(
+    ("when", "before", "then"),
+    [
+        (AtEpoch(3), Position(epoch=2), Position(epoch=3)),
+        (AtStep(100), Position(step=99), Position(step=100)),
+        (AtFraction(0.25), Position(epoch=4, total=20), Position(epoch=5, total=20)),
+        (AtFraction(0.25), Position(step=24, total=100), Position(step=25, total=100)),
+    ],
+)
+def test_stated_moments(when: pf.AtEpoch, before: Position, then: Position) -> None:
+    assert not when(before)
+    assert when(then)
+
+
+@pytest.mark.parametrize(
+    ("when", "at", "wanted"),
+    [
+        (AtEpoch(3), Position(step=5), "epoch="),
+        (AtStep(3), Position(epoch=5), "step="),
+        (AtFraction(0.5), Position(epoch=5), "total="),
+        (AtFraction(0.5), Position(total=5), "epoch= or step="),
+    ],
+)
+def test_a_missing_position_is_asked_for(when: pf.AtEpoch, at: Position, wanted: str) -> None:
+    with pytest.raises(ValueError, match=wanted):
+        when(at)
+
+
+def test_fractions_are_shares() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        AtFraction(80)
+
+
+def flat_after(history: list[dict[str, float]], when: RanksSettle) -> int:
+    """After how many observations the ranks count as settled."""
+    return next(n for n in range(len(history) + 1) if when.settled(history[:n]))
+
+
+def test_ranks_settle_when_their_changes_stay_small() -> None:
+    falling = [{"a": 40 * 0.8**t + 10, "b": 20.0} for t in range(100)]
+    default, loose = RanksSettle(), RanksSettle(window=5, span=5, tolerance=0.33)
+    assert flat_after(falling, loose) < flat_after(falling, default) < 100
+    # The obvious way: mean change of the smoothed ranks over the last eleven observations.
+    n = flat_after(falling, default)
+    smooth = [falling[0]["a"]]
+    for seen in falling[1:n]:
+        smooth.append(smooth[-1] + (seen["a"] - smooth[-1]) * 2 / 16)
+    changes = [abs(y - x) / 2 for x, y in pairwise(smooth)]  # b does not move
+    assert sum(changes[-11:]) / 11 <= 0.1 < sum(changes[-12:-1]) / 11
+
+
+def test_ranks_are_looked_at_every_so_often() -> None:
+    assert [epoch for epoch in range(10) if RanksSettle(every=4).due(Position(epoch=epoch))] == [0, 4, 8]
+    assert RanksSettle(every=50).due(Position(step=100))
+    with pytest.raises(ValueError, match="epoch= or step="):
+        RanksSettle().due(Position())

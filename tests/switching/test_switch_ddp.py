@@ -1,0 +1,359 @@
+"""The switch under DDP, in real processes on gloo: one process group a world size, all cases inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
+
+import pufferfish as pf
+from processes import in_processes, same_everywhere
+from pufferfish.distributed.workers import balanced, svd_cost
+
+SAMPLES = 8  # of every step, shared out among the workers
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 48, 3, stride=2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(48 * 9, 64), nn.ReLU(), nn.Linear(64, 4),
+    )  # fmt: skip
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+
+
+def batch(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (
+        torch.randn(SAMPLES, 3, 8, 8, generator=generator),
+        torch.randint(4, (SAMPLES,), generator=generator),
+    )
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0, size: int = 1
+) -> None:
+    x, y = batch(step, rank, size)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ranks_agree(model: nn.Module) -> None:
+    """Every rank holds the bits of rank 0."""
+    for name, p in model.named_parameters():
+        assert same_everywhere(p), name
+
+
+def trains(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, size: int, **options: Any) -> None:
+    """Warm-up, switch, low-rank: bit-identical ranks at every step, and what one process computes alone."""
+    model, alone = build(), build()
+    for net in (model, alone):
+        net[1].eval()  # batch statistics of a shard are not those of the batch
+    optimizer, other = make(model), make(alone)
+    ddp = DDP(model, **options)
+    fired = []
+    ddp.register_forward_hook(lambda *_: fired.append(1))
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(3))
+    for step in range(6):
+        reducer = ddp.reducer
+        if switch.step(ddp, optimizer, step=step):
+            assert step == 3
+            assert ddp.reducer is not reducer
+            pf.factorize_(alone, pf.plan(alone, 0.25), other)
+            # Signs and rotations depend on the rank that computed the SVD; go on from the same factors.
+            alone.load_state_dict(model.state_dict())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        model[1].eval()
+        update(ddp, optimizer, step, rank, size)
+        update(alone, other, step)
+        ranks_agree(model)
+        for (name, p), q in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+            assert name == q[0]
+            torch.testing.assert_close(p, q[1], rtol=1e-4, atol=1e-5)
+    assert len(fired) == 6
+    assert switch.report is not None
+    assert len(switch.report.plan.ranks) == 2
+
+
+def options_are_kept(rank: int, size: int) -> None:
+    ddp = DDP(build(), bucket_cap_mb=3, find_unused_parameters=True, gradient_as_bucket_view=True)
+    ddp.eval()
+    seen: list[int] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
+        state.append(1)
+        return (
+            dist.all_reduce(bucket.buffer() / size, async_op=True).get_future().then(lambda f: f.value()[0])
+        )
+
+    ddp.register_comm_hook(seen, hook)
+    optimizer = momentum(ddp)
+    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    assert not ddp.training
+    assert (ddp.bucket_bytes_cap, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (
+        3 * 2**20,
+        True,
+        True,
+    )
+    update(ddp, optimizer, 0, rank, size)
+    assert seen
+    ranks_agree(ddp)
+
+
+def buckets_shrink_with_the_model(rank: int, size: int) -> None:
+    """So that there are as many of them, and the first leave while the others are computed."""
+    ddp = DDP(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    optimizer = momentum(ddp)
+    pf.Switch(rank=64, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    before, after = 2 * 1024 * 1025, 2 * (2 * 64 * 1024 + 1024)
+    assert ddp.bucket_bytes_cap == pytest.approx(25 * 2**20 * after / before, abs=1)
+    ddp(torch.ones(2, 1024)).sum().backward()
+
+
+def dense_weights_are_freed(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = adamw(ddp)
+    update(ddp, optimizer, 0, rank, size)
+    dense = [
+        weakref.ref(m.weight)
+        for m in ddp.modules()
+        if type(m) in (nn.Conv2d, nn.Linear) and m.weight.numel() > 9000
+    ]
+    pf.Switch(rank=0.25, keep=["8"], when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    update(ddp, optimizer, 1, rank, size)
+    gc.collect()
+    kept = [ref() is not None for ref in dense]
+    assert kept == [False] * len(dense), kept
+
+
+def compiled_both_ways(rank: int, size: int) -> None:
+    for wrap in (
+        lambda m: torch.compile(DDP(m), backend="aot_eager"),
+        lambda m: DDP(torch.compile(m, backend="aot_eager")),
+    ):
+        model = build()
+        wrapped = wrap(model)
+        optimizer = momentum(model)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+        for step in range(3):
+            assert switch.step(wrapped, optimizer, step=step) == (step == 1)
+            update(wrapped, optimizer, step, rank, size)
+            ranks_agree(model)
+        assert any(isinstance(m, pf.layers.LowRank) for m in wrapped.modules())
+
+
+def disagreement_is_the_same_error_everywhere(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = momentum(ddp)
+    for different in (
+        lambda: pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=rank),
+        lambda: pf.Switch(rank=0.25 if rank else 0.5, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0),
+    ):
+        with pytest.raises(RuntimeError, match=r"ranks \[.*1.*\] differ from rank 0"):
+            different()
+    assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+    update(ddp, optimizer, 0, rank, size)  # and the job could go on
+
+
+def trouble_on_one_rank_stops_all(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    optimizer = momentum(ddp)
+    if rank == size - 1:
+        ddp.module[8].weight.grad = torch.ones_like(ddp.module[8].weight)
+    with pytest.raises(RuntimeError, match="what keeps them from going on"):
+        pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+
+
+def a_pattern_for_no_layer_is_refused_at_the_first_call(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    for runs in (ddp, torch.compile(ddp, backend="eager")):
+        with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
+            pf.Switch(rank=0.25, keep=["fc"], when=pf.AtEpoch(3)).step(runs, momentum(ddp), epoch=0)
+
+
+def rank_zero_decides(rank: int, size: int) -> None:
+    """A moment that only rank 0 sees is the moment for all."""
+    ddp = DDP(build())
+
+    def moment(at: pf.switching.moments.Position) -> bool:
+        return rank == 0 and at.epoch == 2
+
+    switch = pf.Switch(rank=0.25, when=moment)  # a function, which lies elsewhere in every process
+    assert [switch.step(ddp, momentum(ddp), epoch=e) for e in range(4)] == [False, False, True, False]
+
+
+def automatic(rank: int, size: int) -> None:
+    """Spectra are shared out; every rank sees the same history and switches alike."""
+    model = build()
+    ddp, optimizer = DDP(model), momentum(model)
+    start = {name: s.tolist() for name, s in pf.spectra(model).items()}
+    switch = pf.Switch(when=pf.RanksSettle(span=2, tolerance=100.0))
+    moments = []
+    for step in range(6):
+        if switch.step(ddp, optimizer, step=step, total=100):
+            moments.append(step)
+        update(ddp, optimizer, step, rank, size)
+        ranks_agree(model)
+    assert moments == [2]
+    assert switch.initial is not None
+    for name, values in start.items():
+        assert switch.initial[name] == pytest.approx(values)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (switch.history, switch.initial))
+    assert all(x == everyone[0] for x in everyone)
+
+
+def diverged_weights_are_the_same_error_everywhere(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    with torch.no_grad():
+        ddp.module[6].weight[0, 0] = torch.inf
+    for when in (pf.RanksSettle(), pf.AtEpoch(0)):
+        with pytest.raises(ValueError, match="6: the weight contains inf or NaN"):
+            pf.Switch(when=when).step(ddp, momentum(ddp), epoch=0, total=10)
+
+
+def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
+    model = build()
+    ddp, optimizer = DDP(model), adamw(model)
+    ema, around = AveragedModel(model), AveragedModel(ddp)
+    x, y = batch(99, rank, size)
+    switch = pf.Switch(
+        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=pf.Rewarm(2), max_jump=0.5,
+        evaluate=lambda m: nn.functional.cross_entropy(m(x), y),
+    )  # fmt: skip
+    for step in range(6):
+        assert switch.step(ddp, optimizer, step=step, also=[ema, around]) == (step in (2, 4))
+        assert switch.low_rank == (step in (2, 3))
+        update(ddp, optimizer, step, rank, size)
+        for average in (ema, around):
+            average.update_parameters(model if average is ema else ddp)
+            ranks_agree(average)
+        ranks_agree(model)
+    assert switch.report is not None
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (switch.report.loss, switch.report.plan.hash))
+    assert all(x == everyone[0] for x in everyone)  # rank 0's, though every rank has another batch
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in build().named_parameters()]
+
+
+def restored_in_place(rank: int, size: int) -> None:
+    """A fresh DDP gets the structure of the saved run, before its tensors are loaded."""
+    model = build()
+    ddp, optimizer = DDP(model), adamw(model)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    for step in range(3):
+        switch.step(ddp, optimizer, step=step)
+        update(ddp, optimizer, step, rank, size)
+    saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict(), switch.state_dict()))
+    other = build()
+    fresh, again = DDP(other), adamw(other)
+    resumed = pf.Switch(rank=0.25, when=pf.AtStep(1))
+    resumed.restore_(fresh, again, saved[2])
+    fresh.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for wrapper, opt, s in ((ddp, optimizer, switch), (fresh, again, resumed)):
+        assert not s.step(wrapper, opt, step=3)
+        update(wrapper, opt, 3, rank, size)
+    for p, q in zip(ddp.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(
+            p, q
+        )  # 4 ranks: buckets differ after a restart, and with them the last bit
+    ranks_agree(fresh)
+
+
+def the_slowest_measurement_counts(rank: int, size: int) -> None:
+    """Layers of a measured plan stay when any rank found them slower, and ranks may differ in that."""
+    model = build()
+    made = pf.plan(model, 0.25)
+    times = {"3": (2.0, 1.0), "6": (2.0, 3.0 if rank == size - 1 else 1.0)}
+    made = made.replace(e.timed(times[e.name]) if e.name in times else e for e in made)
+    ddp = DDP(model)
+    switch = pf.Switch(made, when=pf.AtEpoch(0))
+    switch.step(ddp, momentum(ddp), epoch=0)
+    assert switch.report is not None
+    assert list(switch.report.plan.ranks) == ["3"]
+    assert switch.report.plan["6"].ms == (2.0, 3.0)
+
+
+def accumulation_and_mixed_precision(rank: int, size: int) -> None:
+    for make in (momentum, adamw):
+        model = build()
+        ddp, optimizer = DDP(model), make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
+        for step in range(4):
+            switch.step(ddp, optimizer, step=step)
+            for part in range(2):
+                with contextlib.nullcontext() if part else ddp.no_sync():
+                    x, y = batch(2 * step + part, rank, size)
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = nn.functional.cross_entropy(ddp(x).float(), y)
+                    scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            ranks_agree(model)
+        assert switch.report is not None
+
+
+def cases(rank: int, size: int) -> None:
+    trains(momentum, rank, size)
+    trains(adamw, rank, size, find_unused_parameters=True)
+    trains(momentum, rank, size, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+    options_are_kept(rank, size)
+    buckets_shrink_with_the_model(rank, size)
+    dense_weights_are_freed(rank, size)
+    disagreement_is_the_same_error_everywhere(rank, size)
+    trouble_on_one_rank_stops_all(rank, size)
+    a_pattern_for_no_layer_is_refused_at_the_first_call(rank, size)
+    rank_zero_decides(rank, size)
+    automatic(rank, size)
+    diverged_weights_are_the_same_error_everywhere(rank, size)
+    averages_losses_rates_and_the_way_back(rank, size)
+    restored_in_place(rank, size)
+    the_slowest_measurement_counts(rank, size)
+    accumulation_and_mixed_precision(rank, size)
+    if size == 2:
+        compiled_both_ways(rank, size)
+
+
+@pytest.mark.timeout(240)  # the hang guard
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_real_processes(size: int, tmp_path: Path) -> None:
+    in_processes(cases, size)
+
+
+@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("name", ["resnet50", "gpt"])
+def test_the_svds_are_shared_out_fairly(name: str, workers: int) -> None:
+    from pufferfish.lab.models import GPT, REFERENCES
+
+    with torch.device("meta"):
+        model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
+    costs = [svd_cost(e.matrix) for e in pf.plan(model, 0.25, multiple=1) if e.matrix is not None and e.rank]
+    load = [0.0] * workers
+    for owner, cost in zip(balanced(costs, workers), costs, strict=True):
+        load[owner] += cost
+    fair = max(sum(costs) / workers, max(costs))  # one SVD is not taken apart
+    assert max(load) <= 1.3 * fair

@@ -1,0 +1,57 @@
+"""Packages import only packages above them, and the library names neither the lab nor any architecture."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "pufferfish"
+#: The library's packages in the order of their imports: each may import itself and those before it.
+PACKAGES = [
+    "layers", "planning", "optim", "lowrank", "distributed", "compression", "switching", "checkpoint", "local", "measure",
+    "integrations", "lab", "cli", "__main__",
+]  # fmt: skip
+#: The same inside the lab.
+LAB = ["models", "data", "network", "report", "tasks", "rivals", "train", "advise", "bench"]
+ARCHITECTURES = r"resnet|vgg|bert|llama|whisper|unet|densenet|mobilenet|\bvit\b|\bgpt\b|\bt5\b"
+
+
+def imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Modules inside `pufferfish` that a file imports when it is loaded, as parts of their dotted names."""
+    package = path.relative_to(SOURCE).parts[:-1]
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) - (node.level - 1)]
+            parts = (*above, *(node.module or "").split(".")) if node.module else above
+            yield from [(*parts, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pufferfish."):
+            yield tuple((node.module or "").split(".")[1:])
+
+
+def test_packages_import_only_packages_above_them() -> None:
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts == ("__init__",):
+            assert not any(name[0] == "lab" for name in imports(path))
+            continue
+        for name in imports(path):
+            if PACKAGES.index(name[0]) > PACKAGES.index(parts[0]):
+                wrong.append((path, ".".join(name)))
+            inside = parts[0] == name[0] == "lab" and {parts[1], name[1]} <= set(LAB)
+            if inside and LAB.index(name[1]) > LAB.index(parts[1]):
+                wrong.append((path, ".".join(name)))
+    assert wrong == []
+
+
+def test_no_architecture_in_the_library() -> None:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] not in ("lab", "cli"):
+            code = ast.unparse(ast.parse(path.read_text()))  # comments may say where a layer comes from
+            without_texts = re.sub(r'"""(.*?)"""|\'(.*?)\'', "", code, flags=re.DOTALL)
+            if names := re.findall(ARCHITECTURES, without_texts, re.IGNORECASE):
+                found[path] = names
+    assert found == {}
