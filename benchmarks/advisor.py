@@ -25,10 +25,10 @@ from predictions import ENV, Made, classes, gpt, resnet18  # noqa: F401  # model
 from predictions import KEEP as SHARED
 
 import pufferfish as pf
-from pufferfish.lab.advise import advise, check, subject
+from pufferfish.lab.advise import advise, check, load_workload
 from pufferfish.lab.models import LSTMLanguageModel
 from pufferfish.lab.network import Network
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 CASES = [
     ("digits:mlp", "20mbit", 2),
@@ -82,8 +82,8 @@ def main() -> None:
             row += [best, f"{ratios[-1] - 1:+.1%}"]
         worst = max((c["step"] / c["measured"] - 1 for c in found["choices"]), key=abs)
         rows.append([*row, f"{worst:+.0%}"])
-        print(aligned(rows[-1:], left=range(10)), flush=True)
-    print(f"\n{aligned(rows, left=(0, 1, 2, 4, 5, 7))}\n")
+        print(format_table(rows[-1:], left=range(10)), flush=True)
+    print(f"\n{format_table(rows, left=(0, 1, 2, 4, 5, 7))}\n")
     for when, ratios in lost.items():
         print(f"within 10 % of the fastest run, {when}: {sum(x <= 1.1 for x in ratios)} of {len(ratios)}")
 
@@ -110,10 +110,10 @@ def work(given: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     name, link, hosts = CASES[given.cases[0] - 1]
     text = f"{__file__}:{name}" if name in KEEP else name
-    about = subject(text, keep=KEEP.get(name), rank=dist.get_rank(), size=hosts)
-    predicted = advise(about, network=link, nodes=hosts)
-    best = {"predicted": predicted.best.name, "checked": check(predicted, about).best.name}
-    found = check(predicted, about, rounds=given.rounds, best=None)
+    workload = load_workload(text, keep=KEEP.get(name), rank=dist.get_rank(), size=hosts)
+    predicted = advise(workload, network=link, nodes=hosts)
+    best = {"predicted": predicted.best.name, "checked": check(predicted, workload).best.name}
+    found = check(predicted, workload, rounds=given.rounds, best=None)
     if dist.get_rank() == 0:
         aside = given.worker.with_suffix(".new")
         aside.write_text(json.dumps(found.as_dict() | {"advised": best}))

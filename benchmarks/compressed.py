@@ -35,9 +35,9 @@ from paired import Claim, Line
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.compression import Method
+from pufferfish.compression import Method, Settings
 from pufferfish.lab.train.simulated_ddp import SimulatedDDP
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 NAME = "compressed"
 POINTS = 0.5  # what counts as close, in percentage points
@@ -146,7 +146,10 @@ class Compressed(Training):
         super().__init__(data, seed, given.batch, device)
         self.optimizer = optimizer(self.model, arm.method)
         self.workers = SimulatedDDP(
-            self.model, arm.method, given.workers, optimizer=self.optimizer, scope=arm.scope, seed=seed
+            self.model,
+            Settings(arm.method, scope=arm.scope, seed=seed),
+            given.workers,
+            optimizer=self.optimizer,
         )
         self.peak = lr
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -238,7 +241,7 @@ def table(lines: list[Line]) -> str:
             arm, ", ".join(f"{lr:g}" for lr in used), f"{statistics.mean(scores[arm].values()):.2f}",
             paired.interval(gaps, 2), fewer(arm, "wire"), fewer(arm, "wire_last"), str(len(scores[arm])),
         ])  # fmt: skip
-    text = aligned(rows, left=(0,))
+    text = format_table(rows, left=(0,))
     rows = []
     for arm in CLOSE:
         if gaps := paired.paired(scores.get(arm, {}), plain):
@@ -250,7 +253,7 @@ def table(lines: list[Line]) -> str:
         if gaps := paired.paired(scores.get(one, {}), scores.get(other, {})):
             rows.append([f"the paper: {words}", paired.interval(gaps, 2), alike(gaps)])
     if rows:
-        text += "\n\n" + aligned([["claim", "difference", "verdict"], *rows], left=(0, 2))
+        text += "\n\n" + format_table([["claim", "difference", "verdict"], *rows], left=(0, 2))
     return text
 
 

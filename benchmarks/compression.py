@@ -30,9 +30,9 @@ import pufferfish as pf
 from pufferfish.compression import Method
 from pufferfish.compression.meter import Meter
 from pufferfish.compression.methods.bits import pack, unpack
-from pufferfish.compression.parse_method import method_from
+from pufferfish.compression.parse_method import parse_method
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 TORCH = "torch's PowerSGD hook, rank 4"
 METHODS = [
@@ -61,9 +61,9 @@ def main() -> None:
         "--models", nargs="+", default=["resnet50", "gpt"], choices=["resnet50", "gpt", "resnet18"]
     )
     ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--methods", nargs="+", default=METHODS, type=method_from)
+    ask.add_argument("--methods", nargs="+", default=METHODS, type=parse_method)
     given = ask.parse_args()
-    methods = [method_from(m) if isinstance(m, str) else m for m in given.methods]
+    methods = [parse_method(m) if isinstance(m, str) else m for m in given.methods]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
@@ -104,7 +104,7 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
     copy, chosen = medians["one copy"], medians["torch.topk of the magnitudes, 1 %"]
     rows = [[f"{name}, {size:,} parameters", "ms", "passes"]]
     rows += [[what, f"{1e3 * t:.2f}", f"{t / copy:.1f}"] for what, t in medians.items()]
-    text = [aligned(rows, left=(0,)), ""]
+    text = [format_table(rows, left=(0,)), ""]
     for what, t in medians.items():
         if what.startswith("PowerSGD"):
             text.append(f"{what} takes {t / medians[TORCH]:.2f}× the time of torch's hook")

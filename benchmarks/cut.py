@@ -31,8 +31,8 @@ import torch
 from faults import POINTS, End, Job, Strike, verdict
 
 import pufferfish as pf
-from pufferfish.lab.network import Network, why_not
-from pufferfish.planning.table import aligned
+from pufferfish.lab.network import Network, unavailable_reason
+from pufferfish.planning.table import format_table
 
 #: Seconds that workers wait for one another where a cable stays out.
 SHORT = 6.0
@@ -103,7 +103,7 @@ class Cables(threading.Thread):
 def resent(network: Network) -> int:
     """TCP segments that the hosts have sent again so far."""
     found = {}
-    for pid in network.running():
+    for pid in network.process_ids():
         with contextlib.suppress(OSError):  # it has ended
             lines = Path(f"/proc/{pid}/net/snmp").read_text().splitlines()
             names, values = (line.split() for line in lines if line.startswith("Tcp:"))
@@ -150,7 +150,7 @@ def soon(network: Network, folder: Path, job: Job, whole: End, strikes: list[Str
     for cut in cuts:
         at = [f"host {cut.strike.rank}", str(cut.strike.step), POINTS[cut.strike.point]]
         rows.append([*at, f"{cut.seconds:.1f} s", str(cut.resent), str(cut.steps)])
-    print(aligned(rows, left=(0, 2)))
+    print(format_table(rows, left=(0, 2)))
     print(f"put back soon: {end.starts - 1} restarts, {end.seconds:.1f} s")
     felt = [cut.felt and cut.steps == 0 for cut in cuts] == [True] * len(strikes)
     return verdict(end, whole, folder) and felt and end.starts == 1
@@ -170,7 +170,7 @@ def late(network: Network, folder: Path, job: Job, whole: End) -> bool:
 def again(network: Network, folder: Path, job: Job, whole: End) -> bool:
     """Whether it does though there are no restarts: the launch fails, and the same command goes on."""
     failed, _ = launch(network, folder, _cut(job, 0), stay=True)
-    left = network.running()
+    left = network.process_ids()
     print(f"not put back: exit status {failed.status} after {failed.steps} steps, {len(left)} processes left")
     end, _ = launch(network, folder, job)
     print(f"the same command again: {end.steps - job.steps} steps repeated")
@@ -191,7 +191,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < 24:
         parser.error(f"--steps {args.steps}: 24 at least")
-    if reason := why_not():
+    if reason := unavailable_reason():
         sys.exit(f"no network can be emulated here: {reason}")
     print(
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "

@@ -46,7 +46,7 @@ def resnet50(device: torch.device) -> None:
         pf.merge_(model)
         model.load_state_dict(state)
         weights = [
-            (e.matrix.unroll(model.get_submodule(e.layer).get_parameter("weight").detach())[0], e.rank)
+            (e.matrix.to_matrix(model.get_submodule(e.layer).get_parameter("weight").detach())[0], e.rank)
             for e in plan
             if e.matrix is not None and e.rank is not None
         ]

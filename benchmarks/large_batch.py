@@ -37,7 +37,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from pufferfish.lab.rivals import LAMB, LARS, SAM, linear_scaling
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 NAME = "large_batch"
 BASE = 128  # the batch that the warm-up begins with
@@ -157,7 +157,7 @@ def table(lines: list[Line]) -> str:
             f"{statistics.mean(scores[arm].values()):.2f}", paired.interval(gaps, 2),
             str(len(scores[arm])),
         ])  # fmt: skip
-    return aligned(rows, left=(0,))
+    return format_table(rows, left=(0,))
 
 
 if __name__ == "__main__":

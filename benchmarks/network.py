@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import pufferfish as pf
-from pufferfish.lab.advise.contender import Contender
-from pufferfish.lab.advise.timing_rounds import Round, interleaved, ratios, steps_a_turn
+from pufferfish.lab.advise.timed_model import TimedModel
+from pufferfish.lab.advise.timing_rounds import Round, speedups, steps_per_round, timing_rounds
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.choice import choice
-from pufferfish.planning.table import aligned
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.planning.table import format_table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
@@ -68,7 +68,7 @@ def work(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     racing = {name: contender(name, given.batch) for name in given.methods}
-    rounds = list(interleaved(racing, given.rounds, steps_a_turn(racing)))
+    rounds = list(timing_rounds(racing, given.rounds, steps_per_round(racing)))
     if dist.get_rank() == 0:
         given.worker.write_text(json.dumps(rounds))
     del racing
@@ -76,19 +76,19 @@ def work(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def contender(name: str, batch: int) -> Contender:
+def contender(name: str, batch: int) -> TimedModel:
     """A model as the method trains it."""
-    chosen = choice("dense" if name == TORCH else name)
+    chosen = training_method("dense" if name == TORCH else name)
     torch.manual_seed(0)
     model = RESNET.build()
     low = None if chosen.model == "dense" else pf.plan(model, rank=0.25, keep=RESNET.keep, multiple=1)
     x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
-    made = Contender(
+    made = TimedModel(
         chosen,
         model,
         lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
         lambda net: nn.functional.cross_entropy(net(x), y),
-        become=None
+        transform=None
         if low is None
         else lambda net, own: pf.Switch(low, when=pf.AtStep(0)).step(net, own, step=0),
     )
@@ -106,10 +106,12 @@ def table(rounds: list[Round], methods: list[str]) -> str:
     against = [name for name in (methods[0], "bf16") if name in methods]
     rows = [["s a step", "median", "alone", "exchange", *(f"as fast as {name}" for name in against)]]
     for name in methods:
-        step, alone = (statistics.median(r[name][key] for r in rounds) for key in ("seconds", "alone"))
-        faster = [f"{statistics.median(ratios(rounds, name, other)):.2f}×" for other in against]
+        step, alone = (
+            statistics.median(r[name][key] for r in rounds) for key in ("seconds", "compute_seconds")
+        )
+        faster = [f"{statistics.median(speedups(rounds, name, other)):.2f}×" for other in against]
         rows.append([name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", *faster])
-    return aligned(rows, left=(0,))
+    return format_table(rows, left=(0,))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.lab.report.statistics import differences as paired
-from pufferfish.lab.report.statistics import student
-from pufferfish.planning.table import aligned
+from pufferfish.lab.report.seed_statistics import paired_differences, t_quantile
+from pufferfish.planning.table import format_table
 
 Line = dict[str, Any]
 
@@ -236,22 +235,22 @@ def table(benchmark: Benchmark, lines: list[Line]) -> str:
     digits = benchmark.digits
     rows = [["", "switched at", "parameters", benchmark.measure, "difference to dense", "seeds"]]
     for arm in sorted(scores, key=lambda name: name != "dense"):
-        gaps = paired(scores[arm], scores.get("dense", {})) if arm != "dense" else []
+        gaps = paired_differences(scores[arm], scores.get("dense", {})) if arm != "dense" else []
         at = sorted({line["switched"] for line in of[arm].values()} - {None})
         size = statistics.mean(line["parameters"] for line in of[arm].values())
         rows.append([
             arm, "–".join(map(str, at[:1] + at[1:][-1:])), f"{size:,.0f}",
             f"{statistics.mean(scores[arm].values()):.{digits}f}", interval(gaps, digits), str(len(scores[arm])),
         ])  # fmt: skip
-    text = aligned(rows, left=(0,))
+    text = format_table(rows, left=(0,))
     claims = [c for c in benchmark.claims if c.better in scores and c.worse in scores]
     if claims:
         rows = [["claim", "better by", "verdict"]]
         for claim in claims:
-            gaps = paired(scores[claim.better], scores[claim.worse])
+            gaps = paired_differences(scores[claim.better], scores[claim.worse])
             gains = gaps if benchmark.higher else [-gap for gap in gaps]
             rows.append([claim.text, interval(gains, digits), verdict(gains)])
-        text += "\n\n" + aligned(rows, left=(0, 2))
+        text += "\n\n" + format_table(rows, left=(0, 2))
     return text
 
 
@@ -259,7 +258,7 @@ def half_width(gaps: list[float]) -> float:
     """Of the 95 % interval of the mean."""
     if len(gaps) < 2:
         return math.inf
-    return student(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return t_quantile(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 def interval(gaps: list[float], digits: int) -> str:

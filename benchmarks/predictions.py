@@ -5,7 +5,7 @@
 
 A job on every link. It measures computing without any exchange and runs the methods dry, which knows nothing of the link,
 and probes the link for a few seconds: nothing is fitted to steps, on this link or another. Then each method's step is
-predicted and measured, all taking turns in every round, and the medians are compared. `@node` is `levels="node"`: with
+predicted and measured, all taking turns in every round, and the medians are compared. `@node` is `hierarchy="node"`: with
 several workers a host. A link whose times are in `--keep` is not measured again. Needs root, or user namespaces.
 """
 
@@ -27,16 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.lab.advise.measured_work import computing, sending
-from pufferfish.lab.advise.subject import Subject, subject
-from pufferfish.lab.advise.timing_rounds import turns
-from pufferfish.lab.advise.ways import way
+from pufferfish.lab.advise.build_timed_model import build_timed_model
+from pufferfish.lab.advise.measured_work import measured_work, with_messages
+from pufferfish.lab.advise.timing_rounds import step_times
+from pufferfish.lab.advise.workload import Workload, load_workload
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.choice import choice
-from pufferfish.measure import CostModel, Line, Link, Work, probe
-from pufferfish.measure.remedies import message_bytes
-from pufferfish.planning.table import aligned
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.measure import AlphaBeta, CostModel, Link, Work, probe
+from pufferfish.measure.step_messages import probe_bytes
+from pufferfish.planning.table import format_table
 
 METHODS = ["dense", "bf16", "powersgd-4", "int8", "topk-0.01", "pufferfish", "pufferfish+powersgd-4"]
 LINKS = ["100mbit", "500mbit", "1gbit", "50mbit,delay=2ms"]
@@ -87,8 +87,8 @@ def main() -> None:
             works = {name: _work(x) for name, x in found["works"].items()}
             steps = {name: statistics.median(x) for name, x in found["times"].items()}
             costs = CostModel(link=_link(found["link"]))
-            toll = f"{1e9 * costs.link.toll:.2g} ns of computing lost a byte"
-            print(f"{model}, {given.hosts} hosts, {link}: probed {costs.link}, {toll}")
+            lost = f"{1e9 * costs.link.contention:.2g} ns of computation lost per byte"
+            print(f"{model}, {given.hosts} hosts, {link}: probed {costs.link}, {lost}")
             print(table(costs, works, steps, found["times"]), "\n", flush=True)
             errors += [costs.predict(work).step / steps[name] - 1 for name, work in works.items()]
     within, mean = sum(abs(e) <= 0.2 for e in errors), statistics.mean(map(abs, errors))
@@ -119,8 +119,8 @@ def work(given: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     (model,) = given.models
     text = f"{__file__}:{model}" if model in KEEP else model
-    about = subject(text, keep=KEEP.get(model), rank=dist.get_rank(), size=dist.get_world_size())
-    found = job(about, given.methods, given.rounds)
+    workload = load_workload(text, keep=KEEP.get(model), rank=dist.get_rank(), size=dist.get_world_size())
+    found = job(workload, given.methods, given.rounds)
     if dist.get_rank() == 0:
         aside = given.worker.with_suffix(".new")
         aside.write_text(json.dumps(found))
@@ -129,24 +129,26 @@ def work(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def job(about: Subject, methods: list[str], rounds: int) -> dict[str, Any]:
-    plan = pf.plan(about.build(), about.rank, keep=about.keep, multiple=1)
+def job(workload: Workload, methods: list[str], rounds: int) -> dict[str, Any]:
+    plan = pf.plan(workload.build(), workload.rank, keep=workload.keep, multiple=1)
     size, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     parts = {name: name.partition("@") for name in methods}
     ways = {
-        name: way(about, choice(word), plan, levels="node" if node else "flat")
+        name: build_timed_model(workload, training_method(word), plan, hierarchy="node" if node else "flat")
         for name, (word, _, node) in parts.items()
     }
     bare: dict[str, Work] = {}
     works: dict[str, Work] = {}
     for name, one in ways.items():
         word, _, node = parts[name]
-        chosen = choice(word)
+        chosen = training_method(word)
         if chosen.model not in bare:
-            bare[chosen.model] = computing(one)
-        works[name] = sending(bare[chosen.model], one.bare, chosen.compress, size, per_node if node else 1)
-    link = probe(largest=message_bytes(ways[methods[0]].bare))
-    times = turns(ways, rounds)
+            bare[chosen.model] = measured_work(one)
+        works[name] = with_messages(
+            bare[chosen.model], one.inner, chosen.compress, size, per_node if node else 1
+        )
+    link = probe(largest=probe_bytes(ways[methods[0]].inner))
+    times = step_times(ways, rounds)
     return {
         "link": link.as_dict(),
         "works": {name: asdict(work) for name, work in works.items()},
@@ -155,19 +157,20 @@ def job(about: Subject, methods: list[str], rounds: int) -> dict[str, Any]:
 
 
 def _work(data: dict[str, Any]) -> Work:
-    for key in ("messages", "ready", "gathers"):
+    for key in ("messages", "gradient_curve", "forward_gathers"):
         data[key] = tuple(map(tuple, data[key]))
-    return Work(**{**data, "handed": tuple(data["handed"])})
+    return Work(**{**data, "bucket_bytes": tuple(data["bucket_bytes"])})
 
 
 def _link(data: dict[str, Any]) -> Link:
-    def lines(some: dict[str, Any]) -> dict[str, Line]:
+    def costs(some: dict[str, Any]) -> dict[str, AlphaBeta]:
         return {
-            kind: Line(**{**line, "points": tuple(map(tuple, line["points"]))}) for kind, line in some.items()
+            kind: AlphaBeta(**{**cost, "points": tuple(map(tuple, cost["points"]))})
+            for kind, cost in some.items()
         }
 
-    levels = {key: data[key] and lines(data[key]) for key in ("lines", "inside", "between")}
-    return Link(**{**data, **levels})
+    scopes = {key: data[key] and costs(data[key]) for key in ("collectives", "intra_node", "inter_node")}
+    return Link(**{**data, **scopes})
 
 
 def table(
@@ -181,7 +184,7 @@ def table(
             name, f"{said.step:.3f}", f"{steps[name]:.3f}", f"{said.step / steps[name] - 1:+.0%}",
             f"{low:.3f} … {high:.3f}", f"{said.step - said.exchange:.3f}", f"{said.exchange:.3f}",
         ])  # fmt: skip
-    return aligned(rows, left=(0,))
+    return format_table(rows, left=(0,))
 
 
 if __name__ == "__main__":

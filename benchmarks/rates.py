@@ -18,7 +18,7 @@ import torch
 from cifar10 import Data, load
 from paired import Line
 
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 GAIN = 0.5  # percentage points that a rate beyond the common ones must bring
 
@@ -116,7 +116,7 @@ def choose(lines: list[Line], key: str, out: Path | None) -> None:
         row = [f"{means[lr]:.2f}" if lr in means else "" for lr in rates]
         last = len(means) > 1 and best[arm] in (min(means), max(means))
         rows.append([arm, *row, f"{best[arm]:g}", "at the edge" if last else ""])
-    print(aligned(rows, left=(0, len(rows[0]) - 1)))
+    print(format_table(rows, left=(0, len(rows[0]) - 1)))
     text = json.dumps(best, indent=1)
     if out:
         out.write_text(text + "\n")

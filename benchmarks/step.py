@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.models.gpt import GPT
-from pufferfish.planning.table import aligned, short
-from pufferfish.planning.timing import captured
+from pufferfish.planning.table import format_count, format_table
+from pufferfish.planning.timing import capture_cuda_graph
 
 Step = Callable[[], None]
 
@@ -89,11 +89,11 @@ def main() -> None:
         for mode, runs in modes(device, steps):
             dense, low_rank = medians(device, runs)
             ratio = f"{dense / low_rank:.2f}× as fast"
-            macs = f"{short(before.forward_macs)} → {short(after.forward_macs)}"
+            macs = f"{format_count(before.forward_macs)} → {format_count(after.forward_macs)}"
             bytes_ = f"{before.gradient_bytes / after.gradient_bytes:.2f}× fewer"
             rows.append([case.name, macs, bytes_, mode, f"{dense:.2f}", f"{low_rank:.2f}", ratio])
         del models, steps, runs
-    print(aligned(rows, left=(0, 1, 2, 3, 6)))
+    print(format_table(rows, left=(0, 1, 2, 3, 6)))
 
 
 def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -112,7 +112,7 @@ def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 def modes(device: torch.device, steps: list[Step]) -> list[tuple[str, list[Step]]]:
     if device.type == "cpu":
         return [("eager", steps)]
-    return [("eager", steps), ("graph", [captured(step) for step in steps])]
+    return [("eager", steps), ("graph", [capture_cuda_graph(step) for step in steps])]
 
 
 def medians(device: torch.device, steps: list[Step]) -> list[float]:

@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.distributed.workers import balanced, svd_cost
+from pufferfish.distributed.shared_svd import balance, svd_cost
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 
 def main() -> None:
@@ -86,11 +86,11 @@ def shares() -> str:
         row = [name]
         for workers in (4, 16):
             load = [0.0] * workers
-            for owner, cost in zip(balanced(costs, workers), costs, strict=True):
+            for owner, cost in zip(balance(costs, workers), costs, strict=True):
                 load[owner] += cost
             row.append(f"{max(load) / max(sum(costs) / workers, max(costs)):.2f}")
         rows.append([*row, str(len(costs))])
-    return aligned(rows, left=(0,))
+    return format_table(rows, left=(0,))
 
 
 if __name__ == "__main__":

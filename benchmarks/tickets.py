@@ -33,11 +33,11 @@ from paired import Line
 from torch import Tensor
 
 import pufferfish as pf
-from pufferfish.lab.rivals.rival_by_name import LotteryRun, Rival, make
-from pufferfish.lab.rivals.round_cost import nonzero_macs
-from pufferfish.lab.train.graph import Graph
+from pufferfish.lab.rivals.pruning_by_name import LotteryTicketChange, PruningChange, build_pruning_change
+from pufferfish.lab.rivals.nonzero_macs import nonzero_macs
+from pufferfish.lab.train.graphed_callable import GraphedCallable
 from pufferfish.planning.profile import profile
-from pufferfish.planning.table import aligned
+from pufferfish.planning.table import format_table
 
 T = TypeVar("T")
 NAME = "tickets"
@@ -107,7 +107,7 @@ def train(given: argparse.Namespace) -> None:
 class Ticketed(Training):
     """One run, which counts what it spends."""
 
-    rival: Rival | None = None
+    rival: PruningChange | None = None
 
     def __init__(self, data: Data, seed: int, batch: int, graph: bool) -> None:
         super().__init__(data, seed, batch, data[0].device)
@@ -118,7 +118,7 @@ class Ticketed(Training):
 
     def changed(self) -> None:
         """The model is another one now: what was captured is for the old."""
-        self._run: Any = Graph(self._gradients) if self.graphed else self._gradients
+        self._run: Any = GraphedCallable(self._gradients) if self.graphed else self._gradients
         found = profile(self.model, self.image)
         self.macs, self._a_row = found.forward_macs, found.forward_macs + found.backward_macs
 
@@ -160,7 +160,9 @@ def results(name: str, run: Ticketed, epochs: int, rounds: set[int]) -> Iterator
     elif name != "dense":
         share = int(name.split()[1]) / 100 if name.startswith("early-bird") else 0
         word = f"early-bird-{share}" if share else f"lottery-ticket-{max(rounds)}"
-        run.rival = make(word, run.model, run.optimizer, epochs=epochs, an_epoch=run.steps)
+        run.rival = build_pruning_change(
+            word, run.model, run.optimizer, epochs=epochs, steps_per_epoch=run.steps
+        )
     rival, changed_at = run.rival, None
 
     def change(epoch: int) -> bool:
@@ -169,7 +171,7 @@ def results(name: str, run: Ticketed, epochs: int, rounds: set[int]) -> Iterator
         return rival is not None and rival.begin_epoch(epoch)
 
     def line(row: str) -> Line:
-        lottery = rival.ticket if isinstance(rival, LotteryRun) else None
+        lottery = rival.pruner if isinstance(rival, LotteryTicketChange) else None
         dense = sum(p.numel() for p in run.model.parameters())
         return {
             "arm": row, "score": run.score(), "changed": changed_at,
@@ -182,11 +184,11 @@ def results(name: str, run: Ticketed, epochs: int, rounds: set[int]) -> Iterator
         if run.timed(lambda epoch=epoch: change(epoch)):
             changed_at = epoch
             run.changed()
-        turn = rival.schedule(epoch * run.steps)[0] // run.steps if rival else epoch
+        turn = rival.schedule_position(epoch * run.steps)[0] // run.steps if rival else epoch
         run.timed(lambda turn=turn: run.advance(turn, epochs))
-        if isinstance(rival, LotteryRun) and rival.ticket.round in rounds and turn == epochs - 1:
-            yield line(f"{name}, {rival.ticket.round} rounds")
-    if not isinstance(rival, LotteryRun):
+        if isinstance(rival, LotteryTicketChange) and rival.pruner.round in rounds and turn == epochs - 1:
+            yield line(f"{name}, {rival.pruner.round} rounds")
+    if not isinstance(rival, LotteryTicketChange):
         yield line(name)
 
 
@@ -215,7 +217,7 @@ def table(lines: list[Line]) -> str:
             f"{mean['training_macs']:.2e}", f"{statistics.mean(times.values()):.1f}" if times else "",
             f"{statistics.mean(slower):.2f}×" if slower else "", str(len(found)),
         ])  # fmt: skip
-    return aligned(rows, left=(0,))
+    return format_table(rows, left=(0,))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An Accelerate loop with a switch. Run it again to resume. On two CPU processes:
+"""Accelerate training loop with a switch. Run it again to resume. On two CPU processes:
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 """
@@ -14,7 +14,7 @@ from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
 
 
 def main(folder: str = "run", epochs: int = 6) -> None:
-    data = [(torch.randn(64), i % 4) for i in range(256)]  # put your own data here
+    data = [(torch.randn(64), i % 4) for i in range(256)]  # your data here
     loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=pf.exact_)])

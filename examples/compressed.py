@@ -1,6 +1,6 @@
-"""DDP with compressed gradients that survives kills: `torchrun --nproc-per-node 2 examples/compressed.py runs/digits`.
+"""DDP with compressed gradients and checkpoints: `torchrun --nproc-per-node 2 examples/compressed.py runs/digits`.
 
-Start it again after a kill and it goes on as if nothing had happened; memories of the compression come along.
+Run it again after it was killed: it resumes exactly, because the checkpoint includes the error feedback.
 """
 
 import sys
@@ -25,32 +25,29 @@ def main(folder: str) -> None:
     )
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    hook = pf.compress(ddp, pf.compression.PowerSGD(rank=4), optimizer=optimizer)  # the line that matters
+    hook = pf.compress(ddp, pf.compression.PowerSGD(rank=4), optimizer=optimizer)
     images, labels = digits()
     with pf.Checkpoint(folder, ddp, optimizer, compressor=hook, every=50) as checkpoint:
         resumed = checkpoint.resume()
         for step in range(resumed.position["step"] if resumed else 0, STEPS):
-            some = torch.randint(len(images), (size, BATCH), generator=torch.Generator().manual_seed(step))[
-                rank
-            ]
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randint(len(images), (size, BATCH), generator=generator)[rank]
             optimizer.zero_grad()
-            F.cross_entropy(ddp(images[some]), labels[some]).backward()
+            F.cross_entropy(ddp(images[batch]), labels[batch]).backward()
             optimizer.step()
-            if checkpoint.step(step=step + 1):  # SIGTERM on any rank: saved, leave
+            if checkpoint.step(step=step + 1):  # SIGTERM on any worker: saved, stop
                 return
     if rank == 0:
         x, y = digits(test=True)
         with torch.no_grad():
-            right = (model(x).argmax(1) == y).float().mean()
-        sent = hook.meter
-        print(f"{right:.1%} of the test digits right")
-        print(
-            f"{sent.plain_wire_bytes / max(sent.wire_bytes, 1):.1f} times fewer bytes on the wire than fp32"
-        )
+            accuracy = (model(x).argmax(1) == y).float().mean()
+        ratio = hook.meter.plain_wire_bytes / max(hook.meter.wire_bytes, 1)
+        print(f"test accuracy {accuracy:.1%}")
+        print(f"{ratio:.1f} times fewer bytes on the wire than fp32")
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(*sys.argv[1:])
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # all workers are done before the group is destroyed
     dist.destroy_process_group()

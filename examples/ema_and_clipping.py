@@ -1,4 +1,4 @@
-"""An averaged copy for evaluation, clipped gradients, and decay of the products instead of the factors."""
+"""Averaged model (EMA), clipped gradients, and weight decay of the product instead of its factors."""
 
 import os
 
@@ -17,25 +17,26 @@ model = nn.Sequential(
 )
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-pf.FrobeniusDecay(model, optimizer, 0.05)  # from the switch on: ‖UV‖² decays, not ‖U‖² and ‖V‖²
+pf.FrobeniusDecay(model, optimizer, 0.05)  # after the switch: decays ‖UV‖² instead of ‖U‖² + ‖V‖²
 x, y = digits()
-held = x[:128], y[:128]
+held_out = x[:128], y[:128]
 switch = pf.Switch(
     rank=0.25,
     when=pf.AtFraction(0.2),
-    evaluate=lambda m: F.cross_entropy(m(held[0]), held[1]),
-    max_jump=0.5,  # ranks are raised where the loss would jump by more than half
+    evaluate=lambda m: F.cross_entropy(m(held_out[0]), held_out[1]),
+    max_jump=0.5,  # raises ranks until the loss rises by less than 50 %
 )
 for epoch in range(EPOCHS):
     if switch.step(model, optimizer, epoch=epoch, total=EPOCHS, also=[ema]):
         print(switch.report)
-    for some in torch.randperm(len(x)).split(64):
+    for batch in torch.randperm(len(x)).split(64):
         optimizer.zero_grad()
-        F.cross_entropy(model(x[some]), y[some]).backward()
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         ema.update_parameters(model)
 test_x, test_y = digits(test=True)
 for name, net in (("live", model), ("averaged", ema)):
     with torch.no_grad():
-        print(f"{name}: {(net(test_x).argmax(1) == test_y).float().mean():.1%} of the test digits right")
+        accuracy = (net(test_x).argmax(1) == test_y).float().mean()
+    print(f"{name}: test accuracy {accuracy:.1%}")

@@ -1,4 +1,4 @@
-"""The switch under FSDP2, on CPUs or GPUs: `torchrun --nproc-per-node 2 examples/fsdp2.py`."""
+"""Switch under FSDP2, on CPUs or GPUs: `torchrun --nproc-per-node 2 examples/fsdp2.py`."""
 
 import os
 
@@ -31,7 +31,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = build().to(DEVICE)
     shard(model)
-    torch.manual_seed(dist.get_rank())  # from here on every rank has its own data
+    torch.manual_seed(dist.get_rank())  # each worker draws different data
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))
@@ -39,7 +39,7 @@ def main() -> None:
         model, optimizer = switch.rebuild(model, optimizer, build=build, shard=shard, epoch=epoch)
         for _ in range(STEPS):
             x = torch.randint(TOKENS, (16, 8), device=DEVICE)
-            loss = nn.functional.cross_entropy(model(x)[:, 0], x.amax(1))  # which is the largest?
+            loss = nn.functional.cross_entropy(model(x)[:, 0], x.amax(1))  # task: find the largest token
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -56,5 +56,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     main()
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # all workers are done before the group is destroyed
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """FSDP2 inside machines, compression between them: `torchrun --nproc-per-node 4 examples/fsdp2_compressed.py`.
 
-Two replicas of the model stand for two machines, whatever the number of processes. On real ones, with
-`torchrun --nnodes 2 --nproc-per-node 8 …`, each machine holds one: ranks of a machine are neighbours in the mesh.
+The model has two replicas, each sharded over half of the processes. With two machines,
+`torchrun --nnodes 2 --nproc-per-node 8 …`, each machine holds one replica.
 """
 
 import os
@@ -32,21 +32,21 @@ def main() -> None:
     for block in model[1].layers:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    torch.manual_seed(dist.get_rank())  # from here on every rank has its own data
+    torch.manual_seed(dist.get_rank())  # each worker draws different data
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     hook = pf.compress(model, pf.compression.BlockInt8(), replicas=mesh["replicate"].get_group())
     for epoch in range(EPOCHS):
         for _ in range(STEPS):
             x = torch.randint(TOKENS, (16, 8), device=DEVICE)
-            loss = nn.functional.cross_entropy(model(x)[:, 0], x.amax(1))  # which is the largest?
+            loss = nn.functional.cross_entropy(model(x)[:, 0], x.amax(1))  # task: find the largest token
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     if dist.get_rank() == 0:
-        fewer = hook.meter.plain_wire_bytes / hook.meter.wire_bytes
-        print(f"{fewer:.2f} times fewer bytes between replicas")
+        ratio = hook.meter.plain_wire_bytes / hook.meter.wire_bytes
+        print(f"{ratio:.2f} times fewer bytes between replicas")
 
 
 if __name__ == "__main__":
@@ -54,5 +54,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     main()
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # all workers are done before the group is destroyed
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A LightningModule with a switch; the module knows nothing of it. Run it again to resume."""
+"""LightningModule with a switch, added as a callback. Run it again to resume."""
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +24,7 @@ class Net(pl.LightningModule):
 
 
 def main(folder: str = "run", epochs: int = 6) -> None:
-    data = [(torch.randn(64), i % 4) for i in range(256)]  # put your own data here
+    data = [(torch.randn(64), i % 4) for i in range(256)]  # your data here
     switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))
     saves = ModelCheckpoint(folder, save_last=True)
     trainer = pl.Trainer(max_epochs=epochs, callbacks=[SwitchCallback(switch), saves], logger=False)
@@ -32,7 +32,7 @@ def main(folder: str = "run", epochs: int = 6) -> None:
         Net(), torch.utils.data.DataLoader(data, 32, shuffle=True), ckpt_path="last", weights_only=True
     )
     print(switch.report)
-    pf.merge_(trainer.lightning_module)  # an ordinary model again
+    pf.merge_(trainer.lightning_module)  # back to a dense model
 
 
 if __name__ == "__main__":

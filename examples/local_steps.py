@@ -1,4 +1,4 @@
-"""Workers that train alone and average the model once in 20 steps, for links too slow for every gradient.
+"""Local steps (DiLoCo): workers average their models every 20 updates instead of every gradient.
 
 python examples/local_steps.py
 torchrun --nproc-per-node 2 examples/local_steps.py
@@ -23,7 +23,7 @@ def diloco(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def main(rank: int, size: int) -> None:
-    torch.manual_seed(rank)  # local.start makes the model rank 0's
+    torch.manual_seed(rank)  # local.start broadcasts the weights of rank 0
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     )
@@ -40,22 +40,22 @@ def main(rank: int, size: int) -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             local.step(model)
-    local.sync(model)  # what was learned since the last time
+    local.sync(model)  # average the updates since the last time
     x, y = digits(test=True)
     with torch.no_grad():
-        right = (model(x).argmax(1) == y).float().mean()
-    print(f"{right:.1%} of the test digits right")
+        accuracy = (model(x).argmax(1) == y).float().mean()
+    print(f"test accuracy {accuracy:.1%}")
     if rank == 0:
         sent = local.meter.wire_bytes / (EPOCHS * len(batches))
-        every = 2 * (size - 1) / size * sum(p.nbytes for p in model.parameters())
-        print(f"{sent:,.0f} bytes a step on the wire; DDP in fp32 sends {every:,.0f}")
+        ddp = 2 * (size - 1) / size * sum(p.nbytes for p in model.parameters())
+        print(f"{sent:,.0f} bytes per step on the wire; DDP in fp32 sends {ddp:,.0f}")
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # under torchrun
         dist.init_process_group("gloo")
         main(dist.get_rank(), dist.get_world_size())
-        dist.barrier()  # nobody leaves while another still talks
+        dist.barrier()  # all workers are done before the group is destroyed
         dist.destroy_process_group()
     else:
         main(0, 1)

@@ -1,4 +1,4 @@
-"""Your own checkpoints, by torch.save: start it, stop it anywhere, start it again. Before or after the switch."""
+"""Checkpoints with torch.save, before and after the switch. Run it again to resume."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ saved = torch.load(FILE, weights_only=True) if FILE.exists() else None
 if saved:
     switch.load_state_dict(saved["switch"])
     if switch.low_rank:
-        pf.reshape_(model, switch.report.plan)  # the structure first, then what goes into it
+        pf.reshape_(model, switch.report.plan)  # low-rank structure first, then the weights
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 if saved:
     model.load_state_dict(saved["model"])
@@ -28,9 +28,9 @@ if saved:
 x, y = digits()
 for epoch in range(saved["epoch"] if saved else 0, EPOCHS):
     switch.step(model, optimizer, epoch=epoch)
-    for some in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(64):
+    for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(64):
         optimizer.zero_grad()
-        F.cross_entropy(model(x[some]), y[some]).backward()
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "switch": switch.state_dict()}
     torch.save(state | {"epoch": epoch + 1}, FILE)

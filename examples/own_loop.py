@@ -1,4 +1,4 @@
-"""Your own loop: two lines more, on one device or under torchrun.
+"""Plain training loop with a switch, on one device or under torchrun.
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py
@@ -42,8 +42,8 @@ def main() -> None:
             optimizer.step()
     x, y = digits(test=True)
     with torch.no_grad():
-        right = (model(x).argmax(1) == y).float().mean()
-    print(f"{right:.1%} of the test digits right")
+        accuracy = (model(x).argmax(1) == y).float().mean()
+    print(f"test accuracy {accuracy:.1%}")
 
 
 if __name__ == "__main__":
@@ -51,5 +51,5 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     main()
     if dist.is_initialized():
-        dist.barrier()  # nobody leaves while another still talks
+        dist.barrier()  # all workers are done before the group is destroyed
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A loop that survives: killed, stopped or restarted anywhere, it goes on bit for bit. Under torchrun, by itself:
+"""Training loop that resumes bit for bit after a kill, SIGTERM or restart. torchrun restarts it automatically:
 
 torchrun --nproc-per-node 2 --max-restarts 10 examples/resumable.py runs/digits
 """
@@ -29,8 +29,8 @@ def main(folder: str) -> None:
         nn.Linear(256, 10),
     )
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Flatten(), *layers))
-    pf.exact_(ddp)  # from three workers on: sums that do not change with a restart
-    torch.manual_seed(dist.get_rank())  # from here on, dropout differs between the workers
+    pf.exact_(ddp)  # with three or more workers: sums that are the same after a restart
+    torch.manual_seed(dist.get_rank())  # dropout differs between workers
     data = TensorDataset(*digits())
     sampler = DistributedSampler(data)
     loader = DataLoader(data, 32, sampler=sampler)
@@ -52,18 +52,18 @@ def main(folder: str) -> None:
                 optimizer.zero_grad()
                 scheduler.step()
                 done += 1
-                if checkpoint.step(step=done):  # somebody was sent SIGTERM: all is saved
+                if checkpoint.step(step=done):  # SIGTERM on any worker: saved, stop
                     return
     if dist.get_rank() == 0:
         x, y = digits(test=True)
         ddp.eval()
         with torch.no_grad():
-            print(f"{(ddp.module(x).argmax(1) == y).float().mean():.1%} of the test digits right")
+            print(f"test accuracy {(ddp.module(x).argmax(1) == y).float().mean():.1%}")
             print(f"loss {F.cross_entropy(ddp.module(x), y).item():.9f}")
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(sys.argv[1] if len(sys.argv) > 1 else "runs/digits")
-    dist.barrier()  # nobody leaves while another still talks
+    dist.barrier()  # all workers are done before the group is destroyed
     dist.destroy_process_group()

@@ -4,11 +4,11 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=1
 #SBATCH --signal=TERM@120
-# --signal: two minutes before the time limit every task gets SIGTERM; pf.Checkpoint then saves and the job ends cleanly.
+# --signal: every task gets SIGTERM two minutes before the time limit, and pf.Checkpoint saves.
 set -euo pipefail
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-# After a restart a worker must not read a dead one's address out of the launcher's store.
+# Otherwise workers would read addresses of dead workers from the launcher's store after a restart.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun torchrun \
     --nnodes "$SLURM_NNODES" \

@@ -1,4 +1,4 @@
-"""The transformers Trainer with a switch. Run it again to resume. On two CPU processes:
+"""transformers Trainer with a switch. Run it again to resume. On two CPU processes:
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
@@ -14,7 +14,7 @@ from pufferfish.integrations.transformers import train
 
 
 def main(folder: str = "run", steps: int = 200) -> None:
-    text = torch.arange(10_000) % 97 % 64  # put your own tokens here
+    text = torch.arange(10_000) % 97 % 64  # your tokens here
     data = [{"input_ids": t, "labels": t} for t in text.split(50)]
     model = GPT2LMHeadModel(
         GPT2Config(n_embd=128, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
@@ -30,7 +30,7 @@ def main(folder: str = "run", steps: int = 200) -> None:
 
     if trainer.is_world_process_zero():
         print(switch.report)
-        pf.merge_(trainer.model)  # an ordinary model again
+        pf.merge_(trainer.model)  # back to a dense model
         trainer.model.save_pretrained(f"{folder}/dense")
 
 

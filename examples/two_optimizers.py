@@ -1,4 +1,4 @@
-"""Two optimizers: momentum for the matrices, AdamW for the rest. Pass both, as a list."""
+"""Two optimizers, SGD for matrices and AdamW for the rest: pass both to the switch as a list."""
 
 import os
 
@@ -25,14 +25,14 @@ x, y = digits()
 for epoch in range(EPOCHS):
     if switch.step(model, optimizers, epoch=epoch):
         print(switch.report)
-    for some in torch.randperm(len(x)).split(64):
+    for batch in torch.randperm(len(x)).split(64):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.cross_entropy(model(x[some]), y[some]).backward()
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
         for optimizer in optimizers:
             optimizer.step()
     for schedule in schedules:
         schedule.step()
 test_x, test_y = digits(test=True)
 with torch.no_grad():
-    print(f"{(model(test_x).argmax(1) == test_y).float().mean():.1%} of the test digits right")
+    print(f"test accuracy {(model(test_x).argmax(1) == test_y).float().mean():.1%}")

@@ -1,4 +1,4 @@
-"""What tests against slow references need: one step of a method on simulated workers, random tensors, means."""
+"""One step of a method on simulated workers, random tensors and means, for tests against slow references."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pufferfish.compression import Method, Simulated, Turn
-from pufferfish.compression.lockstep import Lockstep
-from pufferfish.compression.meter import Meter
+from pufferfish.compression import Meter, Method, StepContext
+from pufferfish.compression.exchange import Exchange
+from pufferfish.compression.simulated import simulated_transports
 
 State = dict[str, Tensor]
 
@@ -28,25 +28,26 @@ def drive(
     seed: int = 0,
     exchange: str | None = None,
 ) -> Step:
-    """`xs` are the workers' (b, d) or (b, m, n). `states` are theirs, replaced by what they keep."""
+    """Run `method` on the workers' `xs`, (b, d) or (b, m, n) each. `states` are theirs, and are replaced."""
     states = [{} for _ in xs] if states is None else states
     names = tuple(f"t{i}" for i in range(len(xs[0])))
-    turns = [
-        Turn(r, len(xs), step, names, seed=seed, exchange=exchange, state=dict(state))
-        for r, state in enumerate(states)
+    contexts = [
+        StepContext(worker, len(xs), step, names, seed=seed, exchange=exchange, state=dict(state))
+        for worker, state in enumerate(states)
     ]
     before = [{key: x.clone() for key, x in state.items()} for state in states]
-    transport = Simulated(len(xs))
-    together = Lockstep(transport)
-    with transport.meter.part(torch.device("cpu")):
-        together.start([{0: method.compress(x.clone(), t)} for x, t in zip(xs, turns, strict=True)])
-        ended = together.finish()
-    for kept, old in zip(states, before, strict=True):
-        assert all(torch.equal(kept[key], x) for key, x in old.items()), "old state was changed in place"
-    means, rests = zip(*(mine[0] for mine in ended), strict=True)
+    transports = simulated_transports(len(xs))
+    exchanges = [Exchange(transport) for transport in transports]
+    for x, context, running in zip(xs, contexts, exchanges, strict=True):
+        running.start({0: method.compress(x.clone(), context)})
+    while max([running.advance() for running in exchanges]):
+        pass
+    for state, old in zip(states, before, strict=True):
+        assert all(torch.equal(state[key], x) for key, x in old.items()), "old state was changed in place"
+    means, rests = zip(*(running.results[0] for running in exchanges), strict=True)
     assert all(torch.equal(mean, means[0]) for mean in means), "workers differ"
-    states[:] = [turn.state for turn in turns]
-    return Step(means[0], list(rests), transport.meter)
+    states[:] = [context.state for context in contexts]
+    return Step(means[0], list(rests), transports[0].meter)
 
 
 def normal(*shape: int, workers: int, seed: int = 0) -> list[Tensor]:
@@ -56,5 +57,5 @@ def normal(*shape: int, workers: int, seed: int = 0) -> list[Tensor]:
 
 
 def mean(given: list[dict[str, Tensor]], name: str) -> Tensor:
-    """What workers' gradients of one name come to on average."""
+    """Mean of the workers' gradients of one name."""
     return torch.stack([g[name] for g in given]).mean(0)

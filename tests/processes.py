@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +17,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 # Workers are forked from a server that has these imported: 0.1 s for a group instead of 3 s for each process.
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "pufferfish", "pytest"])
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "pufferfish", "pytest"]
+)
 
 #: Seconds after which a hanging group is killed.
 LIMIT = 180
@@ -27,19 +31,53 @@ def in_processes(
     """Call `case(rank, size, *args)` in `size` new processes that form a group; re-raise the first error here."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"{folder}/store"
-        workers = mp.start_processes(
-            _worker, (case, size, store, backend, args), nprocs=size, join=False, start_method="forkserver"
+        forked(
+            _worker,
+            size,
+            (case, size, store, backend, args),
+            limit=limit,
+            name=getattr(case, "__name__", "case"),
         )
-        assert workers is not None
-        end = time.monotonic() + limit
-        try:
-            while not workers.join(timeout=1):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{case.__name__}: {size} workers did not finish in {limit:g} s")
-        finally:
-            for process in workers.processes:
-                process.kill()
-                process.join()
+
+
+def forked(
+    work: Callable[..., None], size: int, args: tuple[object, ...], *, limit: float = LIMIT, name: str
+) -> None:
+    """Call `work(rank, *args)` in `size` new processes; re-raise the first error here."""
+    workers = mp.start_processes(_forked, (work, args), nprocs=size, join=False, start_method="forkserver")
+    assert workers is not None
+    end = time.monotonic() + limit
+    try:
+        while not workers.join(timeout=1):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{name}: {size} workers did not finish in {limit:g} s")
+    finally:
+        for process in workers.processes:
+            process.kill()
+            process.join()
+
+
+def _forked(rank: int, work: Callable[..., None], args: tuple[object, ...]) -> None:
+    gc.freeze()  # collections skip the thousands of objects that the server has imported
+    torch.set_num_threads(1)
+    work(rank, *args)
+
+
+def as_torchrun(rank: int, size: int, port: int) -> None:
+    """Set the environment variables that torchrun sets, for a worker on the CPU."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def same_everywhere(x: Tensor) -> bool:
@@ -52,7 +90,6 @@ def same_everywhere(x: Tensor) -> bool:
 def _worker(
     rank: int, case: Callable[..., None], size: int, store: str, backend: str, args: tuple[object, ...]
 ) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

@@ -1,66 +1,108 @@
-"""The examples as a user runs them: own processes, small settings, results that count."""
+"""The examples as a user runs them, with small settings."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import runpy
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from processes import as_torchrun, forked, free_port
+from pufferfish import Checkpoint
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def environment(**settings: object) -> dict[str, str]:
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": search} | {k: str(v) for k, v in settings.items()}
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run an example in this process and return its output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *args: str, **settings: object) -> str:
+        for key, value in settings.items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setattr(sys, "argv", [name, *args])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def run(*command: object, cwd: Path, **settings: object) -> str:
-    done = subprocess.run(
-        [str(x) for x in command],
-        env=environment(**settings),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_as_torchrun(folder: Path, workers: int, name: str, *args: str, sigterm_at: int | None = None) -> str:
+    """Run an example in forked workers with the environment of torchrun, and return the output of all.
+
+    Args:
+        sigterm_at: the last worker sends itself SIGTERM after this many updates.
+    """
+    forked(_torchrun_worker, workers, (workers, free_port(), folder, name, args, sigterm_at), name=name)
+    return "".join((folder / f"output-{rank}").read_text() for rank in range(workers))
+
+
+def _torchrun_worker(
+    rank: int, size: int, port: int, folder: Path, name: str, args: tuple[str, ...], sigterm_at: int | None
+) -> None:
+    as_torchrun(rank, size, port)
+    os.chdir(folder)
+    sys.argv = [name, *args]
+    real_step = Checkpoint.step
+
+    def step(self: Checkpoint, *, step: int, **position: Any) -> bool:
+        if rank == size - 1 and step == sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_step(self, step=step, **position)
+
+    Checkpoint.step = step  # type: ignore[assignment, method-assign]
+    with open(f"output-{rank}", "w") as output, contextlib.redirect_stdout(output):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def accuracies(output: str) -> list[float]:
-    return [float(x) for x in re.findall(r"([\d.]+)% of the test digits right", output)]
+    return [float(x) for x in re.findall(r"test accuracy ([\d.]+)%", output)]
 
 
-@pytest.mark.parametrize("name", ["own_loop", "ema_and_clipping", "two_optimizers"])
-def test_digits_are_learned_through_the_switch(name: str, tmp_path: Path) -> None:
-    output = run(sys.executable, EXAMPLES / f"{name}.py", cwd=tmp_path)
+def losses(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs"), [("own_loop", 5), ("ema_and_clipping", 10), ("two_optimizers", 10)]
+)
+def test_trains_through_the_switch(name: str, epochs: int, run: Callable[..., str]) -> None:
+    output = run(f"{name}.py", EPOCHS=epochs)
     assert "Switched to low rank" in output
-    found = accuracies(output)
-    assert found
-    assert min(found) >= 95, output
+    assert accuracies(output)
+    assert min(accuracies(output)) >= 95, output
 
 
 @pytest.mark.timeout(300)
-def test_several_machines(tmp_path: Path) -> None:
-    """Two launchers that meet over TCP, as on two machines."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        head = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [EXAMPLES / "multi_node.sh", "2", head, EXAMPLES / "own_loop.py"]
-    nodes = [
-        subprocess.Popen(
-            [str(x) for x in command], cwd=tmp_path, text=True, start_new_session=True,
-            env=environment(EPOCHS=5), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+def test_multi_node(tmp_path: Path) -> None:
+    """Two torchrun launchers that meet over TCP, as on two machines."""
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    nodes = []
+    head = f"127.0.0.1:{free_port()}"
+    for _ in range(2):
+        nodes.append(
+            subprocess.Popen(
+                [EXAMPLES / "multi_node.sh", "2", head, EXAMPLES / "own_loop.py"],
+                cwd=tmp_path,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": search, "EPOCHS": "4"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         )
-        for _ in range(2)
-    ]  # fmt: skip
     try:
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
@@ -68,87 +110,63 @@ def test_several_machines(tmp_path: Path) -> None:
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert sum(text.count("Switched to low rank") for text in outputs) == 1  # rank 0 tells
-    found = [x for text in outputs for x in accuracies(text)]
-    assert len(found) == 2
-    assert found[0] == found[1]
+    assert sum(text.count("Switched to low rank") for text in outputs) == 1  # printed by rank 0
+    first, second = (x for text in outputs for x in accuracies(text))
+    assert first == second
 
 
-def test_workers_that_train_alone(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "local_steps.py"]
-    output = run(*command, cwd=tmp_path)
+def test_local_steps(tmp_path: Path) -> None:
+    output = run_as_torchrun(tmp_path, 2, "local_steps.py")
     assert len(accuracies(output)) == 2
     assert min(accuracies(output)) >= 95, output
-    sent, every = (int(x.replace(",", "")) for x in re.findall(r"[\d,]{4,}", output))
-    assert sent * 70 < every  # a quarter of the bits, once in 20 steps, and what workers tell each other
+    sent, ddp = (int(x.replace(",", "")) for x in re.findall(r"[\d,]{4,}", output))
+    assert sent * 70 < ddp  # a quarter of the bits, once in 20 steps, and small control messages
 
 
 def test_compressed_gradients(tmp_path: Path) -> None:
-    output = run(*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "compressed.py", "runs", cwd=tmp_path)
+    output = run_as_torchrun(tmp_path, 2, "compressed.py", "runs")
     assert accuracies(output)[0] >= 95, output
     assert "31.6 times fewer bytes" in output
 
 
-def test_sharded_training(tmp_path: Path) -> None:
-    output = run(
-        *TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "fsdp2.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES=""
-    )
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
-    assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
+def test_fsdp2(tmp_path: Path) -> None:
+    output = run_as_torchrun(tmp_path, 2, "fsdp2.py")
+    assert len(losses(output)) == 6
+    assert losses(output)[-1] < 0.8 * losses(output)[0]
     assert "Switched to low rank at epoch 2" in output
 
 
-def test_sharded_replicas(tmp_path: Path) -> None:
-    output = run(*TORCHRUN, "--nproc-per-node", "4", EXAMPLES / "fsdp2_compressed.py", cwd=tmp_path)
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", output)]
-    assert losses[-1] < 0.2 * losses[0], output
+def test_fsdp2_with_compression(tmp_path: Path) -> None:
+    output = run_as_torchrun(tmp_path, 4, "fsdp2_compressed.py")
+    assert losses(output)[-1] < 0.2 * losses(output)[0], output
     assert "3.92 times fewer bytes" in output
 
 
-def test_a_loop_that_survives(tmp_path: Path) -> None:
-    """Stopped by SIGTERM to one worker and started again it ends where the undisturbed run ends."""
-    command = [*TORCHRUN, "--nproc-per-node", "2", EXAMPLES / "resumable.py"]
-    straight = run(*command, "straight", cwd=tmp_path)
-    stopped = subprocess.Popen(
-        [str(x) for x in (*command, "stopped")], cwd=tmp_path, text=True, start_new_session=True,
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        while not list(tmp_path.glob("stopped/*-step-*")):  # until it has come somewhere
-            assert stopped.poll() is None, stopped.communicate()[0]
-        workers = subprocess.run(
-            ["pgrep", "-P", str(stopped.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-        os.kill(int(workers[-1]), signal.SIGTERM)
-        output = stopped.communicate(timeout=120)[0]
-    finally:
-        if stopped.poll() is None:
-            os.killpg(stopped.pid, signal.SIGKILL)
-    assert stopped.returncode == 0, output
-    assert "loss" not in output
-    assert run(*command, "stopped", cwd=tmp_path) == straight
-    assert "loss" in straight
+def test_resumable(tmp_path: Path) -> None:
+    """A run stopped by SIGTERM and resumed ends like an uninterrupted one."""
+    uninterrupted = run_as_torchrun(tmp_path, 2, "resumable.py", "uninterrupted")
+    assert accuracies(uninterrupted)[0] >= 95, uninterrupted
+    assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped", sigterm_at=30) == ""
+    assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped") == uninterrupted
 
 
-def test_own_checkpoints_before_and_after_the_switch(tmp_path: Path) -> None:
-    script = EXAMPLES / "own_checkpoint.py"
-    straight = run(sys.executable, script, cwd=tmp_path, EPOCHS=6, FILE="straight.pt")
+def test_own_checkpoint(run: Callable[..., str]) -> None:
+    """Interrupted before and after the switch at epoch 3."""
+    uninterrupted = run("own_checkpoint.py", EPOCHS=6, FILE="uninterrupted.pt")
     for stop in (2, 4, 6):
-        stopped = run(sys.executable, script, cwd=tmp_path, EPOCHS=stop, FILE="stopped.pt")
-    assert stopped == straight
+        resumed = run("own_checkpoint.py", EPOCHS=stop, FILE="resumed.pt")
+    assert resumed == uninterrupted
 
 
-def test_fine_tuning(tmp_path: Path) -> None:
+def test_finetune(tmp_path: Path, run: Callable[..., str]) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")
-    output = run(sys.executable, EXAMPLES / "finetune.py", "pretrained", "tuned", cwd=tmp_path, STEPS=20)
-    assert "as it is" in output
+    output = run("finetune.py", "pretrained", "tuned", STEPS=20)
+    assert "full rank" in output
     assert "Switched to low rank at step 2" in output
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    names = transformers.GPT2LMHeadModel(config).state_dict().keys()
-    assert again.state_dict().keys() == names
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert tuned.state_dict().keys() == transformers.GPT2LMHeadModel(config).state_dict().keys()
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda p: p.name)

@@ -1,4 +1,4 @@
-"""Every architecture of the zoo through the whole life of a plan: made, applied, trained, merged, saved, exported."""
+"""Every architecture of the zoo: planned, factorized, trained, merged, saved and exported."""
 
 import copy
 import math
@@ -22,20 +22,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
 ]
 
-# Models of which no layer is factorized, and why: the start of the reason that every large layer has.
+# Models without factorized layers, and the start of the reason given for every large layer.
 DENSE = {"siamese": "tied weight"}
-# Models that cannot run in float64, and what in them cannot. The others are compared to 1e-8.
+# Models that do not support float64, and the operation that does not. The others are compared to 1e-8.
 SINGLE = {"char_rnn": "one_hot(...).float()", "hf_mixtral": "torch._grouped_mm"}
-# Models whose own code looks at a layer's weight in forward, which multiplies the factors out.
+# Models whose forward reads a layer's weight, which multiplies the factors.
 READS_WEIGHT = {
     "hf_t5": "wo.weight.dtype",
     "hf_vit": "projection.weight.dtype",
 }
+# Export takes seconds: by default one model for each type of low-rank layer.
+EXPORTED = {
+    "resnet_basic", "unet", "vit_encoder", "lstm_tied", "gru_seq2seq", "char_rnn", "hf_gpt2", "hf_mixtral", "vit_lora",
+}  # fmt: skip
 
 
 @dataclass
 class Subject:
-    """One case and what the tests share of it. Tests work on copies: nothing here changes once made."""
+    """One case and the objects that its tests share. Tests work on copies."""
 
     name: str
     case: Case
@@ -69,7 +73,7 @@ class Subject:
         return model, optimizer, pf.factorize_(model, self.plan, optimizer)
 
     @property
-    def done(self) -> pf.Plan:
+    def applied_plan(self) -> pf.Plan:
         return self._factorized[2]
 
     def low_rank(self) -> tuple[nn.Module, torch.optim.SGD]:
@@ -100,7 +104,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def types(model: nn.Module) -> list[tuple[str, str]]:
-    """The modules and their types, by name: a parametrized module has a type of its own."""
+    """Names of modules and of their types; by name, because a parametrized module has its own type."""
     return [(name, type(m).__qualname__) for name, m in model.named_modules()]
 
 
@@ -110,7 +114,7 @@ def weight_name(parameter: str) -> str:
 
 
 def entry_name(e: pf.planning.plan.Entry, names: set[str]) -> str:
-    """The parameter that an entry speaks of."""
+    """Name of the parameter of a plan entry."""
     if e.matrix is not None:
         return f"{e.layer}.{e.matrix.weight}" if e.layer else e.matrix.weight
     return e.name if e.name in names else f"{e.name}.weight"
@@ -121,7 +125,7 @@ def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
     text = str(plan)
     assert all(e.name in text for e in plan)
     assert pf.Plan.from_json(plan.to_json()) == plan
-    assert all((e.rank is None) == bool(e.reason) for e in plan), "neither a rank nor a reason, or both"
+    assert all((e.rank is None) == bool(e.reason) for e in plan), "exactly one of rank and reason must be set"
 
     # Every parameter of two or more dimensions is in the plan, with all of its weights, once.
     every = {weight_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -135,7 +139,7 @@ def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
     for e in plan:
         name = entry_name(e, set(shapes))
         counted[name] = counted.get(name, 0) + e.before
-    # A module that is there under several names is in the plan once.
+    # A module with several names is in the plan once.
     first = {weight_name(name) for name, _ in model.named_parameters()}
     assert counted.keys() <= shapes.keys()
     assert {name for name in shapes if name in first} <= counted.keys()
@@ -155,18 +159,18 @@ def test_something_is_factorized(subject: Subject) -> None:
 
 
 def test_macs(subject: Subject) -> None:
-    """What the plan promises is what the low-rank model then takes."""
-    promised = subject.plan.after
-    taken = pf.plan(subject.low_rank()[0], example=subject.example).before
-    assert promised.forward_macs
-    assert taken.forward_macs
+    """The plan predicts the MACs of the low-rank model."""
+    predicted = subject.plan.after
+    actual = pf.plan(subject.low_rank()[0], example=subject.example).before
+    assert predicted.forward_macs
+    assert actual.forward_macs
     if subject.name in READS_WEIGHT:
-        assert 0 < promised.forward_macs < taken.forward_macs
+        assert 0 < predicted.forward_macs < actual.forward_macs
     else:
-        assert promised.forward_macs == taken.forward_macs
-        # In a packed batch some initial states, without gradient, stand beside others that have one.
+        assert predicted.forward_macs == actual.forward_macs
+        # In a packed batch, some initial states have no gradient.
         tolerance = 0.02 if subject.name == "bilstm_tagger" else 0.0
-        assert promised.backward_macs == pytest.approx(taken.backward_macs, rel=tolerance)
+        assert predicted.backward_macs == pytest.approx(actual.backward_macs, rel=tolerance)
 
 
 def test_factorized(subject: Subject) -> None:
@@ -176,7 +180,7 @@ def test_factorized(subject: Subject) -> None:
     assert {name: m.ranks for name, m in layers.items() if name in ranks} == ranks
     assert sum(p.numel() for p in model.parameters()) == subject.plan.after.parameters
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == subject.plan.after.trainable
-    assert all(0 <= e.error <= 1 for e in subject.done if e.rank and e.error is not None)
+    assert all(0 <= e.error <= 1 for e in subject.applied_plan if e.rank and e.error is not None)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
     for mode in (True, False):
@@ -186,14 +190,16 @@ def test_factorized(subject: Subject) -> None:
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_equals_its_product(subject: Subject, mode: str) -> None:
-    """The low-rank model computes what the dense model with the multiplied-out weights does."""
+    """The low-rank model computes the same as the dense model with the products of the factors."""
     model, _ = subject.low_rank()
     dtype = torch.float32 if subject.name in SINGLE else torch.float64
     model = model.to(dtype).train(mode == "train")
     dense = copy.deepcopy(model)
     pf.merge_(dense)
     assert not any(isinstance(m, pf.layers.LowRank) for m in dense.modules())
-    with torch.set_grad_enabled(mode == "train"):  # without, nn.TransformerEncoder takes its fused path
+    with torch.set_grad_enabled(
+        mode == "train"
+    ):  # without gradients nn.TransformerEncoder uses its fused path
         got, want = (all_tensors(subject.run(m, dtype)) for m in (model, dense))
     tolerance = 1e-4 if subject.name in SINGLE else 1e-8
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
@@ -252,6 +258,11 @@ def test_saves_and_loads(subject: Subject, tmp_path: Path) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(name, marks=() if name in EXPORTED else pytest.mark.slow) for name in ZOO],
+    indirect=True,
+)
 def test_exports(subject: Subject) -> None:
     model = subject.low_rank()[0].eval()
     args, kwargs = subject.inputs

@@ -1,4 +1,4 @@
-"""`python -m pufferfish`: the command, for torchrun."""
+"""`python -m pufferfish`: the `pufferfish` command, for use with torchrun."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Kills, full disks and SIGTERM: no accident costs more than the last few steps."""
+"""Kills, full disks and SIGTERM: at most the steps since the last checkpoint are lost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runs import Loader, names
 from torch import nn
 
 from pufferfish.checkpoint import Checkpoint
-from pufferfish.checkpoint.control import Sigterm
+from pufferfish.checkpoint.sigterm import Sigterm
 
 
 def killed_at(event: int, work: Callable[[], Any]) -> bool:
-    """Run `work` in a copy of this process that is SIGKILLed at its n-th file operation. Whether it was."""
+    """Run `work` in a fork of this process that is killed at its n-th file operation; return whether it was."""
     child = os.fork()
     if child == 0:
         count = 0
@@ -46,7 +46,7 @@ def killed_at(event: int, work: Callable[[], Any]) -> bool:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 @pytest.mark.filterwarnings("ignore:This process")  # fork with threads, from Python 3.12 on
-def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     checkpoint = Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()), keep=1)
     nn.init.constant_(model.weight, 1.0)
@@ -126,7 +126,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         assert checkpoint.resume() is not None
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     checkpoint = Checkpoint(tmp_path / "file" / "a", nn.Linear(2, 2))
     with checkpoint, pytest.raises(OSError, match="Not a directory"):
@@ -142,7 +142,9 @@ def test_a_value_that_cannot_be_saved(tmp_path: Path) -> None:
             checkpoint.save(step=2)
         loader.count = 1
         for position in ({"at": tmp_path}, {"step": 3.0}, {"step": -1}, {"loss": torch.ones(1)}):
-            with pytest.raises(TypeError, match=f"{next(iter(position))}=.*: a position is numbers and text"):
+            with pytest.raises(
+                TypeError, match=f"{next(iter(position))}=.*: a position consists of numbers and strings"
+            ):
                 checkpoint.save(**position)
         assert names(tmp_path) == ["000001-step-1"]
 
@@ -163,17 +165,17 @@ def test_sigterm_saves_and_stops(tmp_path: Path) -> None:
                     break
             assert step == 3
             assert names(tmp_path) == ["000001-step-3"]
-            assert heard == [signal.SIGTERM]  # whoever listened before still hears it
+            assert heard == [signal.SIGTERM]  # the previous handler is called too
         assert signal.getsignal(signal.SIGTERM) is mine
         with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
             assert not checkpoint.step(step=4)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # somebody else's by now
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # a handler installed later stays
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_forgotten_checkpoint_gives_sigterm_back(tmp_path: Path) -> None:
+def test_a_deleted_checkpoint_restores_the_sigterm_handler(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = Checkpoint(tmp_path, nn.Linear(2, 2))
     assert signal.getsignal(signal.SIGTERM) != before
@@ -182,7 +184,7 @@ def test_a_forgotten_checkpoint_gives_sigterm_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # fork with threads, from Python 3.12 on
-def test_a_forked_child_still_dies_of_sigterm(tmp_path: Path) -> None:
+def test_sigterm_still_ends_a_forked_child(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
         child = os.fork()
         if child == 0:
@@ -192,7 +194,7 @@ def test_a_forked_child_still_dies_of_sigterm(tmp_path: Path) -> None:
         assert not checkpoint.step()
 
 
-def test_only_the_main_thread_listens() -> None:
+def test_only_the_main_thread_handles_sigterm() -> None:
     before = signal.getsignal(signal.SIGTERM)
     made: list[Sigterm] = []
     thread = threading.Thread(target=lambda: made.append(Sigterm()))
@@ -203,13 +205,13 @@ def test_only_the_main_thread_listens() -> None:
     assert not made[0].seen
 
 
-def test_made_too_early(tmp_path: Path) -> None:
+def test_created_before_the_process_group(tmp_path: Path) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
-            with pytest.raises(RuntimeError, match="made before init_process_group"):
+            with pytest.raises(RuntimeError, match="created before init_process_group"):
                 checkpoint.save()
         finally:
             torch.distributed.destroy_process_group()

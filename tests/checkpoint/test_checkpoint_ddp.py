@@ -1,4 +1,4 @@
-"""Checkpoints of several workers, in real processes on gloo: DDP, FSDP2, other world sizes, trouble on one rank."""
+"""Checkpoints of several workers, in real processes on gloo: DDP, FSDP2, other world sizes, errors on one worker."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
     optimizer.zero_grad()
 
 
-def whole(x: Any) -> Any:
+def full(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor there is, whole, and what the generator would draw."""
-    found = {f"model {name}": whole(x).clone() for name, x in model.state_dict().items()}
+    """Return every tensor, unsharded, and the next random numbers."""
+    tensors = {f"model {name}": full(x).clone() for name, x in model.state_dict().items()}
     for name, p in model.named_parameters():
         for key, x in optimizer.state.get(p, {}).items():
             if isinstance(x, Tensor):
-                found[f"optimizer {name} {key}"] = whole(x).clone()
-    return found | {"drawn": torch.rand(4)}
+                tensors[f"optimizer {name} {key}"] = full(x).clone()
+    return tensors | {"drawn": torch.rand(4)}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor], but: tuple[str, ...] = ()) -> None:
@@ -73,12 +73,12 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor], but: tuple[str, ...] = ()) 
 
 
 def raises_everywhere(kind: type[Exception], text: str, work: Callable[[], Any]) -> None:
-    """All ranks raise, and say the same."""
+    """Check that all workers raise, with the same message."""
     with pytest.raises(kind, match=text) as caught:
         work()
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, str(caught.value))
-    assert said == [said[0]] * len(said)
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    assert messages == [messages[0]] * len(messages)
 
 
 # DDP
@@ -86,7 +86,7 @@ def raises_everywhere(kind: type[Exception], text: str, work: Callable[[], Any])
 
 class Run:
     def __init__(self, make: Callable[..., Any], folder: Path, seed: int, **options: Any) -> None:
-        torch.manual_seed(seed + dist.get_rank())  # DDP sends rank 0's weights; dropout differs by rank
+        torch.manual_seed(seed + dist.get_rank())  # DDP broadcasts the weights of rank 0; dropout differs
         self.model = DDP(build(), **options)
         self.optimizer = make(self.model)
         self.switch = pf.Switch(rank=0.25, when=pf.AtStep(SWITCH))
@@ -102,20 +102,28 @@ class Run:
         return bits(self.model.module, self.optimizer)
 
 
-def resuming_is_not_stopping(folder: Path, make: Callable[..., Any], **options: Any) -> None:
-    straight = Run(make, folder, 0, **options).go(0, TOTAL).bits()
-    assert any(".down." in name for name in straight)
+def ddp_resumes_exactly(folder: Path, make: Callable[..., Any], **options: Any) -> None:
+    uninterrupted = Run(make, folder, 0, **options).go(0, TOTAL).bits()
+    assert any(".down." in name for name in uninterrupted)
     for stop in (2, SWITCH, SWITCH + 1):
         Run(make, folder, 0, **options).go(0, stop).checkpoint.save(step=stop)
         run = Run(make, folder, 50, **options)
         at = run.checkpoint.resume()
         assert at is not None
         assert (at.position, at.reset) == ({"step": stop}, [])
-        same(run.go(stop, TOTAL).bits(), straight)
+        same(run.go(stop, TOTAL).bits(), uninterrupted)
+
+
+def ddp_resumes_exactly_with_momentum(rank: int, size: int, folder: Path) -> None:
+    ddp_resumes_exactly(folder, momentum)
+
+
+def ddp_resumes_exactly_with_adamw(rank: int, size: int, folder: Path) -> None:
+    ddp_resumes_exactly(folder, adamw, find_unused_parameters=True)
 
 
 class Data:
-    """Each rank's own."""
+    """State that differs between workers."""
 
     def __init__(self) -> None:
         self.value: Any = dist.get_rank()
@@ -127,8 +135,7 @@ class Data:
         self.value = state["value"]
 
 
-def trouble_on_one_rank_is_everyones(folder: Path) -> None:
-    rank = dist.get_rank()
+def an_error_on_one_worker_is_raised_on_all(rank: int, size: int, folder: Path) -> None:
     data, model = Data(), DDP(build())
     checkpoint = Checkpoint(folder, model, adamw(model), data=data)
     checkpoint.save(step=1)
@@ -137,7 +144,7 @@ def trouble_on_one_rank_is_everyones(folder: Path) -> None:
         TypeError, "rank 1: rank-00001: parts/data/value is a set", lambda: checkpoint.save(step=2)
     )
     data.value = 7
-    raises_everywhere(ValueError, r"ranks \[1\] state another position", lambda: checkpoint.save(step=rank))
+    raises_everywhere(ValueError, r"workers \[1\] pass another position", lambda: checkpoint.save(step=rank))
     assert [path.name for path in folder.iterdir()] == ["000001-step-1"]
     assert checkpoint.resume() is not None
     assert data.value == rank
@@ -152,34 +159,34 @@ def trouble_on_one_rank_is_everyones(folder: Path) -> None:
         at = checkpoint.resume(damaged="previous")
     assert at is not None
     assert at.position == {"step": 1}
-    # What does not fit on one rank only is not loaded on any.
+    # A checkpoint that does not fit on one worker is not loaded on any.
     other = DDP(build())
     if rank == 1:
         other.module.append(nn.Linear(3, 3))
     before = other.module[0].weight.detach().clone()
     raises_everywhere(
         ValueError,
-        r"rank 1: .*it lacks 6.weight",
+        r"rank 1: .*6.weight is in the model, but was not saved",
         lambda: Checkpoint(folder, other, adamw(other)).resume("previous"),
     )
     assert torch.equal(before, other.module[0].weight)
 
 
-def sigterm_on_one_rank_stops_all_at_the_same_step(folder: Path) -> None:
+def sigterm_on_one_worker_stops_all_at_the_same_step(rank: int, size: int, folder: Path) -> None:
     model = DDP(build())
     optimizer = momentum(model)
     with Checkpoint(folder, model, optimizer, every=4) as checkpoint:
         for step in range(9):
             update(model, optimizer, step)
-            if step == 5 and dist.get_rank() == 1:
+            if step == 5 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             if checkpoint.step(step=step + 1):
                 break
-        assert step == 6  # asked behind step 5, heard behind the next
+        assert step == 6  # the flag of step 5 is reduced during the next step
     assert sorted(path.name for path in folder.iterdir()) == ["000001-step-4", "000002-step-7"]
 
 
-def buffers_of_every_rank_come_back(folder: Path) -> None:
+def buffers_of_every_worker_are_restored(rank: int, size: int, folder: Path) -> None:
     model = DDP(build(), broadcast_buffers=False)
     optimizer = momentum(model)
     update(model, optimizer, 0)
@@ -195,13 +202,13 @@ def buffers_of_every_rank_come_back(folder: Path) -> None:
     assert torch.equal(mean, saved)
 
 
-def a_folder_that_one_rank_does_not_see(folder: Path) -> None:
-    """Rank 1 gets a file system of its own over the folder. It keeps it: call this last."""
+def a_folder_that_one_worker_does_not_see(rank: int, size: int, folder: Path) -> None:
+    """Rank 1 mounts a file system of its own over the folder."""
     model = DDP(build())
     checkpoint = Checkpoint(folder, model)
     checkpoint.save(step=1)
     mounted = torch.ones(1)
-    if dist.get_rank() == 1:
+    if rank == 1:
         private = ["mount", "--make-rprivate", "/"]
         cover = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
         mounted[0] = ctypes.CDLL(None).unshare(0x00020000) == 0 and not any(
@@ -210,87 +217,100 @@ def a_folder_that_one_rank_does_not_see(folder: Path) -> None:
     dist.all_reduce(mounted, dist.ReduceOp.MIN)
     if mounted.item():
         raises_everywhere(
-            OSError, "rank 1: .*is not seen here; all ranks must share it", lambda: checkpoint.save(step=2)
+            OSError,
+            "rank 1: .*does not see files of worker 0; all workers must share it",
+            lambda: checkpoint.save(step=2),
         )
-        raises_everywhere(ValueError, "rank 1: .*there is no manifest", checkpoint.resume)
+        raises_everywhere(ValueError, "rank 1: .*manifest.json is missing", checkpoint.resume)
 
 
 # FSDP2
 
 
 def sharded(model: nn.Sequential, **options: Any) -> nn.Module:
-    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))  # also where there is a GPU
+    options.setdefault(
+        "mesh", init_device_mesh("cpu", (dist.get_world_size(),))
+    )  # on the CPU even if there is a GPU
     for i in (0, 4):
         fully_shard(model[i], **options)
     return fully_shard(model, **options)
 
 
 def plain_norms(model: nn.Sequential) -> nn.Sequential:
-    model[1] = nn.LayerNorm(32)  # batch statistics of a shard are a rank's own
+    model[1] = nn.LayerNorm(32)  # batch statistics would differ between workers
     return model
 
 
-def shards_resume_exactly(folder: Path, **options: Any) -> None:
-    """Dense and low-rank; with the shards of another rank's reach mixed up if they were read wrongly."""
-    for low_rank in (False, True):
-
-        def start(seed: int, low_rank: bool = low_rank) -> tuple[nn.Module, torch.optim.Optimizer]:
-            torch.manual_seed(seed)
-            model = plain_norms(build())
-            if low_rank:
-                plan = Checkpoint.plan_in(folder / "low rank") or pf.plan(model, 0.25)
-                if seed:
-                    pf.reshape_(model, plan)
-                    for p in model.parameters():
-                        nn.init.normal_(p)
-                else:
-                    pf.factorize_(model, plan)
-            model = sharded(model, **options)
-            torch.manual_seed(seed + dist.get_rank())
-            return model, adamw(model)
-
-        where = folder / ("low rank" if low_rank else "dense")
-        model, optimizer = start(0)
+def shards_resume_exactly(folder: Path, low_rank: bool, **options: Any) -> None:
+    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = plain_norms(build())
         if low_rank:
-            switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
-            switch.report = pf.switching.switch_report.Report(
-                pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)),
-                pf.switching.moments.Position(step=0),
-                None,
-            )
-        else:
-            switch = pf.Switch(rank=0.25, when=pf.AtStep(99))
-        for step in range(5):
-            if step == 3:
-                Checkpoint(where, model, optimizer, switch=switch).save(step=3)
-            update(model, optimizer, step)
-        straight = bits(model, optimizer)
-        Checkpoint(folder / "no switch", model, optimizer).save()
-        if low_rank:
-            with pytest.raises(ValueError, match="saved without switch= does not tell its plan"):
-                Checkpoint.plan_in(folder / "no switch")
-        else:
-            assert Checkpoint.plan_in(folder / "no switch") is None
-        model, optimizer = start(50)
+            plan = Checkpoint.plan_in(folder / "run") or pf.plan(model, 0.25)
+            if seed:
+                pf.reshape_(model, plan)
+                for p in model.parameters():
+                    nn.init.normal_(p)
+            else:
+                pf.factorize_(model, plan)
+        model = sharded(model, **options)
+        torch.manual_seed(seed + dist.get_rank())
+        return model, adamw(model)
+
+    model, optimizer = start(0)
+    if low_rank:
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
+        switch.report = pf.switching.switch_report.Report(
+            pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)),
+            pf.switching.moments.Position(step=0),
+            None,
+        )
+    else:
         switch = pf.Switch(rank=0.25, when=pf.AtStep(99))
-        at = Checkpoint(where, model, optimizer, switch=switch).resume()
-        assert at is not None
-        assert at.reset == []
-        for step in range(3, 5):
-            update(model, optimizer, step)
-        same(bits(model, optimizer), straight)
+    for step in range(5):
+        if step == 3:
+            Checkpoint(folder / "run", model, optimizer, switch=switch).save(step=3)
+        update(model, optimizer, step)
+    uninterrupted = bits(model, optimizer)
+    Checkpoint(folder / "no switch", model, optimizer).save()
+    if low_rank:
+        with pytest.raises(ValueError, match="saved from a sharded model without switch="):
+            Checkpoint.plan_in(folder / "no switch")
+    else:
+        assert Checkpoint.plan_in(folder / "no switch") is None
+    model, optimizer = start(50)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(99))
+    at = Checkpoint(folder / "run", model, optimizer, switch=switch).resume()
+    assert at is not None
+    assert at.reset == []
+    for step in range(3, 5):
+        update(model, optimizer, step)
+    same(bits(model, optimizer), uninterrupted)
+
+
+def dense_shards_resume_exactly(rank: int, size: int, folder: Path) -> None:
+    shards_resume_exactly(folder, low_rank=False)
+
+
+def low_rank_shards_resume_exactly(rank: int, size: int, folder: Path) -> None:
+    shards_resume_exactly(folder, low_rank=True)
+
+
+def replicated_shards_resume_exactly(rank: int, size: int, folder: Path) -> None:
+    for low_rank in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+        shards_resume_exactly(folder / str(low_rank), low_rank, mesh=mesh)
 
 
 def reference(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    found = bits(model, optimizer)
+    tensors = bits(model, optimizer)
     if dist.get_rank() == 0:
-        save_file({name: x.contiguous() for name, x in found.items()}, folder / "reference.safetensors")
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "reference.safetensors")
     dist.barrier()
 
 
-def save_for_other_worlds(folder: Path) -> None:
-    """What the next world sizes read: the same numbers, in shards, in shards with replicas, and whole."""
-    size = dist.get_world_size()
+def save_for_other_world_sizes(rank: int, size: int, folder: Path) -> None:
+    """Save the same model sharded, sharded with replicas, and unsharded."""
     meshes: dict[str, Any] = {"shards": init_device_mesh("cpu", (size,))}
     if size % 2 == 0:
         meshes["replicas"] = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards"))
@@ -312,82 +332,86 @@ def save_for_other_worlds(folder: Path) -> None:
     plain = DDP(plain_norms(build()))
     optimizer = adamw(plain)
     update(plain, optimizer, 0)
-    Checkpoint(folder / f"whole of {size}", plain, optimizer, data=Data()).save(step=1)
-    reference(folder / f"whole of {size}", plain.module, optimizer)
+    Checkpoint(folder / f"unsharded of {size}", plain, optimizer, data=Data()).save(step=1)
+    reference(folder / f"unsharded of {size}", plain.module, optimizer)
 
 
-def read_from_other_worlds(folder: Path) -> None:
-    """Every layout that was saved, into every layout there is now."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+def read_from_other_world_sizes(rank: int, size: int, folder: Path) -> None:
+    """Load every saved layout into every layout of this world size."""
     meshes: list[Any] = [None, init_device_mesh("cpu", (size,))]
     if size % 2 == 0:
         meshes.append(init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards")))
     for place in sorted(folder.iterdir()):
         saved_by = int(place.name[-1])
+        if saved_by == size:
+            continue
         for mesh in meshes:
             torch.manual_seed(1)
             model = plain_norms(build())
             model = DDP(model) if mesh is None else sharded(model, mesh=mesh)
-            optimizer, data = adamw(model), Data() if "whole" in place.name else None
-            if saved_by == size:
-                continue
-            about = pytest.warns(UserWarning, match="starts anew") if rank == 0 else contextlib.nullcontext()
-            with about:
+            optimizer, data = adamw(model), Data() if "unsharded" in place.name else None
+            warns = pytest.warns(UserWarning, match="not restored") if rank == 0 else contextlib.nullcontext()
+            with warns:
                 at = Checkpoint(place, model, optimizer, data=data).resume()
             assert at is not None
-            gone = ["data", "random numbers"] if data else ["random numbers"]
-            assert at.reset == [f"{x} (saved by {saved_by} ranks, now {size})" for x in gone]
+            lost = ["data", "random numbers"] if data else ["random numbers"]
+            assert at.reset == [f"{x} (saved by {saved_by} workers, now {size})" for x in lost]
             inner = model.module if isinstance(model, DDP) else model
-            found = bits(inner, optimizer)
-            same(found, load_file(place / "reference.safetensors"), but=("drawn",))
+            tensors = bits(inner, optimizer)
+            same(tensors, load_file(place / "reference.safetensors"), but=("drawn",))
             drawn = [torch.empty(4) for _ in range(size)]
-            dist.all_gather(drawn, found["drawn"])
-            assert len({tuple(x.tolist()) for x in drawn}) == size  # each rank its own, and the same again:
+            dist.all_gather(drawn, tensors["drawn"])
+            assert (
+                len({tuple(x.tolist()) for x in drawn}) == size
+            )  # different on each worker, and reproducible:
             Checkpoint(place, model, optimizer).resume()
             assert torch.equal(torch.rand(4), drawn[rank])
             update(model, optimizer, 1)
-            assert all(p.isfinite().all() for p in (whole(p) for p in inner.parameters()))
+            assert all(p.isfinite().all() for p in (full(p) for p in inner.parameters()))
 
 
-def other_placements_are_refused(folder: Path) -> None:
+def other_placements_are_refused(rank: int, size: int, folder: Path) -> None:
     data, model = Data(), nn.Linear(4, 4)
-    data.value = distribute_tensor(
-        torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
-    )
+    data.value = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (size,)), [Shard(0)])
     checkpoint = Checkpoint(folder, model, data=data)
     raises_everywhere(
         TypeError, "rank-00000: parts/data/value is a DTensor; .*x.to_local", lambda: checkpoint.save()
     )
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = init_device_mesh("cpu", (2, size // 2))
     model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0), Shard(1)]))
     raises_everywhere(
         ValueError,
-        "model:weight: placed as .*; one Shard, and Replicate",
+        "model:weight: placements .* cannot be saved; use at most one Shard",
         lambda: Checkpoint(folder, model).save(),
     )
 
 
-def cases(rank: int, size: int, folder: Path) -> None:
-    if size != 4:
-        read_from_other_worlds(folder / "worlds")
-    if size != 3:
-        save_for_other_worlds(folder / "worlds")
-    if size == 4:
-        shards_resume_exactly(
-            folder / "hsdp", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-        )
-        other_placements_are_refused(folder / "other")
-    if size == 2:
-        resuming_is_not_stopping(folder / "momentum", momentum)
-        resuming_is_not_stopping(folder / "adamw", adamw, find_unused_parameters=True)
-        shards_resume_exactly(folder / "fsdp")
-        trouble_on_one_rank_is_everyones(folder / "trouble")
-        sigterm_on_one_rank_stops_all_at_the_same_step(folder / "sigterm")
-        buffers_of_every_rank_come_back(folder / "buffers")
-        a_folder_that_one_rank_does_not_see(folder / "unseen")
+TWO_WORKERS = [
+    ddp_resumes_exactly_with_momentum,
+    ddp_resumes_exactly_with_adamw,
+    an_error_on_one_worker_is_raised_on_all,
+    sigterm_on_one_worker_stops_all_at_the_same_step,
+    buffers_of_every_worker_are_restored,
+    a_folder_that_one_worker_does_not_see,
+    dense_shards_resume_exactly,
+    low_rank_shards_resume_exactly,
+    other_placements_are_refused,
+]
 
 
 @pytest.mark.timeout(240)  # the hang guard
-def test_in_real_processes(tmp_path: Path) -> None:
-    for size in (4, 2, 3):  # each reads what those before it saved
-        in_processes(cases, size, tmp_path)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [*((case, 2) for case in TWO_WORKERS), (replicated_shards_resume_exactly, 4)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_in_real_processes(case: Callable[..., None], size: int, tmp_path: Path) -> None:
+    in_processes(case, size, tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_other_world_sizes(tmp_path: Path) -> None:
+    in_processes(save_for_other_world_sizes, 4, tmp_path)
+    in_processes(read_from_other_world_sizes, 2, tmp_path)
+    in_processes(save_for_other_world_sizes, 2, tmp_path)
+    in_processes(read_from_other_world_sizes, 3, tmp_path)

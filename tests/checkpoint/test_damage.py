@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what becomes of damaged ones."""
+"""Which checkpoints are kept, and how damaged ones are handled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from runs import names
 from torch import nn
 
-from pufferfish.checkpoint import Checkpoint
-from pufferfish.checkpoint import checkpoint_folder as folders
+from pufferfish.checkpoint import Checkpoint, manifest
 
 
 def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
@@ -41,15 +40,15 @@ def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
 
 def test_settings_are_checked(tmp_path: Path) -> None:
     for settings in ({"every": 0}, {"keep": 0}):
-        with pytest.raises(ValueError, match="it counts from 1"):
+        with pytest.raises(ValueError, match="must be at least 1"):
             Checkpoint(tmp_path, nn.Linear(1, 1), **settings)
-    with pytest.raises(TypeError, match="data: a list has no state_dict"):
+    with pytest.raises(TypeError, match="data is a list without state_dict"):
         Checkpoint(tmp_path, nn.Linear(1, 1), data=[1])
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match=r"must be .raise. or .previous."):
         Checkpoint(tmp_path, nn.Linear(1, 1)).resume(damaged="whatever")  # type: ignore[arg-type]
 
 
-def test_what_dead_writers_left_is_removed(tmp_path: Path) -> None:
+def test_folders_of_dead_writers_are_removed(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     host = socket.gethostname()
@@ -87,14 +86,14 @@ def edit(file: Path) -> None:
         ("optimizer.safetensors", cut, "optimizer.safetensors: damaged, .* bytes instead of"),
         ("training.json", Path.unlink, "training.json: damaged, the file is missing"),
         ("rank-00000.json", flip, "rank-00000.json: damaged, its SHA-256"),
-        ("manifest.json", Path.unlink, "damaged, there is no manifest.json"),
-        ("manifest.json", cut, None),  # only its last line end: still whole
+        ("manifest.json", Path.unlink, "damaged, manifest.json is missing"),
+        ("manifest.json", cut, None),  # only the newline at its end: still intact
         ("manifest.json", edit, "manifest.json: damaged, or not written"),
         ("manifest.json", lambda f: f.write_text("[]"), "manifest.json: damaged, or not written"),
         ("manifest.json", lambda f: f.write_bytes(b"\xff\xfe"), "manifest.json: damaged, or not written"),
     ],
 )
-def test_a_damaged_one_is_named(file: str, harm: Any, message: str | None, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named(file: str, harm: Any, message: str | None, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters())) as checkpoint:
         checkpoint.save(step=1)
@@ -106,10 +105,12 @@ def test_a_damaged_one_is_named(file: str, harm: Any, message: str | None, tmp_p
         if message is None:
             assert checkpoint.resume() is not None
             return
-        with pytest.raises(ValueError, match=rf'000002-step-2.*{message}.*; damaged="previous" goes on'):
+        with pytest.raises(
+            ValueError, match=rf'000002-step-2.*{message}.*; pass damaged="previous" to resume'
+        ):
             checkpoint.resume()
         assert model.weight.eq(1).all()
-        with pytest.warns(UserWarning, match=rf"000002-step-2.*{message}.* going on from the one before"):
+        with pytest.warns(UserWarning, match=rf"000002-step-2.*{message}.* resuming from the one before"):
             at = checkpoint.resume(damaged="previous")
         assert at is not None
         assert at.position == {"step": 1}
@@ -124,16 +125,16 @@ def test_all_damaged(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
         flip(checkpoint.save() / "model.safetensors")
         with (
-            pytest.warns(UserWarning, match="going on"),
-            pytest.raises(ValueError, match="none of its 1 checkpoints is whole"),
+            pytest.warns(UserWarning, match="resuming from"),
+            pytest.raises(ValueError, match="all 1 checkpoints are damaged"),
         ):
             checkpoint.resume(damaged="previous")
 
 
-def test_a_later_format_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
-        monkeypatch.setattr(folders, "_VERSION", 2)
+        monkeypatch.setattr(manifest, "_VERSION", 2)
         checkpoint.save()
         monkeypatch.undo()
-        with pytest.raises(ValueError, match="format 2, this pufferfish reads 1"):
+        with pytest.raises(ValueError, match="format 2, this version of pufferfish reads 1"):
             checkpoint.resume()

@@ -1,4 +1,4 @@
-"""The rest of an epoch, compared with the whole one."""
+"""`skip_batches` against a whole epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pufferfish.checkpoint.skip_batches import skip_batches
 
 
 class Squares(Dataset[int]):
-    """Notes what is loaded."""
+    """Records the indices it loads."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -55,7 +55,7 @@ LOADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_rest_is_the_end_of_the_whole(name: str) -> None:
+def test_skips_the_first_batches(name: str) -> None:
     whole = [x.tolist() if isinstance(x, torch.Tensor) else x for x in LOADERS[name](Squares())]
     for n in (0, 2, len(whole)):
         data = Squares()
@@ -77,7 +77,7 @@ def test_a_stream_is_read_through() -> None:
 
 
 @pytest.mark.parametrize("name", ["in order", "distributed", "stream"])
-def test_global_random_numbers_go_on_as_without_a_stop(name: str) -> None:
+def test_global_generators_continue_as_if_uninterrupted(name: str) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Stream(), batch_size=4) if name == "stream" else LOADERS[name](Squares())
 
@@ -99,9 +99,11 @@ def test_global_random_numbers_go_on_as_without_a_stop(name: str) -> None:
     assert begun + draws(skip_batches(make(), 3)) == straight
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_n_is_refused() -> None:
     loader = DataLoader(Squares(), batch_size=4)
-    with pytest.raises(ValueError, match="-1 batches cannot be skipped"):
+    with pytest.raises(ValueError, match="n=-1 must not be negative"):
         skip_batches(loader, -1)
-    with pytest.raises(ValueError, match="7 of 6 batches; count from the start of the epoch"):
+    with pytest.raises(
+        ValueError, match="n=7, but an epoch has 6 batches; count from the start of the epoch"
+    ):
         skip_batches(loader, 7)

@@ -1,4 +1,4 @@
-"""State packed to JSON and tensors comes back as it was."""
+"""State packed into JSON and tensors is unpacked unchanged."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ nested = st.recursive(
 
 
 @given(nested)
-def test_everything_comes_back(state: Any) -> None:
+def test_packing_round_trip(state: Any) -> None:
     tree, tensors = pack(state)
     assert same(unpack(json.loads(json.dumps(tree, allow_nan=False)), tensors), state)
 
@@ -133,7 +133,7 @@ def test_paths_that_read_alike_do_not_collide() -> None:
     assert same(unpack(tree, tensors), state)
 
 
-def test_numbers_that_are_more_than_numbers_become_plain() -> None:
+def test_numpy_scalars_become_python_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     back = unpack(pack([numpy.float64(0.1)])[0], {})
     assert same(back, [0.1])
@@ -158,10 +158,10 @@ def test_the_state_dict_of_every_scheduler_packs() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": [1, {"b": {1, 2}}]}, r"data: a/1/b is a set; only numbers"),
+        ({"a": [1, {"b": {1, 2}}]}, r"data: a/1/b is a set, which cannot be saved; use numbers"),
         ({"f": print}, r"data: f is a builtin_function_or_method"),
         ({"x": b"bytes"}, "data: x is a bytes"),
-        (object(), "data: it is a object"),
+        (object(), "data: the value is a object"),
         ({"z": 1j}, "data: z is a complex"),
         ({frozenset(): 1}, r"data: frozenset\(\) \(a key\) is a frozenset"),
         ({"m": torch.empty(2, device="meta")}, "data: m is a tensor on the meta device"),
@@ -169,6 +169,6 @@ def test_the_state_dict_of_every_scheduler_packs() -> None:
         ({"p": torch.nn.parameter.UninitializedParameter()}, "data: p is a torch.nn.parameter"),
     ],
 )
-def test_anything_else_is_named(state: Any, message: str) -> None:
+def test_other_types_are_refused(state: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pack(state, "data")

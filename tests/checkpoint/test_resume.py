@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never stopped; what does not fit is said and changes nothing."""
+"""A resumed run is bit-identical to an uninterrupted one; a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from pufferfish.checkpoint import Checkpoint
 
 
 @pytest.mark.parametrize("make", [momentum, adamw, fused, two_optimizers, mixed_precision])
-def test_resuming_is_not_stopping(make: Callable[..., Any], tmp_path: Path) -> None:
-    straight = Run(make, tmp_path / "never", 0).go(0, TOTAL).everything()
+def test_a_resumed_run_is_bit_identical(make: Callable[..., Any], tmp_path: Path) -> None:
+    straight = Run(make, tmp_path / "uninterrupted", 0).go(0, TOTAL).everything()
     assert any(".down." in name for name in straight[0])
     for stop in (2, SWITCH, SWITCH + 2, "switch"):  # before, just before, after, and right behind the switch
         folder = tmp_path / str(stop)
@@ -48,7 +48,7 @@ def test_resuming_is_not_stopping(make: Callable[..., Any], tmp_path: Path) -> N
 
 
 def test_a_model_that_is_low_rank_already_resumes(tmp_path: Path) -> None:
-    straight = Run(momentum, tmp_path / "never", 0).go(0, TOTAL).everything()
+    straight = Run(momentum, tmp_path / "uninterrupted", 0).go(0, TOTAL).everything()
     run = Run(momentum, tmp_path / "a", 0, every=6).go(0, TOTAL)
     saved = copy.deepcopy(run.model)
     at = run.checkpoint.resume()  # the same objects, one step further on: back
@@ -64,7 +64,7 @@ def test_a_model_that_is_low_rank_already_resumes(tmp_path: Path) -> None:
     equal(fresh.go(6, TOTAL).everything(), straight)
 
 
-def test_low_rank_by_hand_needs_no_switch(tmp_path: Path) -> None:
+def test_a_factorized_model_needs_no_switch(tmp_path: Path) -> None:
     model = build()
     pf.factorize_(model, pf.plan(model, 0.25))
     Checkpoint(tmp_path, model).save()
@@ -96,7 +96,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
         equal(dict(other.cpu().state_dict()), dict(model.state_dict()))  # DataParallel moves it where it can
 
 
-def test_averaged_models_come_along(tmp_path: Path) -> None:
+def test_averaged_models_are_saved(tmp_path: Path) -> None:
     def start() -> tuple[nn.Module, Any, Any, pf.Switch]:
         model = build()
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
@@ -114,7 +114,7 @@ def test_averaged_models_come_along(tmp_path: Path) -> None:
         Checkpoint(tmp_path, again[0], again[1], switch=again[3], also=[again[2]]).resume()
         equal(dict(again[2].state_dict()), dict(average.state_dict()))
         assert again[2].n_averaged == step + 1
-    with pytest.raises(ValueError, match="it has 1 averaged models, here are 0; give also="):
+    with pytest.raises(ValueError, match="saved with 1 averaged models, now 0; pass also="):
         Checkpoint(tmp_path, again[0], again[1], switch=again[3]).resume()
 
 
@@ -140,7 +140,7 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     assert other.note == {"note": ("any", 1)}
 
 
-def test_optimizer_state_goes_by_name_and_keeps_its_dtype(tmp_path: Path) -> None:
+def test_optimizer_state_is_matched_by_name_and_keeps_its_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     optimizer = torch.optim.Adam(model.parameters())
@@ -161,7 +161,7 @@ def test_optimizer_state_goes_by_name_and_keeps_its_dtype(tmp_path: Path) -> Non
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
-    """Steps stay where fused and capturable optimizers keep them, and dropout goes on drawing the same."""
+    """Optimizer steps stay on their device and dropout draws the same numbers."""
     makers: list[Callable[[Any], torch.optim.Optimizer]] = [
         lambda p: torch.optim.AdamW(p, fused=True),
         lambda p: torch.optim.AdamW(p, capturable=True, lr=torch.tensor(1e-3, device="cuda")),
@@ -208,19 +208,19 @@ def test_control_messages_beside_nccl(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_what_is_missing_on_either_side_is_said(tmp_path: Path) -> None:
+def test_parts_missing_on_either_side_are_reported(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     Checkpoint(tmp_path, model, optimizer, scheduler=scheduler).save(epoch=3, note="über", loss=math.inf)
-    with pytest.warns(UserWarning, match="starts anew"):
+    with pytest.warns(UserWarning, match="not restored: data"):
         at = Checkpoint(tmp_path, model, optimizer, data=Loader()).resume()
     assert at is not None
     assert at.position == {"epoch": 3, "note": "über", "loss": math.inf}
-    assert at.reset == ["data (none was saved)", "scheduler (none was given)"]
+    assert at.reset == ["data (not saved)", "scheduler (not passed)"]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         assert Checkpoint(folder, build()).resume() is None
 
@@ -234,19 +234,21 @@ def other_model(change: Callable[[nn.Sequential], Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        (lambda: other_model(lambda m: m.append(nn.Linear(4, 4))), None, "it lacks 8.weight"),
-        (lambda: other_model(lambda m: m.__delitem__(7)), None, "it has 7.weight"),
-        (lambda: other_model(lambda m: m.__setitem__(7, nn.Linear(64, 5))), None, "7.weight is 4×64 float32 there and 5×64 float32 in"),
-        (lambda: build().double(), None, "0.weight is 16×2×3×3 float32 there and 16×2×3×3 float64 in"),
+        (lambda: other_model(lambda m: m.append(nn.Linear(4, 4))), None, "8.weight is in the model, but was not saved"),
+        (lambda: other_model(lambda m: m.__delitem__(7)), None, "7.weight was saved, but is not in the model"),
+        (lambda: other_model(lambda m: m.__setitem__(7, nn.Linear(64, 5))), None, "7.weight was saved as 4×64 float32, but is 5×64 float32 in"),
+        (lambda: build().double(), None, "0.weight was saved as 16×2×3×3 float32, but is 16×2×3×3 float64 in"),
         (lambda: build().to("meta"), None, "0.weight is on the meta device"),
         (build, lambda m: torch.optim.Adam(m.parameters()), "the saved optimizer is SGD, this one is Adam"),
         (build, lambda m: torch.optim.SGD([{"params": [p]} for p in m.parameters()]), "SGD has 1 groups, this one has 8"),
-        (build, lambda m: torch.optim.SGD(m[0].parameters()), r"SGD, group 0: 1.bias is in the saved one only"),
-        (build, lambda m: [torch.optim.SGD(m.parameters())] * 2, "it has 1 optimizers, here are 2"),
-        (build, lambda m: torch.optim.SGD([torch.zeros(3, requires_grad=True)]), "SGD, group 0: it holds a 3 parameter that the model does"),
+        (build, lambda m: torch.optim.SGD(m[0].parameters()), r"SGD, group 0: 1.bias is only in the saved optimizer"),
+        (build, lambda m: [torch.optim.SGD(m.parameters())] * 2, "saved with 1 optimizers, now 2"),
+        (build, lambda m: torch.optim.SGD([torch.zeros(3, requires_grad=True)]), "SGD, group 0: it has a 3 parameter that is not in the model"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_changes_nothing(model: Any, optimizer: Any, message: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    model: Any, optimizer: Any, message: str, tmp_path: Path
+) -> None:
     saved = build()
     Checkpoint(tmp_path, saved, torch.optim.SGD(saved.parameters())).save()
     model = model()

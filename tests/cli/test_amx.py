@@ -1,4 +1,4 @@
-"""AMX is tried once where the CPU lists it, and avoided where it dies of an illegal instruction."""
+"""The AMX check runs once if the CPU lists AMX, and disables AMX if it raises SIGILL."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ DIES = (
 @pytest.fixture
 def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "")  # put back afterwards, whatever happens to it
+    monkeypatch.setenv(VARIABLE, "")  # so that monkeypatch restores it after the test
     monkeypatch.delenv(VARIABLE)
     file = tmp_path / "cpuinfo"
     file.write_text("model name\t: some CPU\nflags\t\t: fpu avx512f amx_bf16 amx_tile\n")
     return file
 
 
-def test_a_cpu_whose_amx_dies(cpuinfo: Path, tmp_path: Path) -> None:
-    """The probe runs once; every later process finds the answer in the cache."""
+def test_broken_amx(cpuinfo: Path, tmp_path: Path) -> None:
+    """The probe runs once; later processes read the cached result."""
     tries = tmp_path / "tries"
     for _ in range(2):
         line = avoid_broken_amx(cpuinfo, DIES.format(str(tries)))
         assert (
-            line == f"this CPU announces AMX but cannot execute it: running with {VARIABLE}=AVX512_CORE_FP16"
+            line == f"AMX is reported by this CPU but does not work; running with {VARIABLE}=AVX512_CORE_FP16"
         )
         assert os.environ.pop(VARIABLE) == "AVX512_CORE_FP16"
     assert tries.read_text() == "x"
 
 
-def test_a_cpu_whose_amx_works(cpuinfo: Path) -> None:
+def test_working_amx(cpuinfo: Path) -> None:
     assert avoid_broken_amx(cpuinfo, "pass") is None
     assert avoid_broken_amx(cpuinfo, "pass") is None  # from the cache
     assert VARIABLE not in os.environ
 
 
-def test_nothing_is_tried_without_need(
-    cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_check_without_need(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = tmp_path / "tries"
     assert avoid_broken_amx(tmp_path / "missing", DIES.format(str(tries))) is None
     plain = tmp_path / "plain"
@@ -55,8 +53,6 @@ def test_nothing_is_tried_without_need(
     assert not tries.exists()
 
 
-def test_a_cache_that_cannot_be_written(
-    cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert avoid_broken_amx(cpuinfo, DIES.format(str(tmp_path / "tries"))) is not None

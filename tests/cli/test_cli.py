@@ -1,4 +1,4 @@
-"""The command as a user types it: output, exit codes, and one clear line for bad input."""
+"""The command line: output, exit codes, and one-line errors for invalid input."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import nn
 
 import pufferfish as pf
 from paper import COUNTS
-from pufferfish.cli import main
+from pufferfish.cli import COMMANDS, main
 
 FACTORIES = """
 import torch
 from torch import nn
 
-def alone():
+def model_only():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 def with_batch():
-    return alone(), torch.randn(8, 64)
+    return model_only(), torch.randn(8, 64)
 
 def with_loss():
-    return alone(), (torch.randn(8, 64), torch.zeros(8, dtype=torch.long)), loss
+    return model_only(), (torch.randn(8, 64), torch.zeros(8, dtype=torch.long)), loss
 
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -33,19 +33,19 @@ def nonsense():
     return "a model"
 
 def does_not_fit():
-    return alone(), torch.randn(8, 63)
+    return model_only(), torch.randn(8, 63)
 
 def no_labels():
-    return alone(), torch.randn(8, 64), lambda model, batch: loss(model, batch.pair)
+    return model_only(), torch.randn(8, 64), lambda model, batch: loss(model, batch.pair)
 
 def three_arguments():
-    return alone(), torch.randn(8, 64), lambda model, batch, labels: model(batch).sum()
+    return model_only(), torch.randn(8, 64), lambda model, batch, labels: model(batch).sum()
 
 def not_a_number():
-    return alone(), torch.randn(8, 64), lambda model, batch: model(batch)
+    return model_only(), torch.randn(8, 64), lambda model, batch: model(batch)
 
 def no_gradient():
-    return alone(), torch.randn(8, 64), lambda model, batch: model(batch).sum().item()
+    return model_only(), torch.randn(8, 64), lambda model, batch: model(batch).sum().item()
 
 def unbuilt():
     return {}["width"]
@@ -86,43 +86,46 @@ def test_gpt_plan_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["blocks.0.up"].reason == "kept by pattern 'blocks.0.*'"
 
 
-def test_what_a_factory_leaves_out_is_named(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{factories}:alone"]) == 0
+def test_missing_batch_and_loss_are_reported(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{factories}:model_only"]) == 0
     out = capsys.readouterr().out
-    assert "No batch came with the model" in out
+    assert "returned no batch" in out
     assert "MACs forward" not in out
     assert main(["plan", f"{factories}:with_batch"]) == 0
     out = capsys.readouterr().out
-    assert "No loss_fn came with the model" in out
+    assert "returned no loss_fn" in out
     assert "MACs backward" in out
     assert main(["plan", f"{factories}:with_loss", "--measure"]) == 0
     out = capsys.readouterr().out
-    assert "came with the model" not in out
+    assert "returned no" not in out
     assert " ms " in out
 
 
-def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "pufferfish.lab.models.gpt:GPT", "--rank", "budget:params=6e6"]) == 0
     out = capsys.readouterr().out
     after = int(next(x for x in out.splitlines() if x.startswith("parameters")).split()[2].replace(",", ""))
     assert 5_940_000 <= after <= 6_000_000
-    assert "The ranks are those that the weights give now" in out
+    assert "The ranks are those of the initial weights" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "resnet19"], "neither a built-in model"),
+        (["plan", "resnet19"], "is not a built-in model"),
         (["plan", "missing.py:build"], "no such file"),
         (["plan", "{file}:missing"], "has no function 'missing'"),
-        (["plan", "{file}:nonsense"], "returned str, not a model"),
-        (["plan", "resnet18", "--out", "nowhere/x.json"], "--out nowhere/x.json: there is no folder nowhere"),
-        (["plan", "resnet18", "--out", "/proc/x.json"], "--out /proc/x.json: /proc is no folder"),
-        (["advise", "digits", "--out", "nowhere/x.json"], "there is no folder nowhere"),
-        (["bench", "digits", "--out", "/proc/x"], "--out /proc/x: /proc is no folder"),
-        (["bench", "digits", "--epochs", "0"], "bench: --epochs 0: take 1 or more"),
-        (["demo", "--out", "/proc/x"], "--out /proc/x: /proc is no folder"),
-        (["report", ".", "--out", "nowhere/x.html"], "there is no folder nowhere"),
+        (["plan", "{file}:nonsense"], "must return a model or (model, batch[, loss_fn]), got str"),
+        (
+            ["plan", "resnet18", "--out", "nowhere/x.json"],
+            "--out nowhere/x.json: the folder nowhere does not exist",
+        ),
+        (["plan", "resnet18", "--out", "/proc/x.json"], "--out /proc/x.json: /proc is not a writable folder"),
+        (["advise", "digits", "--out", "nowhere/x.json"], "the folder nowhere does not exist"),
+        (["bench", "digits", "--out", "/proc/x"], "--out /proc/x: /proc is not a writable folder"),
+        (["bench", "digits", "--epochs", "0"], "bench: --epochs 0: must be at least 1"),
+        (["demo", "--out", "/proc/x"], "--out /proc/x: /proc is not a writable folder"),
+        (["report", ".", "--out", "nowhere/x.html"], "the folder nowhere does not exist"),
         (["plan", "no.such.module:build"], "No module named"),
         (["plan", "{file}:unbuilt"], ":unbuilt: building the model raised KeyError: 'width'"),
         (["plan", "{file}:does_not_fit"], ":does_not_fit: the model on its batch raised RuntimeError: mat1"),
@@ -134,7 +137,7 @@ def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
         (["advise", "{file}:three_arguments", *ON], "loss_fn(model, batch) raised TypeError: "),
         (["advise", "{file}:not_a_number", *ON], "loss_fn(model, batch) returned a tensor of shape (8, 4)"),
         (["advise", "{file}:no_gradient", *ON], "loss_fn(model, batch) returned float"),
-        (["plan", "{file}:alone", "--measure"], "needs a batch"),
+        (["plan", "{file}:model_only", "--measure"], "needs a batch"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--rank", "budget:params=1"], "budget is too small"),
@@ -145,7 +148,7 @@ def test_a_module_factory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
         (["merge", "missing.pt", "--out", "x.pt"], "missing.pt"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_invalid_input_is_one_line_and_exit_code_2(
     arguments: list[str], message: str, factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([x.replace("{file}", factories) for x in arguments]) == 2
@@ -162,7 +165,7 @@ def test_plan_convert_merge_on_files(
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "model.pt")
     plan, low, back = (str(tmp_path / name) for name in ("plan.json", "low.pt", "back.pt"))
-    assert main(["plan", f"{factories}:alone", "--out", plan]) == 0
+    assert main(["plan", f"{factories}:model_only", "--out", plan]) == 0
     assert main(["convert", str(tmp_path / "model.pt"), "--plan", plan, "--out", low]) == 0
     assert "4,420 → 2,372 parameters, 1.86× smaller" in capsys.readouterr().out
     assert main(["merge", low, "--out", back]) == 0
@@ -176,9 +179,9 @@ def test_plan_convert_merge_on_files(
     assert json.loads(Path(f"{low}.plan.json").read_text())["pufferfish_plan"] == 1
 
 
-def test_methods_by_name_of_ones_own_and_nonsense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(
-        "from dataclasses import dataclass\nfrom pufferfish.compress import PowerSGD\n"
+        "from dataclasses import dataclass\nfrom pufferfish.compression import PowerSGD\n"
         "@dataclass(frozen=True)\nclass Mine(PowerSGD):\n    pass\n"
     )
     assert (
@@ -189,3 +192,13 @@ def test_methods_by_name_of_ones_own_and_nonsense(tmp_path: Path, capsys: pytest
     assert [line.split()[0] for line in lines[1:3]] == ["Threshold(tau=0.1)", "Mine(rank=2)"]
     assert main(["methods", "TopKK"]) == 2
     assert "did you mean TopK?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", *(module.__name__.rpartition(".")[2] for module in COMMANDS)])
+def test_help_fits_into_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([*([command] if command else []), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

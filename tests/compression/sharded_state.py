@@ -1,4 +1,4 @@
-"""Cases of the sharded hook: what it keeps, through files, other methods, other models and the switch."""
+"""Cases of the FSDP2 hook's state: through files, other methods, other models and the switch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from sharding import (
     METHODS,
     Net,
-    alike,
+    equal,
     hooked,
-    kept,
     loss,
     sharded,
+    tensors,
     train,
     weights,
 )
@@ -27,27 +27,28 @@ from training import momentum
 
 import pufferfish as pf
 from processes import same_everywhere
-from pufferfish.compression import BFloat16, EFSignSGD, NoCompression, PowerSGD, TopK
-from pufferfish.compression.fsdp2_hook import compress_sharded
+from pufferfish.compression import BFloat16, EFSignSGD, NoCompression, PowerSGD, Settings, TopK
+from pufferfish.compression.fsdp2_hook import compress_fsdp2
+from pufferfish.compression.state import State
 
 
 def resumes(mesh: DeviceMesh, rank: int, name: str) -> None:
     ends = []
     saved: Any = None
-    for stopped in (False, True):
+    for resumed in (False, True):
         model, hook = hooked(mesh, METHODS[name])
         optimizer = momentum(model)
-        if stopped:
+        if resumed:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
             hook.load_state_dict(saved[2])
-            assert alike(kept(hook), saved[3])
+            assert equal(tensors(hook), saved[3])
         else:
             train(model, optimizer, range(2), rank)
             state = {n: x.to_local().clone() for n, x in model.state_dict().items()}
             whole = {n: type(x).from_local(state[n], x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
                      for n, x in model.state_dict().items()}  # fmt: skip
-            saved = whole, copy.deepcopy(optimizer.state_dict()), hook.state_dict(), kept(hook)
+            saved = whole, copy.deepcopy(optimizer.state_dict()), hook.state_dict(), tensors(hook)
         train(model, optimizer, range(2, 4), rank)
         assert same_everywhere(weights(model))
         ends.append(weights(model))
@@ -68,31 +69,31 @@ def resumes_from_a_checkpoint(mesh: DeviceMesh, rank: int, folder: Path) -> None
     assert torch.equal(ends[0], ends[2])
 
 
-def another_layout_starts_anew(mesh: DeviceMesh, rank: int) -> None:
+def another_layout_starts_with_empty_state(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     model, hook = hooked(mesh, TopK(0.1))
     train(model, momentum(model), range(2), rank)
     state = hook.state_dict()
-    state["groups"]["first"]["layout"] = "of other parameters"
-    with pytest.warns(UserWarning, match=r"first starts with empty memories: .* of other parameters"):
+    state["modules"]["first"]["layout"] = "of other parameters"
+    with pytest.warns(UserWarning, match=r"first starts with empty error feedback: .* of other parameters"):
         hook.load_state_dict(state)
-    assert kept(hook)["first"] == {}
-    assert "memory" in kept(hook)["b0"]
-    assert {group["state"]["steps"] for group in hook.state_dict()["groups"].values()} == {2}
-    with pytest.warns(UserWarning, match="starts with empty memories"):
+    assert tensors(hook)["first"] == {}
+    assert "error" in tensors(hook)["b0"]
+    assert {module["state"]["steps"] for module in hook.state_dict()["modules"].values()} == {2}
+    with pytest.warns(UserWarning, match="starts with empty error feedback"):
         hook.load_state_dict(state | {"shards": 4})
-    assert not any(kept(hook).values())
+    assert not any(tensors(hook).values())
     train(model, momentum(model), range(2, 3), rank)
-    with pytest.raises(ValueError, match="lacks groups, shards"):
+    with pytest.raises(ValueError, match="lacks modules, shards"):
         hook.load_state_dict({"shard": 0})
-    others = {f"other.{name}": group for name, group in state["groups"].items()}
-    before = kept(hook)
-    with pytest.raises(ValueError, match=r"of another model, with other\..*; here are .*first"):
-        hook.load_state_dict(state | {"groups": others})
-    assert kept(hook).keys() == before.keys()
+    others = {f"other.{name}": module for name, module in state["modules"].items()}
+    before = tensors(hook)
+    with pytest.raises(ValueError, match=r"belongs to another model, with other\..*; here are .*first"):
+        hook.load_state_dict(state | {"modules": others})
+    assert tensors(hook).keys() == before.keys()
 
 
-def memory_follows_the_units(mesh: DeviceMesh, rank: int) -> None:
-    """Rate ÷ 10 and loss scale × 4: the memory × 40; under Adam × 4; where rates differ, as it is."""
+def error_feedback_follows_the_units(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Learning rate ÷ 10 and loss scale × 4: × 40; under Adam × 4; unchanged where rates differ."""
     for kind, split, factor in (
         (torch.optim.SGD, 0, 40.0),
         (torch.optim.Adam, 0, 4.0),
@@ -104,31 +105,31 @@ def memory_follows_the_units(mesh: DeviceMesh, rank: int) -> None:
         groups = [{"params": params[:split], "lr": 1.0}] if split else []
         optimizer = kind([*groups, {"params": params[split:], "lr": 0.1}])
         group = mesh["replicate"].get_group()
-        hook = compress_sharded(model, TopK(0.1), group, optimizer=optimizer, scaler=scaler)
+        hook = compress_fsdp2(model, lambda: Settings(TopK(0.1)), group, optimizer=optimizer, scaler=scaler)
         scaler.scale(loss(model, 0, rank)).backward()
-        before = kept(hook)["first"]["memory"]
+        before = tensors(hook)["first"]["error"]
         optimizer.param_groups[-1]["lr"] = 0.01
         scaler.update(4.0)
-        (0 * loss(model, 0, rank)).backward()  # zeros: the memory waits
-        torch.testing.assert_close(kept(hook)["first"]["memory"], before * factor)
+        (0 * loss(model, 0, rank)).backward()  # zeros: error feedback waits
+        torch.testing.assert_close(tensors(hook)["first"]["error"], before * factor)
 
 
-def methods_are_changed_together(mesh: DeviceMesh, rank: int) -> None:
+def methods_are_changed_on_all_workers(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     model, hook = hooked(mesh, TopK(0.1))
     optimizer = momentum(model)
     train(model, optimizer, range(2), rank)
-    before = kept(hook)
+    before = tensors(hook)
     hook.use(EFSignSGD())
-    assert alike(kept(hook), before)  # the memory goes on
+    assert equal(tensors(hook), before)  # error feedback is kept
     train(model, optimizer, range(2, 3), rank)
     hook.use({"*": NoCompression()})
     train(model, optimizer, range(3, 4), rank)
-    assert not any(kept(hook).values())  # and was sent
+    assert not any(tensors(hook).values())  # it was sent
     assert same_everywhere(weights(model))
     wrong: list[tuple[Any, str]] = [
         (TopK(0.2 if rank == 3 else 0.1), "differ from rank 0"),
         ({"*": TopK()} if rank else {"first.weight": TopK()}, "matches no module|differ from rank 0"),
-        (PowerSGD(), "PowerSGD works on matrices"),
+        (PowerSGD(), "PowerSGD compresses matrices"),
     ]
     for method, words in wrong:
         with pytest.raises((ValueError, RuntimeError), match=words):
@@ -137,34 +138,34 @@ def methods_are_changed_together(mesh: DeviceMesh, rank: int) -> None:
     train(model, optimizer, range(4, 5), rank)
 
 
-def another_model(mesh: DeviceMesh, rank: int) -> None:
-    """After a rebuild: memories stay with modules that stayed as they were."""
+def another_model(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """After a rebuild: state stays with unchanged modules."""
     model, hook = hooked(mesh, TopK(0.1))
     train(model, momentum(model), range(2), rank)
-    before, held = kept(hook), weakref.ref(model)
+    before, reference = tensors(hook), weakref.ref(model)
     hook.attach(model)  # which changes nothing
-    assert alike(kept(hook), before)
+    assert equal(tensors(hook), before)
     net = Net()
     net.b0 = nn.Sequential(nn.Linear(11, 2, bias=False), nn.Linear(2, 13))
     new = sharded(mesh["shard"], net)
     hook.attach(new)
-    assert alike(kept(hook), before | {"b0": {}})
+    assert equal(tensors(hook), before | {"b0": {}})
     del model
     gc.collect()
-    assert held() is None
+    assert reference() is None
     train(new, momentum(new), range(2, 4), rank)
     assert same_everywhere(weights(new))
     new.first.bias.requires_grad_(False)
     with pytest.raises(
-        ValueError, match=r"first: a shard of 36 gradients, where there were 42: .* attach\(model\)"
+        ValueError, match=r"first: a shard of 36 gradients, after one of 42: .* attach\(model\)"
     ):
         loss(new, 4, rank).backward()
-    with pytest.raises(ValueError, match="sharded over other ranks"):
+    with pytest.raises(ValueError, match="sharded over other workers"):
         hook.attach(sharded(init_device_mesh("cpu", (4,))))
 
 
-def through_the_switch(mesh: DeviceMesh, rank: int) -> None:
-    """The hook goes over to the new model, which is what a native 2-D mesh would come to."""
+def through_the_switch(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """The hook moves to the new model; weights are those of FSDP's own 2-D mesh."""
     ends = []
     for native in (True, False):
         shape = mesh if native else mesh["shard"]
@@ -183,19 +184,19 @@ def through_the_switch(mesh: DeviceMesh, rank: int) -> None:
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
-def frozen_parameters(mesh: DeviceMesh, rank: int) -> None:
+def frozen_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     model, hook = hooked(mesh, TopK(0.1))
     train(model, momentum(model), range(2), rank)
-    before = kept(hook)
+    before = tensors(hook)
     model.first.bias.requires_grad_(False)
     hook.attach(model)
-    assert alike(kept(hook), before | {"first": {}})
+    assert equal(tensors(hook), before | {"first": {}})
     train(model, momentum(model), range(2, 4), rank)
     assert same_everywhere(weights(model))
 
 
-def unused_parameters(mesh: DeviceMesh, rank: int) -> None:
-    """Shards of changing sizes are nothing to a method that keeps nothing; for the others torch has a setting."""
+def unused_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Methods without state accept shards of changing sizes; for the others torch has a setting."""
     model, _ = hooked(mesh, BFloat16())
     for step in range(3):
         loss(model, step, rank, maybe=step == 1).backward()
@@ -205,17 +206,35 @@ def unused_parameters(mesh: DeviceMesh, rank: int) -> None:
         model.set_reduce_scatter_unused_params(True)
         for step in range(3):
             loss(model, step, rank, maybe=step == 1).backward()
-        assert kept(hook)["(root)"]["memory"].numel() == 12 + 18
+        assert tensors(hook)["(root)"]["error"].numel() == 12 + 18
 
 
-def state_cases(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    for name in ("topk", "dgc", "int8", "qsgd", "several"):
-        resumes(mesh, rank, name)
-    resumes_from_a_checkpoint(mesh, rank, folder)
-    another_layout_starts_anew(mesh, rank)
-    memory_follows_the_units(mesh, rank)
-    methods_are_changed_together(mesh, rank)
-    frozen_parameters(mesh, rank)
-    unused_parameters(mesh, rank)
-    another_model(mesh, rank)
-    through_the_switch(mesh, rank)
+def no_state_is_copied_in_a_step(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Error feedback alternates between two buffers, and nothing is saved during a backward pass."""
+    model, hook = hooked(mesh, TopK(0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(State, "state_dict", lambda self: pytest.fail("the state is copied"))
+        patch.setattr(State, "load_state_dict", lambda self, *args: pytest.fail("the state is copied"))
+        places: list[dict[str, int]] = []
+        for step in range(8):
+            loss(model, step, rank).backward()
+            batches = {name: part.engine.state.batches for name, part in hook._parts.items()}
+            errors = {name: some[0].error for name, some in batches.items()}
+            places.append({name: x.data_ptr() for name, x in errors.items() if x is not None})
+    assert places[0].keys() == {"first", "b0", "b1.0", "(root)"}
+    assert places[2] == places[4] == places[6]
+    assert places[3] == places[5] == places[7]
+    assert all(places[2][name] != places[3][name] for name in places[2])
+
+
+CASES = (
+    no_state_is_copied_in_a_step,
+    resumes_from_a_checkpoint,
+    another_layout_starts_with_empty_state,
+    error_feedback_follows_the_units,
+    methods_are_changed_on_all_workers,
+    frozen_parameters,
+    unused_parameters,
+    another_model,
+    through_the_switch,
+)

@@ -1,4 +1,4 @@
-"""A small network in two replicas of two shards, with every method: what tests of the sharded hook share."""
+"""A small network in two replicas of two shards: shared by the tests of the FSDP2 hook."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from pufferfish.compression import (
     Float16,
     NoCompression,
     RandomK,
+    Settings,
     SignSGD,
     Signum,
     TernGrad,
     Threshold,
     TopK,
 )
-from pufferfish.compression.fsdp2_hook import ShardedHook, compress_sharded
+from pufferfish.compression.fsdp2_hook import FSDP2Hook, compress_fsdp2
 
 METHODS: dict[str, Any] = {
     "none": NoCompression(),
@@ -46,12 +47,12 @@ METHODS: dict[str, Any] = {
     "dgc": DGC(0.9, warm_up=2),
     "int8": BlockInt8(16),
     "fp8": BlockFP8(16),
-    "several": {"first": TopK(0.1), "b?": SignSGD()},  # the outermost module's travel as they are
+    "several": {"first": TopK(0.1), "b?": SignSGD()},  # that of the outermost module is sent uncompressed
 }
 
 
 class Net(nn.Module):
-    """With sizes that two shards do not divide; `maybe` is used where the call says so."""
+    """Sizes are not multiples of two shards; `maybe` is used where the call says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +82,9 @@ def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> N
     return net
 
 
-def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, ShardedHook]:
+def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, FSDP2Hook]:
     model = sharded(mesh["shard"])
-    return model, compress_sharded(model, method, mesh["replicate"].get_group(), **options)
+    return model, compress_fsdp2(model, lambda: Settings(method, **options), mesh["replicate"].get_group())
 
 
 def loss(model: nn.Module, step: int, rank: int, **options: Any) -> Tensor:
@@ -99,7 +100,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
 
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's pieces."""
+    """This worker's shards."""
     return {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -107,17 +108,17 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
 
 
-def kept(hook: ShardedHook) -> dict[str, dict[str, Tensor]]:
-    """Module → key → tensor; each module's shard is one row."""
+def tensors(hook: FSDP2Hook) -> dict[str, dict[str, Tensor]]:
+    """The hook's state: module → key → tensor. Each module's shard is one row."""
     found = {}
-    for name, group in hook.state_dict()["groups"].items():
-        state = group["state"]
-        parts = [state["shared"], *state["own"]]
+    for name, module in hook.state_dict()["modules"].items():
+        parts = [module["state"]["shared"], module["state"]["own"]]
         found[name] = {key: x for part in parts for row in part.values() for key, x in row.items()}
     return found
 
 
-def alike(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
+    """Whether two results of `tensors` are bit-identical."""
     return a.keys() == b.keys() and all(
         a[n].keys() == b[n].keys() and all(torch.equal(x, b[n][key]) for key, x in a[n].items()) for n in a
     )

@@ -1,4 +1,4 @@
-"""The DDP hook, in real processes on gloo: one process group a world size, all methods and cases inside it."""
+"""The DDP hook, in real processes on gloo: every method, and every way DDP is used."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import hook_state
 import pytest
 import torch
-from hook_state import state_cases
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import (
-    BY_PIECES,
+    COLLECTIVES,
+    GROUPS,
     METHODS,
+    NOT_SUMMED,
     build,
-    gradients_are_the_aggregators,
+    gradients_are_those_of_simulated_workers,
     grads,
     loss,
     momentum,
@@ -33,9 +37,10 @@ from processes import in_processes, same_everywhere
 from pufferfish.compression import (
     DGC,
     QSGD,
-    Aggregator,
+    Engine,
     NoCompression,
     PowerSGD,
+    Settings,
     Signum,
     Simulated,
     TopK,
@@ -45,26 +50,28 @@ from pufferfish.compression.check_compressor import gradients
 from pufferfish.distributed.exact import exact_
 
 
-def real_workers_equal_simulated_ones(name: str, rank: int, size: int) -> None:
-    """Bit for bit where nothing is summed on the way; three and more terms have no order that all agree on."""
+def real_workers_equal_simulated_ones(rank: int, size: int, name: str) -> None:
+    """Bit for bit where nothing is summed on the way; the order of three and more terms is the backend's."""
     method = {"a": TopK(0.1), "*": PowerSGD(1)} if name == "several" else METHODS[name]
-    real, simulated = (Aggregator(method, group, smallest=0) for group in (None, Simulated(size)))
-    exact = size == 2 or name in BY_PIECES
+    settings = Settings(method, smallest=0)
+    real, simulated = Engine(settings), Simulated(settings, size)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    if size == 2 or name in NOT_SUMMED:
+        close = {"rtol": 0, "atol": 0}
+    elif name in ("bf16", "fp16"):
+        close = {"rtol": 2e-2, "atol": 2e-2}
     for step in range(3):
         given = gradients(size, step)
-        here, there = real(given[rank]), simulated.together(given)[rank]
+        here, there = real.average(given[rank]), simulated.average(given)[rank]
         for n in given[0]:
-            close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-            if not exact and name in ("bf16", "fp16"):
-                close = {"rtol": 2e-2, "atol": 2e-2}
             torch.testing.assert_close(here[n], there[n], **close, msg=lambda m, n=n: f"{name}, {n}: {m}")
             assert same_everywhere(here[n]), (name, n)
-    counts = [(a.meter.handed, a.meter.messages, a.meter.wire_bytes) for a in (real, simulated)]
-    assert counts[0] == counts[1]
+    counts = [(x.meter.collective_bytes, x.meter.messages, x.meter.wire_bytes) for x in (real, simulated)]
+    assert counts[0] == counts[1], name
 
 
-def no_compression_is_plain_averaging(rank: int, size: int) -> None:
-    """The very bits of the exact mode, which lays messages out differently, for two workers; close for more."""
+def no_compression_is_plain_averaging(rank: int, size: int, folder: Path) -> None:
+    """Bit-identical to the exact mode, which lays out messages differently, for two workers; close for more."""
     ends = []
     for wrap in (exact_, lambda ddp: compress(ddp, NoCompression())):
         ddp = DDP(build(), bucket_cap_mb=0.002)
@@ -74,8 +81,8 @@ def no_compression_is_plain_averaging(rank: int, size: int) -> None:
     torch.testing.assert_close(*ends, rtol=0 if size == 2 else 1e-5, atol=0 if size == 2 else 1e-6)
 
 
-def several_backward_passes(rank: int) -> None:
-    """Without synchronisation the hook does not run: the sum of two passes goes through it at once."""
+def several_backward_passes(rank: int, size: int, folder: Path) -> None:
+    """Without synchronisation the hook does not run: it averages the sum of both passes."""
     (ddp, hook), (other, _) = (
         wrapped(TopK(0.05), ddp={"gradient_as_bucket_view": view}) for view in (True, False)
     )
@@ -91,8 +98,8 @@ def several_backward_passes(rank: int) -> None:
     assert hook.meter.steps == 3
 
 
-def several_dtypes(rank: int) -> None:
-    """A layer in bf16 has buckets of its own; its memory is in fp32 all the same."""
+def several_dtypes(rank: int, size: int, folder: Path) -> None:
+    """A layer in bf16 has its own buckets; its error feedback is in fp32."""
     model = build()
     model.last.bfloat16()
     model.last.register_forward_pre_hook(lambda m, x: x[0].to(m.weight.dtype))
@@ -101,10 +108,10 @@ def several_dtypes(rank: int) -> None:
     train(ddp, momentum(ddp), range(3), rank)
     assert same_everywhere(weights(ddp))
     assert model.last.weight.dtype == torch.bfloat16
-    assert {x["memory"].dtype for x in hook.state_dict()["own"][0].values()} == {torch.float32}
+    assert {x["error"].dtype for x in hook.state_dict()["own"].values()} == {torch.float32}
 
 
-def compiled(rank: int) -> None:
+def compiled(rank: int, size: int, folder: Path) -> None:
     ends = []
     for wrap in (lambda m: torch.compile(DDP(m), backend="aot_eager"), DDP):
         model = build()
@@ -117,8 +124,8 @@ def compiled(rank: int) -> None:
     torch.testing.assert_close(*ends)
 
 
-def uneven_inputs(rank: int) -> None:
-    """A rank that has run out of data answers the others with zeros, and with what its memory holds."""
+def uneven_inputs(rank: int, size: int, folder: Path) -> None:
+    """A worker that has run out of data sends zeros, and its error feedback."""
     for method in (TopK(0.05), QSGD()):
         ddp, _ = wrapped(method)
         with Join([ddp]):
@@ -126,7 +133,7 @@ def uneven_inputs(rank: int) -> None:
         assert rank or weights(ddp).isfinite().all()
 
 
-def a_broken_backward_leaves_nothing_behind(rank: int) -> None:
+def a_failed_backward_pass_leaves_nothing_behind(rank: int, size: int, folder: Path) -> None:
     ddp, hook = wrapped(TopK(0.05))
     optimizer = momentum(ddp)
     train(ddp, optimizer, range(2), rank)
@@ -135,13 +142,13 @@ def a_broken_backward_leaves_nothing_behind(rank: int) -> None:
         loss(ddp, 2, rank).backward()
     handle.remove()
     optimizer.zero_grad()
-    assert pf.Switch(rank=6, when=pf.AtStep(0)).step(ddp, optimizer, step=0)  # which wraps it anew
+    assert pf.Switch(rank=6, when=pf.AtStep(0)).step(ddp, optimizer, step=0)  # which wraps it again
     train(ddp, optimizer, range(2, 4), rank)
     assert same_everywhere(weights(ddp))
     assert hook.meter.steps == 4
 
 
-def nothing_is_kept(rank: int) -> None:
+def a_deleted_model_is_freed(rank: int, size: int, folder: Path) -> None:
     ddp, hook = wrapped(PowerSGD(2))
     train(ddp, momentum(ddp), range(2), rank)
     held = weakref.ref(ddp), weakref.ref(ddp.module)
@@ -150,8 +157,8 @@ def nothing_is_kept(rank: int) -> None:
     assert [x() for x in held] == [None, None]
 
 
-def a_static_graph_begins_synchronised(rank: int) -> None:
-    """Else refused before anything happens, after wrapping and after a switch; later passes may go without."""
+def a_static_graph_begins_synchronised(rank: int, size: int, folder: Path) -> None:
+    """Otherwise it is refused, after wrapping and after a switch; later passes need not be synchronised."""
     ddp, hook = wrapped(NoCompression(), ddp={"static_graph": True})
     for switched in (False, True):
         if switched:
@@ -165,108 +172,153 @@ def a_static_graph_begins_synchronised(rank: int) -> None:
             loss(ddp, 1, rank).backward()
         loss(ddp, 2, rank).backward()
         assert hook.meter.steps == steps + 2
-        alone = copy.deepcopy(ddp.module)
-        alone.zero_grad()
-        (sum(loss(alone, step, r) for step in (1, 2) for r in (0, 1)) / 2).backward()
-        for n, g in grads(alone).items():
+        single = copy.deepcopy(ddp.module)
+        single.zero_grad()
+        (sum(loss(single, step, r) for step in (1, 2) for r in (0, 1)) / 2).backward()
+        for n, g in grads(single).items():
             torch.testing.assert_close(grads(ddp.module)[n], g)
         ddp.zero_grad()
 
 
-def refusals(folder: Path) -> None:
+def refusals(rank: int, size: int, folder: Path) -> None:
     ddp, _ = wrapped()
     with pytest.raises(ValueError, match="compressed already; change its method by use"):
         compress(ddp)
     averaged = DDP(build())
     exact_(averaged)
-    with pytest.raises(ValueError, match="hook Exact already"):
+    with pytest.raises(ValueError, match="already has the communication hook Exact"):
         compress(averaged)
     with pytest.raises(ValueError, match="1 has sparse gradients"):
         compress(DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 4, sparse=True))))
     with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
         compress(DDP(build(), skip_all_reduce_unused_params=True, find_unused_parameters=True))
-    with pytest.raises(ValueError, match="QSGD goes without a memory"):
-        compress(DDP(build()), QSGD(), memory=True)
+    with pytest.raises(ValueError, match="QSGD works without error feedback"):
+        compress(DDP(build()), QSGD(), error_feedback=True)
     ddp = DDP(build())
     for method in (DGC(), Signum()):
-        with pytest.raises(ValueError, match="has a momentum of its own, and so has the SGD"):
+        with pytest.raises(ValueError, match="has its own momentum, and so does the SGD"):
             compress(ddp, method, optimizer=momentum(ddp), smallest=0)
     with pytest.raises(ValueError, match="the SGD holds none of this model's parameters"):
         compress(ddp, TopK(), optimizer=momentum(build()))
     with pytest.raises(TypeError, match="not a GradScaler"):
         compress(ddp, TopK(), scaler=True)
-    with pytest.raises(ValueError, match=r"give Checkpoint compressor=hook"):
+    with pytest.raises(ValueError, match="pass compressor=hook"):
         pf.Checkpoint(folder / "forgotten", wrapped()[0], None).save(step=0)
     with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4\) compresses nothing here"):
         compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, smallest=1000)
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="and so has the Adam"):
+    with pytest.raises(ValueError, match="and so does the Adam"):
         compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), smallest=0)
     assert compress(ddp, DGC(), optimizer=plain, smallest=0).method == DGC()
 
 
-def cases(rank: int, size: int, folder: Path) -> None:
-    for name in METHODS:
-        real_workers_equal_simulated_ones(name, rank, size)
-        gradients_are_the_aggregators(name, rank, size)
-        resumes(name, rank)
-    resumes("powersgd", rank, find_unused_parameters=True)
-    no_compression_is_plain_averaging(rank, size)
-    state_cases(rank, size, folder)
-    if size == 2:
-        gradients_are_the_aggregators("topk", rank, size, static_graph=True)
-        gradients_are_the_aggregators("topk", rank, size, gradient_as_bucket_view=True)
-        several_backward_passes(rank)
-        several_dtypes(rank)
-        compiled(rank)
-        uneven_inputs(rank)
-        a_broken_backward_leaves_nothing_behind(rank)
-        nothing_is_kept(rank)
-        a_static_graph_begins_synchronised(rank)
-        refusals(folder)
+BOTH_SIZES = (
+    no_compression_is_plain_averaging,
+    hook_state.resumes_from_a_checkpoint,
+    hook_state.unused_parameters_keep_their_error_feedback,
+    hook_state.bad_steps_leave_no_trace,
+)
+TWO_WORKERS = (
+    several_backward_passes,
+    several_dtypes,
+    compiled,
+    uneven_inputs,
+    a_failed_backward_pass_leaves_nothing_behind,
+    a_deleted_model_is_freed,
+    a_static_graph_begins_synchronised,
+    refusals,
+)
 
 
-@pytest.mark.timeout(240)  # the hang guard
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size, tmp_path)
+def every_method(rank: int, size: int, case: Callable[..., None], names: tuple[str, ...]) -> None:
+    for name in names:
+        case(rank, size, name)
 
 
-def on_so_many(rank: int, size: int, folder: Path) -> None:
-    """Saved by two, resumed by four: what all share goes on, memories start empty; an anchor is the model's."""
+@pytest.mark.timeout(240)  # against deadlocks
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [real_workers_equal_simulated_ones, gradients_are_those_of_simulated_workers, resumes]
+)
+def test_every_method(case: Callable[..., None], size: int, group: str) -> None:
+    in_processes(every_method, size, case, GROUPS[group])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case", [real_workers_equal_simulated_ones, gradients_are_those_of_simulated_workers, resumes]
+)
+def test_every_collective_with_four_workers(case: Callable[..., None]) -> None:
+    """Sums of more than two terms, and shares of several owners."""
+    in_processes(every_method, 4, case, COLLECTIVES)
+
+
+def ddp_options(rank: int, size: int, case: Callable[..., None], options: dict[str, Any]) -> None:
+    case(rank, size, "topk", **options)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("case", "option"),
+    [
+        (gradients_are_those_of_simulated_workers, "static_graph"),
+        (gradients_are_those_of_simulated_workers, "gradient_as_bucket_view"),
+        (resumes, "find_unused_parameters"),
+    ],
+)
+def test_options_of_ddp(case: Callable[..., None], option: str) -> None:
+    in_processes(ddp_options, 2, case, {option: True})
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", [*BOTH_SIZES, *TWO_WORKERS, *hook_state.TWO_WORKERS])
+def test_two_workers(case: Callable[..., None], tmp_path: Path) -> None:
+    in_processes(case, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", BOTH_SIZES)
+def test_four_workers(case: Callable[..., None], tmp_path: Path) -> None:
+    in_processes(case, 4, tmp_path)
+
+
+def saved_by_two_resumed_by_four(rank: int, size: int, folder: Path) -> None:
+    """Shared state is kept, error feedback starts empty; the anchor of local steps is the model's."""
     ddp, hook = wrapped(PowerSGD(2))
-    alone, local = build(), pf.LocalSteps(100)
+    single, local = build(), pf.LocalSteps(100)
     with (
         pf.Checkpoint(folder / "ddp", ddp, momentum(ddp), compressor=hook) as checkpoint,
-        pf.Checkpoint(folder / "alone", alone, momentum(alone), compressor=local) as other,
+        pf.Checkpoint(folder / "single", single, momentum(single), compressor=local) as other,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", UserWarning)
         if size == 2:
             train(ddp, momentum(ddp), range(3), rank)
             checkpoint.save(step=3)
-            local.start(alone)
-            train(alone, momentum(alone), range(2), rank)
-            local.step(alone)
-            local.sync(alone)
+            local.start(single)
+            train(single, momentum(single), range(2), rank)
+            local.step(single)
+            local.sync(single)
             other.save(step=3)
             return
-        local.start(alone)
+        local.start(single)
         for at in (checkpoint.resume(), other.resume()):
             assert at is not None
-            assert any(text.startswith("compressor (saved by 2 ranks, now 4)") for text in at.reset)
+            assert any(text.startswith("compressor (saved by 2 workers, now 4)") for text in at.reset)
     state = hook.state_dict()
     assert state["steps"] == 3
     assert state["shared"]["middle.weight"]["Q"].any()
-    assert state["own"] == [{}]
-    before = weights(alone)
-    local.updates = 1  # as if each had made an update that changed nothing
-    local.start(alone)
-    local.sync(alone)
-    torch.testing.assert_close(weights(alone), before)
+    assert state["own"] == {}
+    before = weights(single)
+    local.updates = 1  # as if each worker had made an update that changed nothing
+    local.start(single)
+    local.sync(single)
+    torch.testing.assert_close(weights(single), before)
 
 
 @pytest.mark.timeout(120)
 def test_another_number_of_workers(tmp_path: Path) -> None:
     for size in (2, 4):
-        in_processes(on_so_many, size, tmp_path)
+        in_processes(saved_by_two_resumed_by_four, size, tmp_path)

@@ -1,24 +1,25 @@
-"""Compression between the replicas of a sharded model, in four real processes on gloo: two replicas of two shards."""
+"""The FSDP2 hook, in four real processes on gloo: two replicas of two shards."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_state
 import torch
 import torch.distributed as dist
-from sharded_state import state_cases
 from sharding import (
     METHODS,
     Net,
-    alike,
+    equal,
     grads,
     hooked,
-    kept,
     loss,
     sharded,
+    tensors,
     train,
     weights,
 )
@@ -27,12 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from training import momentum
 
+import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.compression import (
     DGC,
     QSGD,
     Accordion,
-    Aggregator,
     AlternatingPowerSGD,
     Atomo,
     BFloat16,
@@ -40,15 +41,16 @@ from pufferfish.compression import (
     OneBitSGD,
     PowerSGD,
     RandomK,
+    Settings,
     Signum,
     Simulated,
     TopK,
 )
-from pufferfish.compression.fsdp2_hook import compress_sharded
+from pufferfish.compression.fsdp2_hook import compress_fsdp2
 
 
-def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int) -> None:
-    """As FSDP itself does it on the 2-D mesh, and as one process does it with the data of all."""
+def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Equal to FSDP's own 2-D mesh, and to one process with the data of all workers."""
     (model, hook), native, plain = hooked(mesh, NoCompression()), sharded(mesh), Net()
     for step in range(3):
         for x in (model, native, plain):
@@ -62,14 +64,14 @@ def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int) -> None:
                 continue
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
             torch.testing.assert_close(p.grad.full_tensor(), r.grad)
-    # Rows are shared out, and filled up: 6 of 11, 7 of 13, 3 of 5, 2 of 3.
+    # Rows are divided between the shards, and padded: 6 of 11, 7 of 13, 3 of 5, 2 of 3.
     numels = {"first": 6 * 7, "b0": 7 * 12, "b1.0": 7 + 7 + 3 * 14, "(root)": 2 * 6}
     assert hook.meter.gradient_bytes == 3 * 4 * sum(numels.values())
-    assert hook.state_dict()["groups"].keys() == numels.keys()
+    assert hook.state_dict()["modules"].keys() == numels.keys()
 
 
 def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
-    """The obvious way: every replica's flat shard goes to all, who simulate both."""
+    """A slow reference: both replicas get both flat shards, and simulate two workers."""
     group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
     for name, module in model.named_modules():
         name = name.removesuffix("._checkpoint_wrapped_module") or "(root)"
@@ -78,18 +80,18 @@ def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **opti
         mine = method
         if isinstance(method, dict):
             mine = {"first": method["first"], "(root)": NoCompression()}.get(name, method["b?"])
-        aggregator, key = Aggregator(mine, Simulated(2), smallest=0, **options), f"{name}[{shard}/2]"
+        simulated, key = Simulated(Settings(mine, smallest=0, **options), 2), f"{name}[{shard}/2]"
 
-        def average(flat: Tensor, aggregator: Aggregator = aggregator, key: str = key) -> None:
+        def average(flat: Tensor, simulated: Simulated = simulated, key: str = key) -> None:
             everyone = [torch.empty_like(flat) for _ in range(2)]
             dist.all_gather(everyone, flat, group=group)
-            flat.copy_(aggregator.together([{key: x} for x in everyone])[0][key])
+            flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
 
         module.set_all_reduce_hook(average)
 
 
-def gradients_are_the_aggregators(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
-    """Two terms have one sum: bit for bit, memories and all."""
+def gradients_are_those_of_simulated_workers(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
+    """Bit for bit, with error feedback: two terms have one sum."""
     model, hook = hooked(mesh, METHODS[name], seed=3, **options)
     reference = sharded(mesh["shard"])
     by_simulated_workers(reference, mesh, METHODS[name], seed=3, **options)
@@ -102,10 +104,10 @@ def gradients_are_the_aggregators(mesh: DeviceMesh, rank: int, name: str, **opti
         for n, g in found.items():
             assert torch.equal(g, expected[n]), (name, step, n)
     if name in ("topk", "int8", "ef-sign"):
-        assert ("memory" in kept(hook)["first"]) == (options.get("memory") is not False)
+        assert ("error" in tensors(hook)["first"]) == (options.get("error_feedback") is not False)
 
 
-def shards_draw_their_own_numbers(mesh: DeviceMesh, rank: int) -> None:
+def shards_draw_their_own_numbers(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     model, _ = hooked(mesh, RandomK(0.5, scale=True))
     loss(model, 0, rank).backward()
     chosen = (grads(model)["b0._checkpoint_wrapped_module.0.weight"][:6] != 0).float()
@@ -115,8 +117,8 @@ def shards_draw_their_own_numbers(mesh: DeviceMesh, rank: int) -> None:
     assert not torch.equal(everyone[0], everyone[1])
 
 
-def several_passes(mesh: DeviceMesh, rank: int) -> None:
-    """Two ways to wait with the exchange, and the sum of the losses in one pass."""
+def several_passes(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Two ways to postpone the exchange equal the sum of the losses in one pass."""
     (wait, a), (reduce, b), (once, _) = (hooked(mesh, TopK(0.1)) for _ in range(3))
     for step in range(3):
         for model, delay in (
@@ -138,20 +140,29 @@ def several_passes(mesh: DeviceMesh, rank: int) -> None:
     )  # steps, modules; flags beside values and indices
 
 
-def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int) -> None:
-    """One row of one shard of one module is infinite on one rank: nobody keeps anything, everybody knows."""
-    for name in ("topk", "signum", "int8"):
+def unchanged(now: dict[str, dict[str, Tensor]], before: dict[str, dict[str, Tensor]]) -> bool:
+    """Whether all state is as before, or zero where there was none."""
+    return now.keys() == before.keys() and all(
+        torch.equal(x, before[name].get(key, torch.zeros_like(x)))
+        for name, state in now.items()
+        for key, x in state.items()
+    )
+
+
+def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """One row of one shard of one module is infinite on one worker: no worker keeps anything of the step."""
+    for name in ("topk", "signum"):
         model, hook = hooked(mesh, METHODS[name])
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, bad in enumerate([True, False, True, False]):  # also before anything is kept
-            before, start = kept(hook), weights(model)
+        for step, bad in enumerate([True, False, True, False]):  # also before anything is tensors
+            before, start = tensors(hook), weights(model)
             scaler.scale(loss(model, step, rank, spoil=math.inf if bad and rank == 3 else 1.0)).backward()
             found = grads(model)
             poisoned = bad and mesh["shard"].get_local_rank() == 0
             assert bool(found["first.weight"].isnan().all()) == poisoned, (name, step)
             assert found["b1.1.weight"].isfinite().all()
-            assert alike(kept(hook), before) == bad, (name, step)
+            assert unchanged(tensors(hook), before) == bad, (name, step)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
             assert bool(norm.isfinite()) == (not bad)
             scaler.step(optimizer)
@@ -160,44 +171,44 @@ def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int) -> None:
             assert torch.equal(weights(model), start) == bad
         assert scaler.get_scale() == 1.0
         assert same_everywhere(weights(model))
-        assert {group["state"]["steps"] for group in hook.state_dict()["groups"].values()} == {4}
+        assert {module["state"]["steps"] for module in hook.state_dict()["modules"].values()} == {4}
 
 
-def bad_shards_become_zero(mesh: DeviceMesh, rank: int) -> None:
+def bad_shards_become_zero(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     model, hook = hooked(mesh, TopK(0.1), nonfinite="zero")
     loss(model, 0, rank).backward()
-    before = kept(hook)
+    before = tensors(hook)
     model.zero_grad()
     loss(model, 1, rank, spoil=math.inf if rank == 3 else 1.0).backward()
     first = mesh["shard"].get_local_rank() == 0
     assert bool((grads(model)["first.weight"] == 0).all()) == first
-    assert torch.equal(before["first"]["memory"], kept(hook)["first"]["memory"]) == first
-    assert not torch.equal(before["b1.0"]["memory"], kept(hook)["b1.0"]["memory"])
+    assert torch.equal(before["first"]["error"], tensors(hook)["first"]["error"]) == first
+    assert not torch.equal(before["b1.0"]["error"], tensors(hook)["b1.0"]["error"])
 
 
-def sixteen_bits(mesh: DeviceMesh, rank: int) -> None:
-    """Reduced in bf16: the memory is in fp32 all the same."""
+def sixteen_bits(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Reduced in bf16: error feedback is in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = sharded(mesh["shard"], mp_policy=policy)
-    hook = compress_sharded(model, TopK(0.1), mesh["replicate"].get_group())
+    hook = compress_fsdp2(model, lambda: Settings(TopK(0.1)), mesh["replicate"].get_group())
     train(model, momentum(model), range(2), rank)
-    assert kept(hook)["first"]["memory"].dtype == torch.float32
+    assert tensors(hook)["first"]["error"].dtype == torch.float32
     assert hook.meter.gradient_bytes == 2 * 2 * (6 * 7 + 7 * 12 + 7 + 7 + 3 * 14 + 2 * 6)
     assert same_everywhere(weights(model))
 
 
-def one_module(mesh: DeviceMesh, rank: int) -> None:
+def one_module(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     """Only the outermost: its exchange begins when the backward pass is over."""
     net = Net()
     fully_shard(net, mesh=mesh["shard"])
-    hook = compress_sharded(net, None, mesh["replicate"].get_group())
+    hook = pf.compress(net, replicas=mesh["replicate"].get_group())
     assert hook.method == BFloat16()
     loss(net, 0, rank, spoil=math.inf if rank == 3 else 1.0).backward()
     assert bool(grads(net)["head.weight"].isnan().all()) == (mesh["shard"].get_local_rank() == 0)
-    assert list(hook.state_dict()["groups"]) == ["(root)"]
+    assert list(hook.state_dict()["modules"]) == ["(root)"]
 
 
-def refusals(mesh: DeviceMesh, rank: int) -> None:
+def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     replicas = mesh["replicate"].get_group()
 
     def refused(
@@ -205,13 +216,16 @@ def refusals(mesh: DeviceMesh, rank: int) -> None:
     ) -> None:
         hooks = hooks_of(model)
         with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
-            compress_sharded(model, method, group, **options)
-        assert hooks_of(model) == hooks  # nothing was changed
+            pf.compress(model, method, replicas=group, **options)
+        assert hooks_of(model) == hooks  # unchanged
 
-    refused("a Net is not sharded; apply fully_shard", Net())
-    refused(r"Replicate\(\), Shard\(dim=0\).*give fully_shard the 1-D mesh\[\"shard\"\] only", sharded(mesh))
+    with pytest.raises(TypeError, match="a Net is not sharded; apply fully_shard"):
+        compress_fsdp2(Net(), lambda: Settings(BFloat16()), replicas)
+    refused(
+        r"Replicate\(\), Shard\(dim=0\).*pass only the 1-D mesh\[\"shard\"\] to fully_shard", sharded(mesh)
+    )
     model = sharded(mesh["shard"])
-    refused(r"replicas=None is no process group; give replicas=mesh\[", model, group=None)
+    refused(r"replicas=None is not a process group; .*mesh\[", model, group=None)
     refused(r"holds another shard of this replica", model, group=dist.group.WORLD)
     refused(r"holds another shard of this replica", model, group=mesh["shard"].get_group())
     for method in (
@@ -221,20 +235,22 @@ def refusals(mesh: DeviceMesh, rank: int) -> None:
         OneBitSGD(),
         Accordion(TopK(), TopK(0.1), every=2),
     ):
-        refused(f"{type(method).__name__} works on matrices", model, {"first": TopK(), "*": method})
+        refused(f"{type(method).__name__} compresses matrices", model, {"first": TopK(), "*": method})
     refused("pattern 'first.weight' matches no module", model, {"first.weight": TopK()})
-    refused("QSGD goes without a memory", model, QSGD(), memory=True)
-    refused("TopK does not go by all_to_all", model, TopK(), exchange="all_to_all")
+    refused("QSGD works without error feedback", model, QSGD(), error_feedback=True)
+    refused("QSGD works without error feedback", model, QSGD(), error_feedback=True if rank == 0 else None)
+    refused("TopK does not support all_to_all", model, TopK(), exchange="all_to_all")
     refused('neither "nan" nor "zero"', model, nonfinite="inf")
     refused("differ from rank 0 in", model, TopK(0.2 if rank == 2 else 0.1))
     refused("differ from rank 0 in", model, TopK(0.2 if rank % 2 else 0.1))
     for method in (DGC(), Signum()):
-        refused("first: .* and so has the SGD", model, {"first": method}, optimizer=momentum(model))
+        refused("first: .* and so does the SGD", model, {"first": method}, optimizer=momentum(model))
     uneven = Net()
     if mesh["replicate"].get_local_rank():
         uneven.first = nn.Linear(6, 13)
     refused("differ from rank 0 in", sharded(mesh["shard"], uneven))
-    hook = compress_sharded(model, {"first": DGC()}, replicas, optimizer=torch.optim.SGD(model.parameters()))
+    plain = torch.optim.SGD(model.parameters())
+    hook = pf.compress(model, {"first": DGC()}, replicas=replicas, optimizer=plain)
     assert hook.method == {"first": DGC()}
     refused("compressed already; change its method by use", model)
     other = sharded(mesh["shard"])
@@ -250,37 +266,34 @@ def hooks_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def cases(rank: int, size: int, folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for name in METHODS:
-        gradients_are_the_aggregators(mesh, rank, name)
-    gradients_are_the_aggregators(mesh, rank, "topk", memory=False)
-    no_compression_is_plain_averaging(mesh, rank)
-    shards_draw_their_own_numbers(mesh, rank)
-    several_passes(mesh, rank)
-    bad_steps_leave_no_trace(mesh, rank)
-    bad_shards_become_zero(mesh, rank)
-    sixteen_bits(mesh, rank)
-    one_module(mesh, rank)
-    refusals(mesh, rank)
-    state_cases(mesh, rank, folder)
+def on_mesh(rank: int, size: int, case: Callable[..., None], *args: Any, **options: Any) -> None:
+    case(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), rank, *args, **options)
 
 
-def alone(rank: int, size: int, device: str) -> None:
-    """One replica of one shard, reduced in bf16, which FSDP lets go of early: the gradients of a plain model."""
+def every_method(mesh: DeviceMesh, rank: int, case: Callable[..., None], names: tuple[str, ...]) -> None:
+    for name in names:
+        case(mesh, rank, name)
+
+
+def without_error_feedback(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    gradients_are_those_of_simulated_workers(mesh, rank, "topk", error_feedback=False)
+
+
+def single_worker(rank: int, size: int, device: str) -> None:
+    """One replica of one shard, reduced in bf16, whose memory FSDP frees early: the gradients of a plain model."""
     mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("replicate", "shard"))
     plain = Net().to(device)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model = sharded(mesh["shard"], Net().to(device), mp_policy=policy)
     method = {"b0": TopK(0.5), "*": TopK(1.0)}
-    hook = compress_sharded(model, method, mesh["replicate"].get_group())
+    hook = compress_fsdp2(model, lambda: Settings(method), mesh["replicate"].get_group())
     for step in range(4):
-        before = kept(hook)
+        before = tensors(hook)
         for net in (model, plain):
             net.zero_grad()
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(device)
             net(x, spoil=math.inf if step == 2 and net is model else 1.0).square().mean().backward()
-        assert alike(kept(hook), before) == (step == 2)
+        assert equal(tensors(hook), before) == (step == 2)
         for n, p in plain.named_parameters():
             if p.grad is not None and not n.startswith(("b0", "first") if step == 2 else "b0"):
                 torch.testing.assert_close(grads(model)[n], p.grad, rtol=1e-2, atol=1e-3)
@@ -290,9 +303,45 @@ def alone(rank: int, size: int, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_on_a_gpu(tmp_path: Path) -> None:
-    in_processes(alone, 1, "cuda", backend="nccl")
+    in_processes(single_worker, 1, "cuda", backend="nccl")
 
 
-@pytest.mark.timeout(180)  # the hang guard
-def test_in_real_processes(tmp_path: Path) -> None:
-    in_processes(cases, 4, tmp_path)
+#: One method for each kind of message and state, in groups that share a test; the DDP tests have them all.
+GROUPS = (("none", "topk", "several"), ("signum", "int8"))
+REST = tuple(name for name in METHODS if not any(name in group for group in GROUPS))
+
+
+@pytest.mark.timeout(180)  # against deadlocks
+@pytest.mark.parametrize("names", [*GROUPS, pytest.param(REST, marks=pytest.mark.slow)], ids=", ".join)
+def test_every_method(names: tuple[str, ...]) -> None:
+    in_processes(on_mesh, 4, every_method, gradients_are_those_of_simulated_workers, names)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "names",
+    [("int8",), pytest.param(("topk", "dgc", "qsgd", "several"), marks=pytest.mark.slow)],
+    ids=", ".join,
+)
+def test_resumes(names: tuple[str, ...]) -> None:
+    in_processes(on_mesh, 4, every_method, sharded_state.resumes, names)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "case",
+    [
+        without_error_feedback,
+        no_compression_is_plain_averaging,
+        shards_draw_their_own_numbers,
+        several_passes,
+        bad_steps_leave_no_trace,
+        bad_shards_become_zero,
+        sixteen_bits,
+        one_module,
+        refusals,
+        *sharded_state.CASES,
+    ],
+)
+def test_two_replicas_of_two_shards(case: Callable[..., None], tmp_path: Path) -> None:
+    in_processes(on_mesh, 4, case, tmp_path)

@@ -1,8 +1,9 @@
-"""A small network, trained by real processes with every method: what tests of the hook share."""
+"""A small network, trained by real processes with every method: shared by the tests of the DDP hook."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +15,20 @@ from pufferfish.compression import (
     DGC,
     QSGD,
     Accordion,
-    Aggregator,
     AlternatingPowerSGD,
     Atomo,
     BFloat16,
     BlockFP8,
     BlockInt8,
     BlockRandomK,
+    DDPHook,
     EFSignSGD,
     Float16,
-    Hook,
     NoCompression,
     OneBitSGD,
     PowerSGD,
     RandomK,
+    Settings,
     SignSGD,
     Signum,
     Simulated,
@@ -37,8 +38,8 @@ from pufferfish.compression import (
     compress,
 )
 
-#: No sums on the way: real and simulated workers agree in every bit.
-BY_PIECES = (
+#: Messages are not summed on the way: real and simulated workers agree in every bit.
+NOT_SUMMED = (
     "topk", "random, own", "sign", "qsgd", "block random, own", "threshold", "dgc", "signum", "ef-sign",
     "terngrad", "int8", "fp8",
 )  # fmt: skip
@@ -67,13 +68,24 @@ METHODS: dict[str, Any] = {
     "accordion": Accordion(PowerSGD(2), PowerSGD(1), every=2),
     "several": {"middle": PowerSGD(rank=1), "first*": TopK(0.1), "*": BFloat16()},
 }
-
+#: Methods that share a test.
+GROUPS = {
+    "casts": ("none", "bf16", "fp16", "several"),
+    "low rank": ("powersgd", "alternating", "atomo", "accordion"),
+    "sparse": ("topk", "random", "random, own", "random, unbiased"),
+    "more sparse": ("block random, own", "threshold", "dgc"),
+    "signs": ("sign", "signum", "ef-sign", "one bit"),
+    "levels": ("qsgd", "terngrad", "int8", "fp8"),
+}
+assert sorted(name for group in GROUPS.values() for name in group) == sorted(METHODS)
+#: One method for each collective: all-reduce, all-gather, all-to-all.
+COLLECTIVES = ("powersgd", "topk", "int8")
 
 DEVICE = "cpu"
 
 
 class Net(nn.Module):
-    """Its layers run in another order than they are named; `maybe` only where the input says so."""
+    """The layers run in another order than they are named; `maybe` is used only where the call says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +108,8 @@ def build(maybe: bool = False) -> Net:
 
 def wrapped(
     method: Any = None, *, maybe: bool = False, ddp: dict[str, Any] | None = None, **options: Any
-) -> tuple[DDP, Hook]:
-    """With several buckets from the second step on."""
+) -> tuple[DDP, DDPHook]:
+    """A wrapped model, which has several buckets from the second step on, and its hook."""
     model = DDP(build(maybe), **({"bucket_cap_mb": 0.002, "find_unused_parameters": maybe} | (ddp or {})))
     return model, compress(model, method, **({"smallest": 0} | options))
 
@@ -128,48 +140,45 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def alone(step: int, rank: int) -> dict[str, Tensor]:
-    """A worker's own gradients, at the weights of the start."""
+def own_gradients(step: int, rank: int) -> dict[str, Tensor]:
+    """A worker's own gradients, at the initial weights."""
     net = build()
     loss(net, step, rank).backward()
     return grads(net)
 
 
-def gradients_are_the_aggregators(
-    name: str, rank: int, size: int, options: dict[str, Any] | None = None, **ddp_options: Any
+def gradients_are_those_of_simulated_workers(
+    rank: int, size: int, name: str, options: dict[str, Any] | None = None, **ddp_options: Any
 ) -> None:
-    """DDP hands over what each worker has, and gets what the aggregator makes of it, memory and all."""
+    """DDP's gradients after the hook are the means of simulated workers, which have the same buckets."""
     ddp, hook = wrapped(METHODS[name], ddp=ddp_options, **(options or {}))
-    reference = Aggregator(METHODS[name], Simulated(size), smallest=0, **(options or {}))
+    reference = Simulated(Settings(METHODS[name], smallest=0, **(options or {})), size)
+    for engine in reference.engines:
+        engine.arrange = partial(engine.arrange, bucket_bytes=engine.overlap_bytes)  # type: ignore[method-assign]
+    rounded = name in ("bf16", "fp16", "several")
+    close = {"rtol": 2e-2, "atol": 2e-3} if rounded else {"rtol": 1e-4, "atol": 1e-6}
     for step in range(3):
         ddp.zero_grad()
         loss(ddp, step, rank).backward()
-        given = [alone(step, r) for r in range(size)]
-        expected = copy.deepcopy(given[rank])
-        begun = reference.begin(given[0])  # in pieces, where the hook has some
-        begun.add(given)
-        begun.finish([expected if r == rank else mine for r, mine in enumerate(given)])
-        close = (
-            {"rtol": 2e-2, "atol": 2e-3}
-            if name in ("bf16", "fp16", "several")
-            else {"rtol": 1e-4, "atol": 1e-6}
-        )
+        expected = reference.average([own_gradients(step, worker) for worker in range(size)])[rank]
         for n, g in grads(ddp.module).items():
             torch.testing.assert_close(g, expected[n], **close, msg=lambda m, n=n: f"{name}, {n}: {m}")
             assert same_everywhere(g), (name, n)
-    assert hook.meter.handed == reference.meter.handed
+    assert hook.meter.collective_bytes == reference.meter.collective_bytes, name
     assert hook.meter.steps == 3
 
 
-def resumes(name: str, rank: int, options: dict[str, Any] | None = None, **ddp_options: Any) -> None:
-    """Saved in the middle and loaded into a fresh job, whose buckets are others, it ends with the same bits."""
+def resumes(
+    rank: int, size: int, name: str, options: dict[str, Any] | None = None, **ddp_options: Any
+) -> None:
+    """Saved in the middle and loaded into a new job, which has other buckets: the end is bit-identical."""
     ends = []
     saved: Any = None
-    for stopped in (False, True):
-        buckets = {"bucket_cap_mb": 25 if stopped else 0.002}
+    for resumed in (False, True):
+        buckets = {"bucket_cap_mb": 25 if resumed else 0.002}
         ddp, hook = wrapped(METHODS[name], ddp=buckets | ddp_options, **(options or {}))
         optimizer = momentum(ddp)
-        if stopped:
+        if resumed:
             ddp.module.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
             hook.load_state_dict(saved[2])
@@ -177,6 +186,6 @@ def resumes(name: str, rank: int, options: dict[str, Any] | None = None, **ddp_o
             train(ddp, optimizer, range(3), rank)
             saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict()))
         train(ddp, optimizer, range(3, 6), rank)
-        assert same_everywhere(weights(ddp))
+        assert same_everywhere(weights(ddp)), name
         ends.append(weights(ddp))
     assert torch.equal(*ends), name

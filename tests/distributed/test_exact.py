@@ -1,11 +1,11 @@
-"""The exact mode, in real processes on gloo: one process group a world size, all cases inside it."""
+"""The exact mode, in real processes on gloo."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,12 +67,17 @@ def wrapped(model: nn.Module, is_exact: bool = True, **options: Any) -> DDP:
     return ddp
 
 
+def small_messages() -> None:
+    exact._PIECE = 20_000  # so that there are several messages
+
+
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
 
-def averages(rank: int, size: int, half: bool = False, unused: bool = False, **options: Any) -> None:
-    """Two backward passes, the first without exchange: what all ranks' own gradients come to on average."""
+def check_averages(rank: int, size: int, half: bool = False, unused: bool = False, **options: Any) -> None:
+    """Two backward passes, the first without exchange: the mean of the gradients of all workers."""
+    small_messages()
     alone, model = (build(unused=unused) for _ in range(2))
     if half:
         alone.last.bfloat16(), model.last.bfloat16()
@@ -98,8 +103,25 @@ def averages(rank: int, size: int, half: bool = False, unused: bool = False, **o
             assert same_everywhere(p.grad), name
 
 
+def averages(rank: int, size: int) -> None:
+    check_averages(rank, size)
+
+
+def averages_in_small_buckets(rank: int, size: int) -> None:
+    check_averages(rank, size, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+
+
+def averages_with_unused_parameters(rank: int, size: int) -> None:
+    check_averages(rank, size, unused=True, find_unused_parameters=True)
+
+
+def averages_in_bf16(rank: int, size: int) -> None:
+    check_averages(rank, size, half=True)
+
+
 def buckets_do_not_matter(rank: int, size: int) -> None:
-    """Plain DDP agrees with itself for two workers only; there the exact mode has its very bits."""
+    """Plain DDP does not depend on its buckets for two workers only; there the exact mode has the same bits."""
+    small_messages()
     ends: dict[bool, list[Tensor]] = {False: [], True: []}
     for is_exact, found in ends.items():
         for cap in (25, 0.02):
@@ -112,8 +134,9 @@ def buckets_do_not_matter(rank: int, size: int) -> None:
     torch.testing.assert_close(ends[False][0], ends[True][0], rtol=1e-4, atol=1e-6)
 
 
-def restarts(is_exact: bool, rank: int) -> bool:
-    """Whether a job that goes on from a saved state ends where the one that never stopped does."""
+def resumed_is_identical(is_exact: bool, rank: int) -> bool:
+    """Whether a job that is resumed from a saved state ends in the same bits as an uninterrupted one."""
+    small_messages()
     ends = []
     saved: Any = None
     for stopped in (False, True):
@@ -132,7 +155,13 @@ def restarts(is_exact: bool, rank: int) -> bool:
     return torch.equal(*ends)
 
 
-def stays_exact_through_the_switch(rank: int) -> None:
+def restarts(rank: int, size: int) -> None:
+    assert resumed_is_identical(True, rank)
+    assert resumed_is_identical(False, rank) == (size == 2)
+
+
+def stays_exact_through_the_switch(rank: int, size: int) -> None:
+    small_messages()
     ends = []
     saved: Any = None
     switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
@@ -159,7 +188,7 @@ def stays_exact_through_the_switch(rank: int) -> None:
     assert torch.equal(*ends)
 
 
-def compiled(rank: int) -> None:
+def compiled(rank: int, size: int) -> None:
     ends = []
     for wrap in (
         lambda m: torch.compile(DDP(m), backend="aot_eager"),
@@ -176,8 +205,8 @@ def compiled(rank: int) -> None:
         assert same_everywhere(end)
 
 
-def uneven_inputs(rank: int) -> None:
-    """A rank that has run out of data answers the others with zeros."""
+def uneven_inputs(rank: int, size: int) -> None:
+    """A worker without data contributes zeros."""
     ddp = wrapped(build(), bucket_cap_mb=0.02)
     optimizer = momentum(ddp)
     with Join([ddp]):
@@ -185,7 +214,7 @@ def uneven_inputs(rank: int) -> None:
     assert rank or weights(ddp).isfinite().all()
 
 
-def a_broken_backward_leaves_nothing_behind(rank: int) -> None:
+def a_broken_backward_leaves_nothing_behind(rank: int, size: int) -> None:
     ddp = wrapped(build(), bucket_cap_mb=0.02)
     optimizer = momentum(ddp)
     train(ddp, optimizer, range(2), rank)
@@ -199,7 +228,7 @@ def a_broken_backward_leaves_nothing_behind(rank: int) -> None:
     assert same_everywhere(weights(ddp))
 
 
-def nothing_is_kept(rank: int) -> None:
+def no_reference_is_kept(rank: int, size: int) -> None:
     ddp = wrapped(build(), bucket_cap_mb=0.02)
     train(ddp, momentum(ddp), range(2), rank)
     held = weakref.ref(ddp), weakref.ref(ddp.module)
@@ -208,9 +237,9 @@ def nothing_is_kept(rank: int) -> None:
     assert [x() for x in held] == [None, None]
 
 
-def refusals() -> None:
+def refusals(rank: int, size: int) -> None:
     ddp = wrapped(build())
-    with pytest.raises(ValueError, match="hook Exact already"):
+    with pytest.raises(ValueError, match="already has the communication hook Exact"):
         exact_(ddp)
     with pytest.raises(ValueError, match="1 has sparse gradients"):
         exact_(DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 4, sparse=True))))
@@ -218,28 +247,24 @@ def refusals() -> None:
         exact_(DDP(build(), skip_all_reduce_unused_params=True, find_unused_parameters=True))
 
 
-def cases(rank: int, size: int) -> None:
-    exact._PIECE = 20_000  # so that there are several messages
-    averages(rank, size)
-    averages(rank, size, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
-    averages(rank, size, unused=True, find_unused_parameters=True)
-    averages(rank, size, half=True)
-    buckets_do_not_matter(rank, size)
-    assert restarts(True, rank)
-    assert restarts(False, rank) == (size == 2)
-    stays_exact_through_the_switch(rank)
-    if size == 2:
-        compiled(rank)
-        uneven_inputs(rank)
-        a_broken_backward_leaves_nothing_behind(rank)
-        nothing_is_kept(rank)
-        refusals()
+#: Cases in which sums of more than two terms matter.
+BOTH = [averages, buckets_do_not_matter, restarts, stays_exact_through_the_switch]
+#: Cases that 2 workers cover.
+TWO = [averages_in_small_buckets, averages_with_unused_parameters, averages_in_bf16]
+ONLY_TWO = [compiled, uneven_inputs, a_broken_backward_leaves_nothing_behind, no_reference_is_kept, refusals]
 
 
 @pytest.mark.timeout(240)  # the hang guard
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_real_processes(size: int, tmp_path: Path) -> None:
-    in_processes(cases, size)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        *((case, 2) for case in [*BOTH, *TWO, *ONLY_TWO]),
+        *((case, 4) for case in BOTH),
+        *(pytest.param(case, 4, marks=pytest.mark.slow) for case in TWO),
+    ],
+)
+def test_in_real_processes(case: Callable[[int, int], None], size: int) -> None:
+    in_processes(case, size)
 
 
 def cuda_cases(rank: int, size: int) -> None:
@@ -265,7 +290,7 @@ def cuda_cases(rank: int, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2)])
-def test_on_cuda(backend: str, size: int, tmp_path: Path) -> None:
+def test_on_cuda(backend: str, size: int) -> None:
     in_processes(cuda_cases, size, backend=backend)
 
 

@@ -1,11 +1,11 @@
-"""The guard against losses and gradients that are not finite: alone, and agreed by two real processes."""
+"""The guard against losses and gradients that are not finite, in one process and in two."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_many_names_are_cut_short() -> None:
         p.grad = torch.full_like(p, math.nan)
     with pytest.raises(
         FloatingPointError,
-        match=r"the loss is not finite, the gradient of 0\.weight, 0\.bias, 2\.weight and 1 more is not finite; on_bad",
+        match=r"the loss is not finite, the gradient of 0\.weight, 0\.bias, 2\.weight and 1 more is not finite; use on_bad",
     ):
         FiniteGuard(model)(loss)
 
@@ -176,23 +176,25 @@ def test_settings_are_checked() -> None:
         FiniteGuard(build(), limit=0)
 
 
-def cases(rank: int, size: int) -> None:
+def a_loss_on_one_worker(rank: int, size: int) -> None:
+    """The loss is bad on one worker; adding NaN does not change any gradient."""
     bad = math.nan if rank == 1 else 0.0
     ddp = DDP(build())
     guard = FiniteGuard(ddp, on_bad="skip")
-    # The loss is bad on one rank, through it nobody's gradients: adding NaN does not change them.
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert guard(backward(ddp))
         assert not guard(backward(ddp, bad))
         assert guard(backward(ddp))
-    assert [str(w.message) for w in told] == (
+    assert [str(w.message) for w in caught] == (
         [] if rank else ["FiniteGuard, call 2: the loss is not finite on rank 1; update skipped"]
     )
-    # A bad input spoils the average, and so everybody's gradients.
-    ddp.zero_grad()
-    x = torch.full((2, 64), bad)
-    loss = ddp(x).sum()
+
+
+def an_averaged_gradient(rank: int, size: int) -> None:
+    """A bad input on one worker makes the averaged gradients of all workers bad."""
+    ddp = DDP(build())
+    loss = ddp(torch.full((2, 64), math.nan if rank == 1 else 0.0)).sum()
     loss.backward()
     with pytest.raises(FloatingPointError) as raised:
         FiniteGuard(ddp)(loss)
@@ -200,14 +202,20 @@ def cases(rank: int, size: int) -> None:
         "FiniteGuard, call 1: the loss is not finite on rank 1, the gradient of 0.weight, 2.weight "
         "is not finite on rank 0, 1;"
     )
-    # Before the average, as under no_sync, a gradient is one rank's own; still all hear of it.
-    ddp.zero_grad()
+
+
+def a_gradient_under_no_sync(rank: int, size: int) -> None:
+    """Before the average a gradient is bad on one worker only; all of them raise."""
+    ddp = DDP(build())
     with ddp.no_sync():
         backward(ddp)
     if rank == 0:
         ddp.module[2].bias.grad[1] = math.inf
     with pytest.raises(FloatingPointError, match=r"of 2\.bias is not finite on rank 0;"):
         FiniteGuard(ddp)()
+
+
+def a_shard(rank: int, size: int) -> None:
     sharded = build()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (size,)))
     loss = backward(sharded)
@@ -222,5 +230,8 @@ def cases(rank: int, size: int) -> None:
 
 
 @pytest.mark.timeout(120)  # the hang guard
-def test_all_ranks_answer_alike(tmp_path: Path) -> None:
-    in_processes(cases, 2)
+@pytest.mark.parametrize(
+    "case", [a_loss_on_one_worker, an_averaged_gradient, a_gradient_under_no_sync, a_shard]
+)
+def test_all_workers_get_the_same_answer(case: Callable[[int, int], None]) -> None:
+    in_processes(case, 2)

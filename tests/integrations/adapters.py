@@ -1,8 +1,7 @@
-"""What the adapters' tests train and compare, and what a launcher would tell their workers."""
+"""Model, data and comparison of the adapters' tests."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 
 class Register:
-    """Averages exactly, and remembers what it was called with."""
+    """Registers the exact hook, and records the models it is called with."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -40,10 +39,3 @@ class Register:
     def __call__(self, ddp: Any) -> None:
         self.seen.append(ddp)
         exact_(ddp)
-
-
-def as_launched(rank: int, size: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip

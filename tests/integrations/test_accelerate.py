@@ -1,10 +1,9 @@
-"""The switch in an Accelerate loop: against a plain one, through save_state, with a hook, on two processes."""
+"""The switch in an Accelerate loop: compared with a plain one, with save_state, with a hook, on two processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     extract_model_from_parallel,
 )
-from adapters import BATCH, EPOCHS, SAMPLES, Register, as_launched, build, same, samples
+from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
 from torch import nn
 
 import pufferfish as pf
-from processes import in_processes, same_everywhere
+from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
 from pufferfish.optim.rewarm import Rewarm
 
@@ -99,7 +98,7 @@ def test_mixed_precision_stays_on() -> None:
     assert "forward" in vars(model)
 
 
-def test_resumes_from_both_sides(tmp_path: Path) -> None:
+def test_resumes_before_and_after_the_switch(tmp_path: Path) -> None:
     whole = trained(prepared(Accelerator(cpu=True)), folder=tmp_path)
     for epoch in (0, 1):
         run = prepared(Accelerator(cpu=True))
@@ -107,15 +106,15 @@ def test_resumes_from_both_sides(tmp_path: Path) -> None:
         same(whole, trained(run, range(epoch + 1, EPOCHS)))
         assert run[1].report is not None
     low_rank = run[0]
-    with pytest.raises(ValueError, match="model is low-rank in 2 layers"):
+    with pytest.raises(ValueError, match="the model has 2 low-rank layers"):
         low_rank.load_state(str(tmp_path / "0"))
-    (tmp_path / "0" / "switch.json").unlink()  # as an ordinary run saves it
+    (tmp_path / "0" / "switch.json").unlink()  # as a run without a switch saves it
     run = prepared(Accelerator(cpu=True))
     run[0].load_state(str(tmp_path / "0"))
     same(whole, trained(run, range(1, EPOCHS)))
 
 
-def test_the_handler_is_taken_for_accelerates_own() -> None:
+def test_accelerate_recognizes_the_handler() -> None:
     kwargs = HookKwargs(register=print, find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
     assert accelerator.ddp_handler is kwargs
@@ -125,14 +124,17 @@ def test_the_handler_is_taken_for_accelerates_own() -> None:
         Accelerator(cpu=True, kwargs_handlers=[kwargs, DistributedDataParallelKwargs()])
 
 
-def test_the_package_alone_imports_none_of_these_libraries() -> None:
-    code = "import sys, pufferfish; print({'accelerate', 'transformers', 'lightning', 'pytorch_lightning'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+def test_the_package_does_not_import_these_libraries() -> None:
+    libraries = {"accelerate", "transformers", "lightning", "pytorch_lightning"}
+    code = f"import sys, pufferfish; sys.exit(sorted({libraries} & {{*sys.modules}}) or None)"
+    process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
-def cases(rank: int, size: int, folder: str, port: int) -> None:
-    as_launched(rank, size, port)
+def trains_and_resumes(rank: int, size: int, folder: str, port: int) -> None:
+    as_torchrun(rank, size, port)
     register = Register()
     accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=register, bucket_cap_mb=1)])
     run = prepared(accelerator, BATCH // size)
@@ -141,11 +143,11 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
     assert whole.bucket_bytes_cap == 2**20
     for p in whole.parameters():
         assert same_everywhere(p)
-    # Signs of factors depend on the rank that computed the SVD: compare what they compute.
+    # Signs of factors depend on the worker that computed the SVD: compare outputs.
     x = torch.stack([s[0] for s in samples()])
     torch.testing.assert_close(whole(x), by_hand(size=size)(x), rtol=1e-3, atol=1e-3)
     for epoch in (0, 1):
-        accelerator.free_memory()  # it saves and loads what it has prepared
+        accelerator.free_memory()  # it saves and loads all prepared objects
         accelerator._save_model_state_pre_hook.clear()
         accelerator._load_model_state_pre_hook.clear()
         run = prepared(accelerator, BATCH // size)
@@ -154,14 +156,14 @@ def cases(rank: int, size: int, folder: str, port: int) -> None:
 
 
 @pytest.mark.timeout(240)  # the hang guard
-def test_two_processes(tmp_path: Path, free_port: int) -> None:
-    in_processes(cases, 2, str(tmp_path), free_port)
+def test_two_processes(tmp_path: Path) -> None:
+    in_processes(trains_and_resumes, 2, str(tmp_path), free_port())
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE))["main"]
     main(str(tmp_path / "run"), epochs=3)
     assert "Switched to low rank at epoch 2" in capsys.readouterr().out
-    main(str(tmp_path / "run"), epochs=4)  # goes on from the end of the first, which is low-rank
+    main(str(tmp_path / "run"), epochs=4)  # resumes from a low-rank checkpoint
     assert "Switched" not in capsys.readouterr().out
     assert len(EXAMPLE.read_text().splitlines()) < 40

@@ -1,21 +1,26 @@
-"""The advisor in real jobs: on emulated hosts, and of several workers on each of several machines."""
+"""The advisor in real jobs: on emulated hosts, and with several workers on each of several machines."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.lab.advise import subject
-from pufferfish.lab.advise.command import Asked, run
-from pufferfish.lab.advise.ways import full_rank, named, way
-from pufferfish.lab.network import Loopback, clean, why_not
+from pufferfish.lab.advise import load_workload, measured_work, timing_rounds
+from pufferfish.lab.advise.advise_settings import AdviseSettings
+from pufferfish.lab.advise.build_timed_model import build_timed_model
+from pufferfish.lab.advise.method_name import parse_method_name, warm_up_name
+from pufferfish.lab.advise.run_advise import run_advise
+from pufferfish.lab.network import kill_orphans, unavailable_reason
 
-WHY_NOT = why_not()
+REASON = unavailable_reason()
 FACTORY = """
 import torch
 from torch import nn
@@ -32,68 +37,74 @@ def factory(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:wide"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"networks cannot be emulated: {WHY_NOT}")
+@pytest.mark.skipif(REASON is not None, reason=f"networks cannot be emulated: {REASON}")
 def test_the_best_are_run_on_emulated_hosts(
     factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    run(Asked(task=factory, network="20mbit", nodes=2, methods=["bf16"], check=True, out=out, json=True))
+    run_advise(
+        AdviseSettings(
+            task=factory, network="20mbit", nodes=2, methods=["bf16"], check=True, out=out, json=True
+        )
+    )
     text = capsys.readouterr().out
-    said = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    assert said["network"] == "20mbit"
-    assert not said["link"]["extrapolated"]
-    assert 12 < 8e-6 / said["link"]["lines"]["all_reduce"]["beta"] < 24
-    measured = {c["name"]: c["measured"] for c in said["choices"]}
+    advice = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert advice["network"] == "20mbit"
+    assert not advice["link"]["extrapolated"]
+    assert 12 < 8e-6 / advice["link"]["collectives"]["all_reduce"]["beta"] < 24
+    measured = {c["name"]: c["measured"] for c in advice["choices"]}
     assert set(measured) == {"dense", "bf16", "pufferfish", "pufferfish+bf16"}
-    clocked = {name for name, x in measured.items() if x is not None}
-    assert "dense" in clocked
-    assert len(clocked) >= 3
-    assert all(full_rank(name) in clocked for name in clocked)
-    assert measured[said["best"]] < measured["dense"]  # by 4 times fewer bytes on a slow line
+    run = {name for name, x in measured.items() if x is not None}
+    assert "dense" in run
+    assert len(run) >= 3
+    assert all(warm_up_name(name) in run for name in run)
+    assert measured[advice["best"]] < measured["dense"]  # by 4 times fewer bytes on a slow line
     assert pf.Plan.load(out).ranks
-    assert not clean()
+    assert not kill_orphans()
 
 
-@pytest.mark.timeout(180)
-def test_a_job_of_two_machines_with_two_workers_each(factory: str, tmp_path: Path) -> None:
-    asked = {"task": factory, "network": "real", "methods": ["bf16"], "json": True}
-    said: list[str] = []
-    with Loopback(2) as hosts:
-        command = ["-m", "pufferfish.lab.advise.command", json.dumps({**_defaults(), **asked})]
-        assert hosts.launch(command, per_host=2, write=said.append) == 0, "\n".join(said)
-    text = "\n".join(line.partition(" | ")[2] for line in said if line.startswith("host0"))
-    found = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    assert (found["nodes"], found["per_node"]) == (2, 2)
-    assert found["link"]["inside"] is not None
-    assert found["link"]["toll"] >= 0
-    names = {c["name"] for c in found["choices"]}
-    flat = {name for name in names if "levels" not in name}
+def command_in_a_job(rank: int, size: int, factory: str, out: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    measured_work._MAX_STEPS, timing_rounds.MAX_STEPS = 5, 2
+    settings = AdviseSettings(task=factory, network="real", methods=["bf16"], check=True, out=out, json=True)
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        run_advise(settings)
+    if rank > 0:
+        assert not stdout.getvalue()
+        return
+    advice = json.loads(stdout.getvalue())
+    assert (advice["nodes"], advice["per_node"]) == (2, 2)
+    assert advice["link"]["intra_node"] is not None
+    assert advice["link"]["contention"] >= 0
+    estimates = {e["name"]: e for e in advice["choices"]}
+    flat = {name for name in estimates if "hierarchy" not in name}
     assert flat >= {"dense", "bf16"}
-    assert names - flat == {f"{name}, levels=node" for name in flat}
-    assert all(c["step"] > 0 for c in found["choices"])
+    assert estimates.keys() - flat == {f"{name}, hierarchy=node" for name in flat}
+    assert all(e["step"] > 0 for e in estimates.values())
+    run = {name for name, e in estimates.items() if e["measured"] is not None}
+    assert {"dense", advice["best"]} <= run
+    assert all(warm_up_name(name) in run for name in run)
+    assert out.exists() == ("pufferfish" in advice["best"])
 
 
-def on_two_levels(rank: int, size: int, factory: str) -> None:
-    """Plain averages too go inside a machine first."""
+def steps_in_a_hierarchy(rank: int, size: int, factory: str, out: Path) -> None:
+    """Plain averages are hierarchical too."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    about = subject(factory)
-    made = pf.plan(about.build(), 0.25)
+    workload = load_workload(factory)
+    plan = pf.plan(workload.build(), 0.25)
     for name in ("dense", "bf16", "pufferfish", "pufferfish+bf16"):
-        chosen, levels = named(f"{name}, levels=node")
-        one = way(about, chosen, made, levels)
-        one.step()
-        counts = made.after if "pufferfish" in name else made.before
-        assert sum(p.numel() for p in one.bare.parameters()) == counts.parameters
-        assert one.hook is not None
-        assert one.hook.meter.handed["reduce_scatter"] >= counts.gradient_bytes
+        method, hierarchy = parse_method_name(f"{name}, hierarchy=node")
+        model = build_timed_model(workload, method, plan, hierarchy)
+        model.step()
+        counts = plan.after if "pufferfish" in name else plan.before
+        assert sum(p.numel() for p in model.inner.parameters()) == counts.parameters
+        assert model.hook is not None
+        assert model.hook.meter.collective_bytes["reduce_scatter"] >= counts.gradient_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_every_way_runs_on_two_levels(factory: str, tmp_path: Path) -> None:
-    in_processes(on_two_levels, 4, factory)
-
-
-def _defaults() -> dict[str, None]:
-    return {"data": None, "out": None}
+@pytest.mark.parametrize("case", [command_in_a_job, steps_in_a_hierarchy])
+def test_two_machines_with_two_workers_each(case: Callable[..., None], factory: str, tmp_path: Path) -> None:
+    in_processes(case, 4, factory, tmp_path / "plan.json")

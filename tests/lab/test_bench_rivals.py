@@ -1,4 +1,4 @@
-"""Rivals and optimizers in a bench: what is timed is what their runs have made, and the table tells what it cost."""
+"""Pruning methods and optimizers in a bench: their final models are timed, and the table shows their whole cost."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from pufferfish.cli import main
-from pufferfish.lab.advise.contender import Contender
-from pufferfish.lab.bench import Asked, bench
-from pufferfish.lab.bench.bench_settings import load
-from pufferfish.lab.bench.cells import Cell, cells
-from pufferfish.lab.bench.entry import entry
-from pufferfish.lab.bench.learning_rates import grid
-from pufferfish.lab.bench.timed_models import contenders, lacking
+from pufferfish.lab.advise.timed_model import TimedModel
+from pufferfish.lab.bench import BenchSettings, bench
+from pufferfish.lab.bench.bench_method import bench_method
+from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
+from pufferfish.lab.bench.bench_settings import load_settings
+from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.bench.tuned_rate import rate_grid
 from pufferfish.lab.report import report
 from pufferfish.lab.rivals import SAM
-from pufferfish.lab.train.choice import choice
-from pufferfish.measure import read
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.measure import read_run
 
-TASK = "digits:width=8"
+TASK = "digits:width=4"
 LOTTERY, BIRD = "lottery-ticket-1", "early-bird-0.5"
 ALL = ["dense", "pufferfish", "auto", LOTTERY, BIRD, "dense@lars=1"]
 
@@ -42,102 +42,82 @@ def rounds(root: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text())["methods"] for path in sorted((root / "timing").iterdir())]
 
 
-def raced(root: Path, *methods: str) -> dict[str, Contender]:
-    """What is timed in a finished bench of one worker."""
-    asked = load(root)
-    data = asked.found()[0].load(None)
-    return contenders(list(methods), asked, root, data, rank=0, size=1, device=torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The paper's two tables in one, small."""
-    root = tmp_path_factory.mktemp("rivals") / "out"
-    words = ["--epochs", "2", "--rounds", "2", "--methods", ",".join(ALL)]
-    assert main(["bench", TASK, *words, "--out", str(root)]) == 0
-    return root
+def final_models(root: Path, *methods: str) -> dict[str, TimedModel]:
+    """The models that are timed in a finished bench of one worker."""
+    settings = load_settings(root)
+    data = settings.resolve()[0].load(None)
+    return models_to_time(methods, settings, root, data, worker=0, workers=1, device=torch.device("cpu"))
 
 
 @pytest.mark.timeout(120)
-def test_the_table_of_one_worker(one_worker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--epochs", "2", "--rounds", "2", "--methods", "dense", "--out", str(one_worker)]
-    assert main(["bench", TASK, *words]) == 0
-    shown = capsys.readouterr()
-    assert "timing" not in shown.err  # all was there
-    lines = shown.out.splitlines()
+def test_a_bench_of_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's two tables in one, small."""
+    root = tmp_path / "out"
+    words = ["bench", TASK, "--epochs", "2", "--rounds", "1", "--methods", ",".join(ALL), "--out", str(root)]
+    assert main(words) == 0
+    check_table(root, capsys.readouterr().out)
+    check_final_models(root)
+    check_untimed_methods(root)
+
+
+def check_table(root: Path, shown: str) -> None:
+    lines = shown.splitlines()
     assert lines[2].split("  ")[0] == "method"
     heads = [head.strip() for head in lines[2].split("  ") if head]
     assert heads == [
-        "method", "learning rate", "parameters", "MACs", "a step", "× dense", "accuracy, %", "to dense", "whole run", "run × dense",
+        "method", "learning rate", "parameters", "MACs", "step", "vs. dense", "accuracy, %", "difference vs. dense", "run", "run vs. dense",
     ]  # fmt: skip
     table = {line.split()[0]: [x for x in line.split("  ") if x] for line in lines[3:9]}
     assert list(table) == ALL  # one worker has nothing to send in bf16
     assert [row[1].strip() for row in table.values()] == ["0.03"] * 5 + ["1"]
-    times = {name: read(one_worker / Cell(name, 0).name).results["training_seconds"] for name in table}
-    assert float(table[LOTTERY][-1].rstrip("×")) == pytest.approx(times["dense"] / times[LOTTERY], abs=0.006)
-    said = " ".join(shown.out.split())
-    assert f"{LOTTERY}: its whole run is 2 trainings." in said
-    assert "another number of steps" not in said
-    for page in (shown.out, (one_worker / "report.html").read_text()):
+    results = {name: read_run(root / BenchRun(name, 0).name).results for name in table}
+    speedup = results["dense"]["training_seconds"] / results[LOTTERY]["training_seconds"]
+    assert float(table[LOTTERY][-1].rstrip("×")) == pytest.approx(speedup, abs=0.006)
+    text = " ".join(shown.split())
+    assert f"{LOTTERY}: its run time includes 2 trainings." in text
+    assert "not as many steps" not in text
+    for page in (shown, (root / "report.html").read_text()):
         assert "no exchange" not in page
-        assert "bytes a step" not in page
-    assert f"| {BIRD} | {read(one_worker / Cell(BIRD, 0).name).results['parameters']:,} |" in report(
-        [one_worker], "markdown"
-    )
-    assert [set(found) for found in rounds(one_worker)] == [set(table)] * 2
-    assert all("alone" not in found for r in rounds(one_worker) for found in r.values())
+        assert "bytes per step" not in page
+        assert "bytes/step" not in page
+    assert f"| {BIRD} | {results[BIRD]['parameters']:,} |" in report([root], "markdown")
+    (timings,) = rounds(root)
+    assert set(timings) == set(table)
+    assert all("compute_seconds" not in timing for timing in timings.values())
 
 
-@pytest.mark.timeout(120)
-def test_a_rival_is_timed_as_its_run_ends(one_worker: Path) -> None:
-    racing = raced(one_worker, "dense", LOTTERY, BIRD)
-    for contender in racing.values():
-        contender.step()
-    results = {name: read(one_worker / Cell(name, 0).name).results for name in racing}
+def check_final_models(root: Path) -> None:
+    """A pruned model is timed as it is at the end of its run."""
+    models = final_models(root, "dense", LOTTERY, BIRD)
+    for model in models.values():
+        model.step()
+    results = {name: read_run(root / BenchRun(name, 0).name).results for name in models}
     for name in ("dense", BIRD):
-        assert sum(p.numel() for p in racing[name].bare.parameters()) == results[name]["parameters"]
-    recipes = [read(one_worker / Cell(name, 0).name).settings["recipe"] for name in ("dense", "dense@lars=1")]
+        assert sum(p.numel() for p in models[name].inner.parameters()) == results[name]["parameters"]
+    recipes = [
+        read_run(root / BenchRun(name, 0).name).settings["recipe"] for name in ("dense", "dense@lars=1")
+    ]
     assert [(recipe["optimizer"], recipe["lr"]) for recipe in recipes] == [("sgd", 0.03), ("lars", 1.0)]
     assert results[BIRD]["parameters"] < results["dense"]["parameters"]
-    shapes = {name: [p.shape for p in contender.bare.parameters()] for name, contender in racing.items()}
+    shapes = {name: [p.shape for p in model.inner.parameters()] for name, model in models.items()}
     assert shapes[LOTTERY] == shapes["dense"] != shapes[BIRD]
-    weights = [p for p in racing[LOTTERY].bare.parameters() if p.dim() > 1]
+    weights = [p for p in models[LOTTERY].inner.parameters() if p.dim() > 1]
     left = results[LOTTERY]["trainings"][-1]["weights"]
     assert sum(int(p.count_nonzero()) for p in weights) == left < sum(p.numel() for p in weights)
 
 
-@pytest.mark.timeout(120)
-def test_what_only_a_run_can_tell_waits_for_it(one_worker: Path, tmp_path: Path) -> None:
-    root = tmp_path / "copy"
-    shutil.copytree(one_worker, root)
-    asked = load(root)
-    assert lacking(asked, root) == []
+def check_untimed_methods(root: Path) -> None:
+    """Methods whose model only a run can tell are timed after it."""
+    settings = load_settings(root)
+    assert untimed_methods(settings, root) == []
     shutil.rmtree(root / "timing")
-    assert lacking(asked, root) == ALL
-    shutil.rmtree(root / Cell(BIRD, 0).name / "checkpoints")
-    assert BIRD not in lacking(asked, root)
+    assert untimed_methods(settings, root) == ALL
+    shutil.rmtree(root / BenchRun(BIRD, 0).name / "checkpoints")
+    assert BIRD not in untimed_methods(settings, root)
     for method in ALL:
-        path = root / Cell(method, 0).name / "run.json"
+        path = root / BenchRun(method, 0).name / "run.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": None}))
-    assert lacking(asked, root) == ["dense", "pufferfish", "dense@lars=1"]
-
-
-@pytest.mark.timeout(240)
-def test_rivals_and_optimizers_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    methods = ["dense", "bf16", BIRD, f"{LOTTERY}+powersgd-1", "dense@sam"]
-    words = ["--epochs", "2", "--rounds", "1", "--workers", "2", "--methods", ",".join(methods)]
-    assert main(["bench", TASK, *words, "--out", str(tmp_path / "out")]) == 0
-    found = rounds(tmp_path / "out")[0]
-    assert list(found) == methods
-    runs = {name: read(tmp_path / "out" / Cell(name, 0).name) for name in methods}
-    parameters = {name: runs[name].results["parameters"] for name in methods}
-    sent = {name: found[name]["bytes"] for name in methods}
-    assert sent[BIRD] / sent["dense"] == parameters[BIRD] / parameters["dense"] < 1
-    assert sent["dense@sam"] == sent["dense"]  # of its two passes one is sent
-    assert [runs[m].name for m in methods] == methods
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[3:8]] == methods
-    assert lines[8].startswith("no exchange")
+    assert untimed_methods(settings, root) == ["dense", "pufferfish", "dense@lars=1"]
 
 
 def test_sam_steps_with_the_gradient_of_the_second_pass() -> None:
@@ -152,43 +132,47 @@ def test_sam_steps_with_the_gradient_of_the_second_pass() -> None:
     norm = torch.cat([g.flatten() for g in first]).norm()
     up = [(p + 0.05 * g / norm).detach().requires_grad_() for p, g in zip((w, b), first, strict=True)]
     second = torch.autograd.grad(loss(*up), up)
-    contender = Contender(
-        choice("dense"),
+    model_step = TimedModel(
+        training_method("dense"),
         model,
         lambda net: SAM(torch.optim.SGD(net.parameters(), lr=0.1), net),
         lambda net: net(x).pow(2).mean(),
     )
-    contender.step()
+    model_step.step()
     for p, old, g in zip(model.parameters(), (w, b), second, strict=True):
         torch.testing.assert_close(p.detach(), old.detach() - 0.1 * g)
 
 
 def test_every_optimizer_tries_rates_of_its_own_size() -> None:
-    asked = Asked(task="digits", methods=("dense@lars=1.6", "dense@sam"), tune=3)
+    settings = BenchSettings(task="digits", methods=("dense@lars=1.6", "dense@sam"), tune=3)
     tried: dict[str, list[float | None]] = {}
-    for cell in cells(asked, asked.found()[1]):
-        if cell.lr is not None:
-            tried.setdefault(cell.method, []).append(cell.lr)
-    assert tried == {"dense": grid(0.03, 3), "dense@lars=1.6": grid(1.6, 3), "dense@sam": grid(0.03, 3)}
+    for run in bench_runs(settings, settings.resolve()[1]):
+        if run.lr is not None:
+            tried.setdefault(run.method, []).append(run.lr)
+    assert tried == {
+        "dense": rate_grid(0.03, 3),
+        "dense@lars=1.6": rate_grid(1.6, 3),
+        "dense@sam": rate_grid(0.03, 3),
+    }
 
 
 def test_an_at_sign_in_a_path_names_no_optimizer(tmp_path: Path) -> None:
     file = tmp_path / "me@home" / "mine.py"
     file.parent.mkdir()
     file.write_text(MINE)
-    assert entry(f"{file}:Mine").optimizer is None
-    assert entry(f"{file}:Mine@lamb=0.01").optimizer == "lamb"
+    assert bench_method(f"{file}:Mine").optimizer is None
+    assert bench_method(f"{file}:Mine@lamb=0.01").optimizer == "lamb"
 
 
 @pytest.mark.timeout(60)
 def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = Asked(
+    settings = BenchSettings(
         task="digits:mlp,width=8", methods=(), epochs=1, per_host=2, simulate=True, network="10mbit"
     )
-    assert bench(asked, tmp_path) == []
+    assert bench(settings, tmp_path) == []
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("no exchange"))
     assert "predicted" in line
-    metrics = read(tmp_path / Cell("dense", 0).name).metrics
+    metrics = read_run(tmp_path / BenchRun("dense", 0).name).metrics
     step, exchange = (metrics[f"predicted/{name}"][-1][2] for name in ("step", "exchange"))
     found = json.loads((tmp_path / "summary.json").read_text())["methods"]["no exchange"]
     assert found == {"results": {}, "predicted": {"seconds_a_step": pytest.approx(step - exchange)}}
@@ -196,24 +180,28 @@ def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("task", "more", "told"),
+    ("task", "more", "message"),
     [
         ("digits:mlp", ["--methods", "early-bird-0.5"], "no channels are scaled by a batch norm"),
         (TASK, ["--methods", "early-bird-0.5", "--epochs", "1"], "drawn between epochs"),
         (TASK, ["--methods", "early-bird-2"], "the share of channels to remove"),
         (TASK, ["--methods", "dense@lars"], "say --lr too (in a bench @lars=LR)"),
-        (TASK, ["--methods", "dense@lion"], "after the @ comes sgd"),
-        (TASK, ["--methods", "dense@lars=high"], "after the @ comes sgd"),
-        (TASK, ["--methods", "dense@lars=-1"], "lr=-1.0: take a positive number"),
-        (TASK, ["--methods", "dense@sam", "--workers", "2", "--simulate"], "each worker climbs by itself"),
+        (TASK, ["--methods", "dense@lion"], "expected sgd"),
+        (TASK, ["--methods", "dense@lars=high"], "expected sgd"),
+        (TASK, ["--methods", "dense@lars=-1"], "lr=-1.0 must be a positive number"),
+        (
+            TASK,
+            ["--methods", "dense@sam", "--workers", "2", "--simulate"],
+            "each worker perturbs its own weights",
+        ),
         (TASK, ["--graph"], "CUDA graphs need a GPU"),
     ],
 )
 def test_bad_input_is_one_line(
-    task: str, more: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", task, *more, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()

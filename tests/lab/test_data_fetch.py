@@ -1,4 +1,4 @@
-"""`fetch` against a real server that breaks in all the usual ways."""
+"""`fetch` against a real server that fails in the usual ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pufferfish.lab.data import cifar10, multi30k, wikitext2
-from pufferfish.lab.data.dataset import Dataset, Download, read
+from pufferfish.lab.data.dataset import Dataset, Download, read_files
 from pufferfish.lab.data.fetch import fetch
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,12 +26,12 @@ HALF = len(CONTENT) // 2
 
 @dataclass
 class Server:
-    """Serves one file. `cuts` says after how many bytes each of the next replies breaks off."""
+    """Serves one file. `cuts` has the number of bytes after which each of the next replies breaks off."""
 
     content: bytes = CONTENT
     ranges: bool = True
     cuts: list[int] = field(default_factory=list)
-    asked: list[str | None] = field(default_factory=list)
+    requested: list[str | None] = field(default_factory=list)
     port: int = 0
 
     def dataset(self, **settings: object) -> Dataset:
@@ -48,9 +48,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            wanted = self.headers.get("Range")
-            it.asked.append(wanted)
-            first = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and it.ranges else 0
+            range_header = self.headers.get("Range")
+            it.requested.append(range_header)
+            first = (
+                int(range_header.removeprefix("bytes=").removesuffix("-"))
+                if range_header and it.ranges
+                else 0
+            )
             if self.path != "/it.bin":
                 self.send_error(404)
                 return
@@ -76,84 +80,86 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def left(folder: Path) -> dict[str, bytes]:
+def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "tiny").iterdir()}
 
 
 def test_whole_and_only_once(server: Server, tmp_path: Path) -> None:
     for _ in range(2):
         assert fetch(server.dataset(), tmp_path) == tmp_path / "tiny"
-    assert left(tmp_path) == {"it.bin": CONTENT}
-    assert server.asked == [None]
-    assert read(server.dataset(), tmp_path)["it"].data == CONTENT
+    assert files_in(tmp_path) == {"it.bin": CONTENT}
+    assert server.requested == [None]
+    assert read_files(server.dataset(), tmp_path)["it"].data == CONTENT
 
 
-def test_cut_in_the_middle_goes_on_by_itself(server: Server, tmp_path: Path) -> None:
+def test_resumes_by_itself(server: Server, tmp_path: Path) -> None:
     server.cuts = [HALF]
     fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {"it.bin": CONTENT}
-    assert server.asked == [None, f"bytes={HALF}-"]
+    assert files_in(tmp_path) == {"it.bin": CONTENT}
+    assert server.requested == [None, f"bytes={HALF}-"]
 
 
-def test_what_came_is_kept_for_the_next_attempt(server: Server, tmp_path: Path) -> None:
+def test_a_partial_file_is_kept_for_the_next_attempt(server: Server, tmp_path: Path) -> None:
     server.cuts = [HALF, 0]
-    with pytest.raises(OSError, match=rf"it\.bin: .*broke.*{HALF:,} bytes are kept"):
+    with pytest.raises(OSError, match=rf"it\.bin: .*closed early.*{HALF:,} bytes are kept"):
         fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {"it.bin.part": CONTENT[:HALF]}
+    assert files_in(tmp_path) == {"it.bin.part": CONTENT[:HALF]}
     fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {"it.bin": CONTENT}
-    assert server.asked[-1] == f"bytes={HALF}-"
+    assert files_in(tmp_path) == {"it.bin": CONTENT}
+    assert server.requested[-1] == f"bytes={HALF}-"
 
 
-def test_a_server_that_cannot_go_on(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
     server.cuts, server.ranges = [HALF], False
     fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {"it.bin": CONTENT}
+    assert files_in(tmp_path) == {"it.bin": CONTENT}
 
 
-def test_all_came_but_was_not_renamed(server: Server, tmp_path: Path) -> None:
+def test_a_complete_partial_file_is_renamed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "it.bin.part").write_bytes(CONTENT)
     fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {"it.bin": CONTENT}
+    assert files_in(tmp_path) == {"it.bin": CONTENT}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"), [({"sha256": "0" * 64}, "SHA-256"), ({"size": 5}, "512,000 bytes instead of 5")]
+    ("wrong", "message"), [({"sha256": "0" * 64}, "SHA-256"), ({"size": 5}, "got 512,000 bytes, expected 5")]
 )
-def test_what_is_not_the_known_file_is_removed(
-    server: Server, tmp_path: Path, wrong: dict[str, object], says: str
+def test_a_wrong_file_is_removed(
+    server: Server, tmp_path: Path, wrong: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"it\.bin: .*{says}.*removed"):
+    with pytest.raises(ValueError, match=rf"it\.bin: .*{message}.*removed"):
         fetch(server.dataset(**wrong), tmp_path)
-    assert left(tmp_path) == {}
+    assert files_in(tmp_path) == {}
 
 
-def test_a_part_of_another_file_is_removed(server: Server, tmp_path: Path) -> None:
+def test_a_partial_file_of_another_file_is_removed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "it.bin.part").write_bytes(b"something else")
     with pytest.raises(ValueError, match="SHA-256"):
         fetch(server.dataset(), tmp_path)
-    assert left(tmp_path) == {}
+    assert files_in(tmp_path) == {}
 
 
 def test_the_text_in_a_gzip_file_is_checked(server: Server, tmp_path: Path) -> None:
-    server.content = gzip.compress(b"a\nb\n\n")  # an empty line at the end is no difference
+    server.content = gzip.compress(b"a\nb\n\n")  # empty lines at the end are ignored
     known = {"sha256": None, "size": None}
-    fetch(server.dataset(**known, content=hashlib.sha256(b"a\nb\n").hexdigest()), tmp_path / "right")
-    with pytest.raises(ValueError, match="SHA-256 of its text"):
-        fetch(server.dataset(**known, content=hashlib.sha256(b"a\nc\n").hexdigest()), tmp_path / "wrong")
+    fetch(server.dataset(**known, content_sha256=hashlib.sha256(b"a\nb\n").hexdigest()), tmp_path / "right")
+    with pytest.raises(ValueError, match="SHA-256 of its content"):
+        fetch(
+            server.dataset(**known, content_sha256=hashlib.sha256(b"a\nc\n").hexdigest()), tmp_path / "wrong"
+        )
     server.content = server.content[:-3]
     with pytest.raises(ValueError, match="damaged"):
-        fetch(server.dataset(**known, content="0" * 64), tmp_path / "broken")
+        fetch(server.dataset(**known, content_sha256="0" * 64), tmp_path / "broken")
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["it.bin"]
 
 
 def test_no_such_address(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="the server says 404") as raised:
+    with pytest.raises(OSError, match="the server returned 404") as raised:
         fetch(server.dataset(url=f"http://127.0.0.1:{server.port}/other"), tmp_path)
     assert "put it.bin into" in str(raised.value)
-    assert left(tmp_path) == {}
+    assert files_in(tmp_path) == {}
 
 
 def test_no_network(server: Server, tmp_path: Path) -> None:
@@ -188,15 +194,15 @@ def test_an_archive_is_read_as_it_came(server: Server, tmp_path: Path) -> None:
         name="tiny", files={"it": ("it",)}, archives=("it.bin",), downloads=server.dataset().downloads
     )
     fetch(dataset, tmp_path)
-    assert read(dataset, tmp_path)["it"].data == CONTENT
+    assert read_files(dataset, tmp_path)["it"].data == CONTENT
 
 
 @pytest.mark.parametrize(
     "dataset", [cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET], ids=lambda d: d.name
 )
-def test_what_is_fetched_is_what_is_read(dataset: Dataset) -> None:
+def test_downloads_can_be_read(dataset: Dataset) -> None:
     readable = {*dataset.archives, *(name for names in dataset.files.values() for name in names)}
     assert {download.file for download in dataset.downloads} <= readable
     for download in dataset.downloads:
         assert download.url.startswith("https://")
-        assert download.sha256 or download.content
+        assert download.sha256 or download.content_sha256

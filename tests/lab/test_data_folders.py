@@ -1,4 +1,4 @@
-"""Data in folders: found in every official form, and one line about what is missing or broken."""
+"""Data in folders: read in every official form, with one-line errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import tiny
 import torch
 
 from pufferfish.lab.data import cifar10, multi30k, wikitext2
-from pufferfish.lab.data.dataset import Dataset, read
-from pufferfish.lab.tasks import find
+from pufferfish.lab.data.dataset import Dataset, read_files
+from pufferfish.lab.tasks import find_task
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DAT
 
 def problem(dataset: Dataset, folder: Path | None) -> str:
     with pytest.raises(ValueError) as raised:
-        read(dataset, folder)
+        read_files(dataset, folder)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -37,18 +37,18 @@ def problem(dataset: Dataset, folder: Path | None) -> str:
 @pytest.mark.parametrize("name", DATASETS)
 def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = DATASETS[name]
-    made = tmp_path / "made"
-    made.mkdir()
-    WRITE[name](made)
-    expected = {file: (made / file).read_bytes() for file in dataset.files}
+    source = tmp_path / "files"
+    source.mkdir()
+    WRITE[name](source)
+    expected = {file: (source / file).read_bytes() for file in dataset.files}
 
     def same(folder: Path | None) -> bool:
-        return {file: found.data for file, found in read(dataset, folder).items()} == expected
+        return {file: found.data for file, found in read_files(dataset, folder).items()} == expected
 
-    assert same(made)
+    assert same(source)
     for inside in (dataset.name, *dataset.folders):
         (tmp_path / "in" / inside).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / inside).symlink_to(made)
+        (tmp_path / "in" / inside).symlink_to(source)
         assert same(tmp_path / "in")
         (tmp_path / "in" / inside).unlink()
     for archive in dataset.archives:
@@ -57,10 +57,10 @@ def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         if archive.endswith(".zip"):
             with zipfile.ZipFile(path, "w") as file:
                 for each in expected:
-                    file.write(made / each, f"some/{each}")
+                    file.write(source / each, f"some/{each}")
         else:
             with tarfile.open(path, f"w:{path.suffix[1:]}") as tar:
-                tar.add(made, "some")
+                tar.add(source, "some")
         assert same(path)
         monkeypatch.setenv("PUFFERFISH_DATA", str(path.parent))
         assert same(None)
@@ -69,43 +69,43 @@ def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_other_names_of_the_files(tmp_path: Path) -> None:
     tiny.multi30k(tmp_path)
-    expected = multi30k.pairs(read(multi30k.DATASET, tmp_path))
+    expected = multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path))
     for language in ("de", "en"):
         plain = tmp_path / f"test2016.{language}"
         (tmp_path / f"test_2016_flickr.{language}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
         plain.unlink()
-    assert multi30k.pairs(read(multi30k.DATASET, tmp_path)) == expected
+    assert multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path)) == expected
 
 
 def test_no_data(tmp_path: Path) -> None:
-    assert "give --data or set PUFFERFISH_DATA" in problem(cifar10.DATASET, None)
+    assert "set --data or PUFFERFISH_DATA" in problem(cifar10.DATASET, None)
     assert "pufferfish fetch cifar10" in problem(cifar10.DATASET, None)
-    assert "there is no" in problem(cifar10.DATASET, tmp_path / "nowhere")
-    told = problem(cifar10.DATASET, tmp_path)
-    assert "data_batch_1.bin" in told
-    assert "cifar-10-binary.tar.gz" in told
-    assert f"`pufferfish fetch cifar10 --data {tmp_path}`" in told
+    assert "does not exist" in problem(cifar10.DATASET, tmp_path / "nowhere")
+    error = problem(cifar10.DATASET, tmp_path)
+    assert "data_batch_1.bin" in error
+    assert "cifar-10-binary.tar.gz" in error
+    assert f"`pufferfish fetch cifar10 --data {tmp_path}`" in error
 
 
 def test_some_files_are_missing(tmp_path: Path) -> None:
     tiny.cifar10(tmp_path)
     (tmp_path / "data_batch_3.bin").unlink()
-    assert problem(cifar10.DATASET, tmp_path) == f"cifar10: {tmp_path} lacks data_batch_3.bin"
+    assert problem(cifar10.DATASET, tmp_path) == f"cifar10: data_batch_3.bin missing in {tmp_path}"
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.xz"])
 def test_broken_archives(kind: str, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    tiny.wikitext2(made)
+    source = tmp_path / "files"
+    source.mkdir()
+    tiny.wikitext2(source)
     archive = tmp_path / {"zip": "wikitext-2-v1.zip", "tar.xz": "wikitext-2.tar.xz"}[kind]
     if kind == "zip":
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-            for path in made.iterdir():
+            for path in source.iterdir():
                 file.write(path, path.name)
     else:
         with tarfile.open(archive, "w:xz") as tar:
-            tar.add(made, "it")
+            tar.add(source, "it")
     whole = archive.read_bytes()
     for broken in (whole[: len(whole) // 2], b"not an archive", b""):
         archive.write_bytes(broken)
@@ -122,31 +122,35 @@ def test_an_archive_without_a_file(tmp_path: Path) -> None:
         file.write(tmp_path / "train.txt", "train.txt")
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").unlink()
-    assert problem(wikitext2.DATASET, tmp_path).endswith("wikitext-2-v1.zip lacks valid.txt, test.txt")
+    assert problem(wikitext2.DATASET, tmp_path).endswith(
+        f"valid.txt, test.txt missing in {tmp_path}/wikitext-2-v1.zip"
+    )
 
 
 def broken(task: str, folder: Path, file: str) -> str:
-    """What loading says, which names the file."""
+    """Error of loading the task; it must name the file."""
     with pytest.raises(ValueError) as raised:
-        find(task).load(folder)
-    told = str(raised.value)
-    assert "\n" not in told
-    assert str(folder / file) in told
-    return told
+        find_task(task).load(folder)
+    error = str(raised.value)
+    assert "\n" not in error
+    assert str(folder / file) in error
+    return error
 
 
 def test_broken_files(tmp_path: Path) -> None:
     batch = tiny.cifar10(tmp_path) / "data_batch_2.bin"
     rows = batch.read_bytes()
     batch.write_bytes(rows[:-1])
-    assert "49,167 bytes are no whole records" in broken("cifar10", tmp_path, "data_batch_2.bin")
+    assert "49,167 bytes are not a multiple of the record size" in broken(
+        "cifar10", tmp_path, "data_batch_2.bin"
+    )
     batch.write_bytes(b"\x0a" + rows[1:])
     assert "label 10" in broken("cifar10", tmp_path, "data_batch_2.bin")
     batch.write_bytes(b"")
     broken("cifar10", tmp_path, "data_batch_2.bin")
 
     (tiny.wikitext2(tmp_path) / "valid.txt").write_bytes(b" a b \xff\n")
-    assert "not UTF-8 text, byte 5" in broken("wikitext2", tmp_path, "valid.txt")
+    assert "not UTF-8 text (invalid byte 5)" in broken("wikitext2", tmp_path, "valid.txt")
     (tmp_path / "train.txt").write_text(" ".join(map(str, range(33_278))))
     assert "33,279 different words" in broken("wikitext2", tmp_path, "train.txt")
     (tmp_path / "train.txt").write_text("a b\n")
@@ -164,27 +168,27 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 def test_text_files(tmp_path: Path) -> None:
-    def told(task: str, folder: Path) -> str:
+    def error_of(task: str, folder: Path) -> str:
         with pytest.raises(ValueError) as raised:
-            find(task).load(folder)
+            find_task(task).load(folder)
         return str(raised.value)
 
-    assert "no .txt file" in told("text", tmp_path)
+    assert "no .txt file" in error_of("text", tmp_path)
     tiny.text(tmp_path)
-    assert "900 bytes are too few" in told("text", tmp_path)
-    small = find("text:context=8")
+    assert "900 bytes are too few" in error_of("text", tmp_path)
+    small = find_task("text:context=8")
     assert torch.equal(
         small.load(tmp_path).on("test", "cpu")[0], small.load(tmp_path / "some.txt").on("test", "cpu")[0]
     )
     (tmp_path / "other.txt").write_text("x" * 1000)
-    assert "2 text files" in told("text", tmp_path)
-    assert find("text:context=8,file=other.txt").load(tmp_path).size("train") == 900
-    assert "there is no file third.txt" in told("text:file=third.txt", tmp_path)
+    assert "2 text files" in error_of("text", tmp_path)
+    assert find_task("text:context=8,file=other.txt").load(tmp_path).size("train") == 900
+    assert "file third.txt not found" in error_of("text:file=third.txt", tmp_path)
 
 
 def test_cifar10_images_are_the_records(tmp_path: Path) -> None:
     tiny.cifar10(tmp_path)
-    pixels, labels = cifar10.images(read(cifar10.DATASET, tmp_path), test=True)
+    pixels, labels = cifar10.read_images(read_files(cifar10.DATASET, tmp_path), test=True)
     raw = (tmp_path / "test_batch.bin").read_bytes()
     for i in (0, 7):
         record = raw[3073 * i : 3073 * (i + 1)]
@@ -196,11 +200,11 @@ def test_cifar10_images_are_the_records(tmp_path: Path) -> None:
 def test_wikitext2_words_are_numbered_as_they_appear(tmp_path: Path) -> None:
     for split, text in (("train", " \n = A = \n \n b <unk> A \n"), ("valid", " b new \n"), ("test", "A\n")):
         (tmp_path / f"{split}.txt").write_text(text)
-    found = wikitext2.tokens(read(wikitext2.DATASET, tmp_path))
+    data = wikitext2.read_tokens(read_files(wikitext2.DATASET, tmp_path))
     # <eos> = A b <unk>
-    assert found["train"].tolist() == [0, 1, 2, 1, 0, 0, 3, 4, 2, 0]
-    assert found["valid"].tolist() == [3, 4, 0]
-    assert found["test"].tolist() == [2, 0]
+    assert data.on("train", "cpu")[0].tolist() == [0, 1, 2, 1, 0, 0, 3, 4, 2, 0]
+    assert data.on("valid", "cpu")[0].tolist() == [3, 4, 0]
+    assert data.on("test", "cpu")[0].tolist() == [2, 0]
 
 
 REAL = {
@@ -215,7 +219,7 @@ REAL_FOLDER = os.environ.get("PUFFERFISH_DATA")
 def test_the_real_data(name: str) -> None:
     if not REAL_FOLDER:
         pytest.skip("PUFFERFISH_DATA names no folder with the real data")
-    task = find(name)
+    task = find_task(name)
     try:
         data = task.load(Path(REAL_FOLDER))
     except ValueError as error:

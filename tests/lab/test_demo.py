@@ -1,4 +1,4 @@
-"""The demo: a bench with fixed settings, on an emulated network or, where there can be none, on the loopback."""
+"""The demo: a bench with fixed settings, on an emulated network or, if that is not possible, on the loopback."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 
 from pufferfish.cli import main
-from pufferfish.lab.bench import demo
-from pufferfish.lab.bench import run_on_hosts as start
-from pufferfish.lab.network import why_not
-from pufferfish.measure import read
+from pufferfish.lab.bench import demo, run_on_hosts
+from pufferfish.lab.network import unavailable_reason
+from pufferfish.measure import read_run
 
-REASON = why_not()
+REASON = unavailable_reason()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}")
 
 
+@pytest.mark.slow
 @needs_network
 @pytest.mark.timeout(200)
 def test_on_an_emulated_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = told(tmp_path, monkeypatch, capsys)
-    run = read(tmp_path / "out/runs/pufferfish/seed-0")
+    shown = run_small_demo(tmp_path, monkeypatch, capsys)
+    run = read_run(tmp_path / "out/runs/pufferfish/seed-0")
     assert run.link is not None
     assert (run.hosts, run.workers, run.link["asked"]) == (2, 2, demo.LINK)
     assert 100 < run.link["got_mbit"] < 201
-    assert f"link: asked {demo.LINK}, got " in shown.err
+    assert f"link: requested {demo.LINK}, measured " in shown.err
     assert f"2 workers on 2 hosts, {demo.LINK}" in shown.out
     assert "predicted for" not in shown.out
 
@@ -36,12 +36,12 @@ def test_on_an_emulated_network(
 def test_without_a_network_steps_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "why_not", lambda: "nobody may make namespaces here")
-    shown = told(tmp_path, monkeypatch, capsys)
-    assert f"{demo.LINK}: nobody may make namespaces here. The plain loopback takes its place" in shown.err
+    monkeypatch.setattr(run_on_hosts, "unavailable_reason", lambda: "namespaces are not allowed here")
+    shown = run_small_demo(tmp_path, monkeypatch, capsys)
+    assert f"{demo.LINK}: namespaces are not allowed here. Using the unshaped loopback" in shown.err
     rows = [line for line in shown.out.splitlines() if line.startswith(("dense ", "bf16 ", "pufferfish "))]
     assert len(rows) == 3
-    assert all("s predicted" in row for row in rows)
+    assert all("s (predicted)" in row for row in rows)
     assert f"predicted for {demo.LINK}" in " ".join(shown.out.split())
     assert f"predicted for {demo.LINK}" in (tmp_path / "out/report.html").read_text()
 
@@ -58,18 +58,19 @@ def test_the_whole_demo(
     assert "runs/demo/report.html: open it in a browser" in shown.out
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
     accuracy = {
-        m: read(tmp_path / f"runs/demo/runs/{m}/seed-0").results["accuracy"] for m in demo.asked().methods
+        m: read_run(tmp_path / f"runs/demo/runs/{m}/seed-0").results["accuracy"]
+        for m in demo.demo_settings().methods
     }
     assert min(accuracy.values()) > 95
 
 
-def told(
+def run_small_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> pytest.CaptureResult[str]:
-    """What the same demo says with a smaller model, shorter and on two hosts."""
+    """Run the demo with a smaller model, fewer epochs and two hosts."""
     small = dataclasses.replace(
-        demo.asked(), task="digits:mlp,width=16", epochs=2, hosts=2, rounds=2, methods=("pufferfish",)
+        demo.demo_settings(), task="digits:mlp,width=16", epochs=1, hosts=2, rounds=1, methods=("pufferfish",)
     )
-    monkeypatch.setattr(demo, "asked", lambda: small)
+    monkeypatch.setattr(demo, "demo_settings", lambda: small)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0
     return capsys.readouterr()

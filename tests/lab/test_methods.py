@@ -1,4 +1,4 @@
-"""The table of methods: its figures are those known for the wire, and those of simulated workers."""
+"""The table of compression methods: known compression ratios, and the same traffic as simulated workers."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ import pufferfish as pf
 from processes import in_processes
 from pufferfish.compression import (
     QSGD,
-    Aggregator,
     BFloat16,
     BlockInt8,
     BlockRandomK,
     Method,
     NoCompression,
     PowerSGD,
+    Settings,
     SignSGD,
     Simulated,
     Threshold,
     TopK,
 )
-from pufferfish.compression.parse_method import known, method_from
-from pufferfish.lab.report.methods_table import SIGMA, metered, named, table
+from pufferfish.compression.parse_method import method_classes, parse_method
+from pufferfish.lab.report.methods_table import SIGMA, methods_table, parse_methods, step_traffic
 
 GUIDE = Path(__file__).parents[2] / "docs" / "compression.md"
 
 
-@pytest.mark.parametrize("method", named([]), ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", parse_methods([]), ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("size", [2, 5])
 def test_one_worker_counts_what_simulated_workers_count(method: Method, size: int) -> None:
     shape = (48, 80)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * SIGMA
-    all_of_them = Aggregator(method, Simulated(size), smallest=0)
-    all_of_them.together([{"w": gradient}] * size)
-    one, real = metered(method, size, shape), all_of_them.meter
-    assert (one.handed, one.messages, one.wire_bytes) == (real.handed, real.messages, real.wire_bytes)
+    simulated = Simulated(Settings(method, smallest=0), size)
+    simulated.average([{"w": gradient}] * size)
+    one, real = step_traffic(method, size, shape), simulated.meter
+    assert one.collective_bytes == real.collective_bytes
+    assert (one.messages, one.wire_bytes) == (real.messages, real.wire_bytes)
 
 
 @pytest.mark.parametrize(
-    ("method", "memory", "bits", "fewer"),
+    ("method", "feedback", "bits", "ratios"),
     [
         (NoCompression(), "no", ["all-reduce", "32"], [1, 1, 1]),
         (BFloat16(), "no", ["all-reduce", "16"], [2, 2, 2]),
@@ -61,16 +62,16 @@ def test_one_worker_counts_what_simulated_workers_count(method: Method, size: in
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, Method) else "",
 )
-def test_known_figures(method: Method, memory: str, bits: list[str], fewer: list[float]) -> None:
-    row = table([method]).splitlines()[1]
+def test_known_figures(method: Method, feedback: str, bits: list[str], ratios: list[float]) -> None:
+    row = methods_table([method]).splitlines()[1]
     assert row.startswith(repr(method))
-    assert row.removeprefix(repr(method)).split() == [memory, *bits, *(f"{x:g}" for x in fewer)]
+    assert row.removeprefix(repr(method)).split() == [feedback, *bits, *(f"{x:g}" for x in ratios)]
 
 
 def test_all_methods_are_shown_unless_some_are_named() -> None:
-    assert [type(method).__name__ for method in named([])] == list(known())
-    assert named(["TopK(0.1)", "DGC"]) == [TopK(0.1), known()["DGC"]()]
-    lines = table(named(["BFloat16", "DGC"]), workers=[4]).splitlines()
+    assert [type(method).__name__ for method in parse_methods([])] == list(method_classes())
+    assert parse_methods(["TopK(0.1)", "DGC"]) == [TopK(0.1), method_classes()["DGC"]()]
+    lines = methods_table(parse_methods(["BFloat16", "DGC"]), workers=[4]).splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["method", "BFloat16()"]
     assert " own " in lines[2]
     assert lines[0].endswith("4 workers")
@@ -79,15 +80,15 @@ def test_all_methods_are_shown_unless_some_are_named() -> None:
 
 def test_a_job_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="--workers 1: one worker sends nothing"):
-        table([TopK()], workers=[2, 1])
+        methods_table([TopK()], workers=[2, 1])
 
 
 def test_the_guide_shows_what_the_command_prints() -> None:
     shown = re.findall(r"^\| `(.*?)` \| (\w+ \| .*-.* \| .*) \|$", GUIDE.read_text(), re.MULTILINE)
     assert len(shown) > 15
     for text, cells in shown:
-        method = method_from(text)
-        row = table([method]).splitlines()[1].removeprefix(repr(method))
+        method = parse_method(text)
+        row = methods_table([method]).splitlines()[1].removeprefix(repr(method))
         assert re.split(r"\s{2,}", row.strip()) == cells.split(" | "), text
 
 

@@ -1,4 +1,4 @@
-"""The reference models: exact sizes, dense and hybrid, and that each of them runs."""
+"""Reference models: exact sizes, dense and hybrid, and forward and backward passes."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -31,7 +31,7 @@ def count(model: nn.Module) -> int:
 
 
 def saved(m: int, n: int) -> int:
-    """Parameters a factorized m x n matrix saves at ratio 0.25."""
+    """Parameters that factorizing an m x n matrix at ratio 0.25 saves."""
     r = int(0.25 * min(m, n))
     return max(0, m * n - r * (m + n))
 
@@ -134,7 +134,7 @@ def test_forward_and_backward(name: str) -> None:
         assert parameter.grad.isfinite().all(), path
 
 
-def test_lstm_goes_on_from_its_state() -> None:
+def test_lstm_continues_from_its_state() -> None:
     torch.manual_seed(0)
     model = LSTMLanguageModel(vocabulary=11, d=8).eval()
     text = tokens(6, 3)

@@ -1,24 +1,26 @@
-"""Cables pulled out of a running job: for a moment, and until its workers give up."""
+"""Links cut during a job: for a moment, and until its workers give up."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from test_train import values
+import torch.distributed as dist
 
 from benchmark import benchmark
+from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.network import Hosts, Network, emulate, why_not
-from pufferfish.lab.network.clean import marked
-from pufferfish.lab.train import launch_workers as start
-from pufferfish.measure import read
+from pufferfish.lab.network import Hosts, Network, emulate, unavailable_reason
+from pufferfish.lab.network.orphans import tagged_processes
+from pufferfish.measure import read_run
 
-if reason := why_not():
+if reason := unavailable_reason():
     pytest.skip(f"no emulated network: {reason}", allow_module_level=True)
 
 faults = benchmark("faults")
@@ -32,47 +34,50 @@ def network() -> Iterator[Network]:
         yield network
 
 
+def work(rank: int, size: int, folder: Path) -> None:
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        faults.work(folder)
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The job that nobody disturbs, on the loopback."""
-    end = faults.launch(tmp_path_factory.mktemp("whole"), JOB, 2)
-    assert (end.status, end.starts, end.steps) == (0, 1, JOB.steps)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Result of the job without cuts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    faults.prepare(folder, JOB)
+    in_processes(work, 2, folder)
+    end = faults.ended(folder, 0, 0.0)
+    assert (end.starts, end.steps, len(end.digests)) == (1, JOB.steps, 2)
     return end
 
 
-@pytest.mark.timeout(120)  # the hang guard; what runs ends with the network
-def test_out_for_a_moment(network: Network, whole: Any, tmp_path: Path) -> None:
-    """In the switch, between two broadcasts: nothing moves, nobody restarts, the same bits."""
-    assert cut.soon(network, tmp_path, JOB, whole, cut.schedule(JOB, 2)[1:2])
-    assert network.running() == set()
+@pytest.mark.timeout(120)
+def test_cut_for_a_moment(network: Network, undisturbed: Any, tmp_path: Path) -> None:
+    """During the switch, between two broadcasts: no progress meanwhile, no restart, bit-identical result."""
+    assert cut.soon(network, tmp_path, JOB, undisturbed, cut.schedule(JOB, 2)[1:2])
+    assert network.process_ids() == set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_out_three_times(network: Network, whole: Any, tmp_path: Path) -> None:
-    """In a backward pass, in the switch and in a checkpoint."""
-    assert cut.soon(network, tmp_path, JOB, whole, cut.schedule(JOB, 2))
+def test_cut_three_times(network: Network, undisturbed: Any, tmp_path: Path) -> None:
+    """During a backward pass, the switch and a checkpoint."""
+    assert cut.soon(network, tmp_path, JOB, undisturbed, cut.schedule(JOB, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_out_until_all_give_up(network: Network, whole: Any, tmp_path: Path) -> None:
-    """The agents wait for one another, one restart is enough, and the checkpoint brings the rest."""
-    assert cut.late(network, tmp_path, JOB, whole)
+def test_cut_until_all_workers_give_up(network: Network, undisturbed: Any, tmp_path: Path) -> None:
+    """The agents wait for each other, one restart is enough, and the job resumes from the checkpoint."""
+    assert cut.late(network, tmp_path, JOB, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_out_without_restarts(network: Network, whole: Any, tmp_path: Path) -> None:
-    assert cut.again(network, tmp_path, JOB, whole)
+def test_cut_without_restarts(network: Network, undisturbed: Any, tmp_path: Path) -> None:
+    assert cut.again(network, tmp_path, JOB, undisturbed)
 
 
-def test_bad_restarts(network: Network) -> None:
-    with pytest.raises(ValueError, match="-1 restarts: choose 0 or more"):
-        network.launch(["x.py"], restarts=-1)
-
-
-#: Rank 1 waits in its 50th pass until its cable is out.
+#: Worker 1 waits in its 50th forward pass until its link is cut.
 TASK = """
 import os
 import torch.distributed as dist
@@ -86,20 +91,20 @@ class Waits(Digits):
     model: str = "mlp"
     width: int = 16
 
-    def loss(self, *given):
+    def loss(self, *args):
         global passes
         passes += 1
         if passes == 50 and dist.is_initialized() and dist.get_rank() == 1 and os.path.exists("reached"):
             open("reached", "w").close()
             open("cut").close()
             os.remove("reached")
-        return super().loss(*given)
+        return super().loss(*args)
 """
 
 
-def _ours() -> set[int]:
-    """Processes of networks that this process has made."""
-    return {pid for pid, mark in marked().items() if f":{os.getpid()}:" in mark}
+def own_processes() -> set[int]:
+    """PIDs on networks that this process owns."""
+    return {pid for pid, tag in tagged_processes().items() if f":{os.getpid()}:" in tag}
 
 
 @pytest.mark.slow
@@ -107,37 +112,39 @@ def _ours() -> set[int]:
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line says what happened and what to do, nothing is left, and the same command ends as if nothing had been."""
-    made: list[Hosts] = []
+    """A lost worker gives one error line and leaves no process; the same command resumes to the undisturbed result."""
+    networks: list[Hosts] = []
 
-    def emulated(*asked: Any) -> Hosts:
-        made.append(emulate(*asked))
-        return made[-1]
+    def emulated(*args: Any) -> Hosts:
+        networks.append(emulate(*args))
+        return networks[-1]
 
     def pull() -> None:
-        Path("reached").open().close()  # pipes: each side waits for the other
-        made[0].cut(1)
+        Path("reached").open().close()  # named pipes: each side waits for the other
+        networks[0].cut(1)
         Path("cut").open("w").close()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "emulate", emulated)
+    launcher = importlib.import_module("pufferfish.lab.train.launch_workers")
+    monkeypatch.setattr(launcher, "emulate", emulated)
     Path("waits.py").write_text(TASK)
     os.mkfifo("reached")
     os.mkfifo("cut")
     words = ["train", "waits.py:Waits", "--epochs", "4", "--method", "pufferfish", "--save-every", "7", "--device", "cpu"]  # fmt: skip
     command = [*words, "--network", "100mbit", "--hosts", "2", "--timeout", "6", "--out", "run"]
-    before = _ours()
+    before = own_processes()
     puller = threading.Thread(target=pull, daemon=True)
     puller.start()
     assert main(command) == 1
     puller.join()
     errors = capsys.readouterr().err.splitlines()
-    assert "has lost the others: " in errors[-1], errors
-    assert errors[-1].endswith("; the same command goes on from the last checkpoint")
+    assert "lost its connection to the other workers: " in errors[-1], errors
+    assert errors[-1].endswith("; rerun the same command to resume from the last checkpoint")
     assert all(line.startswith(("link: ", "epoch ", "Switched ")) for line in errors[:-1]), errors
-    assert _ours() == before
+    assert own_processes() == before
     assert main(command) == 0
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
-    straight, again = read("straight"), read("run")
+    straight, again = read_run("straight"), read_run("run")
     for name in ("loss", "valid/accuracy"):
-        assert values(again, name) == values(straight, name)
+        resumed, expected = ([point[1:] for point in run.metrics[name]] for run in (again, straight))
+        assert resumed == expected

@@ -1,4 +1,4 @@
-"""The report of a whole bench: its figures against slow references, its page as a browser's parser sees it."""
+"""The report of a whole bench: its figures against simple reference code, its page as an HTML parser sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from page import Page
 
 from pufferfish.lab.report import report
 from pufferfish.lab.report.export import latex
-from pufferfish.lab.report.statistics import student
+from pufferfish.lab.report.seed_statistics import t_quantile
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def html(bench: Path) -> str:
 
 
 def student_by_integration(freedom: int) -> float:
-    """The slow way: where the density from −t to t holds 95 %."""
+    """Reference: integrate the density until the range from −t to t contains 95 %."""
     constant = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
     step, area, t = 1e-4, 0.0, 0.0
     while area < 0.475:
@@ -45,11 +45,11 @@ def student_by_integration(freedom: int) -> float:
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 5, 10, 11, 15, 40])
 def test_quantiles_of_student(freedom: int) -> None:
-    assert student(freedom) == pytest.approx(student_by_integration(freedom), abs=2e-4)
+    assert t_quantile(freedom) == pytest.approx(student_by_integration(freedom), abs=2e-4)
 
 
 def test_headline_equals_a_slow_reference(bench: Path, html: str) -> None:
-    rows = Page(html).table("Methods side by side")
+    rows = Page(html).table("Comparison of methods")
     runs = {
         (n, s): json.loads((bench / f"{n}-{s}/run.json").read_text())["results"]
         for n in METHODS
@@ -68,26 +68,26 @@ def test_headline_equals_a_slow_reference(bench: Path, html: str) -> None:
         assert row["accuracy, %"][0] == f"{sum(scores) / 3:.2f} ± {half:.2f}"
         assert row["accuracy, %"][1] == pytest.approx(sum(scores) / 3)
         assert row["parameters"] == (f"{METHODS[name][2]:,}", METHODS[name][2])
-        assert row["a step"][1] == pytest.approx(METHODS[name][0] * 1.02)  # the seed in the middle
-        assert row["bytes a step"][1] == METHODS[name][1]
-        assert row["whole run"][1] == pytest.approx(sorted(ends[name, seed] for seed in range(3))[1])
+        assert row["step time"][1] == pytest.approx(METHODS[name][0] * 1.02)  # the seed in the middle
+        assert row["bytes per step"][1] == METHODS[name][1]
+        assert row["run time"][1] == pytest.approx(sorted(ends[name, seed] for seed in range(3))[1])
         if name == "bf16":
-            assert row["difference to bf16"][0] == row["step against bf16"][0] == "–"
+            assert row["difference vs. bf16"][0] == row["step speedup vs. bf16"][0] == "–"
             continue
         gaps = [100 * (runs[name, seed]["accuracy"] - runs["bf16", seed]["accuracy"]) for seed in range(3)]
         mean, half = sum(gaps) / 3, t * statistics.stdev(gaps) / math.sqrt(3)
         verdict = "" if abs(mean) <= half else ", better" if mean > 0 else ", worse"
-        assert row["difference to bf16"][0] == f"{mean:+.2f} ± {half:.2f}{verdict}".replace("-", "−")
+        assert row["difference vs. bf16"][0] == f"{mean:+.2f} ± {half:.2f}{verdict}".replace("-", "−")
         steps = [runs["bf16", s]["seconds_a_step"] / runs[name, s]["seconds_a_step"] for s in range(3)]
-        assert row["step against bf16"][1] == pytest.approx(sorted(steps)[1])
+        assert row["step speedup vs. bf16"][1] == pytest.approx(sorted(steps)[1])
         wholes = sorted(ends["bf16", s] / ends[name, s] for s in range(3))
-        assert row["run against bf16"][1] == pytest.approx(wholes[1])
-    assert rows["topk-0.01"]["step against bf16"][0].endswith(": slower")
-    assert rows["topk-0.01"]["difference to bf16"][0].endswith(", worse")
+        assert row["run speedup vs. bf16"][1] == pytest.approx(wholes[1])
+    assert rows["topk-0.01"]["step speedup vs. bf16"][0].endswith("(slower)")
+    assert rows["topk-0.01"]["difference vs. bf16"][0].endswith(", worse")
 
 
 def test_breakdown_is_that_of_the_low_rank_phase(html: str) -> None:
-    rows = Page(html).table("Where a step's time goes")
+    rows = Page(html).table("Breakdown of the step time")
     for name, (step, _, _, _, hidden) in METHODS.items():
         assert rows[name]["sum"][1] == pytest.approx(step)  # hidden is not in it
         assert rows[name]["exchange, hidden"][1] == pytest.approx(hidden)
@@ -106,7 +106,7 @@ def test_curves_are_means_over_seeds(bench: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(report([bench], "csv"))))
     cells: dict[str, dict[str, str]] = {}
     for r in rows:
-        if r["table"] == "Progress":
+        if r["table"] == "Training curves":
             cells.setdefault(r["row"], {})[r["column"]] = r["value"]
     last = [c for c in cells.values() if (c["method"], c["over"]) == ("pufferfish", "bytes")][-1]
     found = []
@@ -169,5 +169,5 @@ def test_texts_say_what_the_page_says(bench: Path, html: str) -> None:
                 assert cell["value"] == (value or ("" if text == "–" else text))
     half = [r for r in rows if r["column"] == "accuracy, % ±"]
     assert len(half) == len(METHODS)
-    assert {r["table"] for r in rows} == {*tables, "Progress"}
+    assert {r["table"] for r in rows} == {*tables, "Training curves"}
     assert latex_text.count(r"\begin{tabular}") == latex_text.count(r"\bottomrule") == len(tables)

@@ -1,4 +1,4 @@
-"""The page in a real browser: it renders, sorts, fits a phone and complains about nothing."""
+"""The page in a real browser: it renders, sorts, fits a phone and logs no errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ frame.onload = () => {
   found.figures = [...page.querySelectorAll("figure > svg")].map(size);
   found.lines = [...page.querySelectorAll("path.line")].filter(x => x.checkVisibility()).map(x => x.getTotalLength());
   found.text = Math.min(...[...page.querySelectorAll("figure > svg text")].map(x => size(x)[1]));
-  const button = [...page.querySelectorAll("thead button")].find(x => x.textContent === "a step");
+  const button = [...page.querySelectorAll("thead button")].find(x => x.textContent === "step time");
   button.click(); found.up = names(); found.sort = button.parentNode.ariaSort;
   button.click(); found.down = names();
   document.querySelector("pre").textContent = JSON.stringify(found);

@@ -14,7 +14,7 @@ from made_up import some_layers, write_run
 from page import Page
 
 from pufferfish.lab.report import report, write
-from pufferfish.lab.report.svg import Scale, spread
+from pufferfish.lab.report.svg import Scale, separate
 from pufferfish.measure import RunLog
 
 
@@ -27,8 +27,8 @@ def test_missing_pieces_are_said(tmp_path: Path) -> None:
         )
         (folder / "metrics.csv").write_text("seconds,step,epoch,name,value\n")
     said = " ".join(Page(report([tmp_path])).said)
-    assert "bf16: seed 1 did not finish; in the curves only." in said
-    assert "No run has low-rank layers in its record." in said
+    assert "bf16: seed 1 did not finish; shown in the curves only." in said
+    assert "No run recorded low-rank layers." in said
     for form in ("csv", "latex", "markdown"):
         assert "bf16" in report([tmp_path], form)
 
@@ -38,10 +38,10 @@ def test_a_log_without_anything(tmp_path: Path) -> None:
         pass
     said = " ".join(Page(report([tmp_path])).said)
     for text in (
-        "Nothing to compare with",
-        "No run says how long a step takes.",
+        "No reference to compare with",
+        "No run recorded the time of a step.",
         "no curves",
-        "No run has low-rank",
+        "No run recorded low-rank",
     ):
         assert text in said
 
@@ -52,8 +52,7 @@ def test_a_run_that_was_never_a_number(tmp_path: Path) -> None:
         log.log(step=2, **{"valid/accuracy": 50.0})
         log.result(accuracy=math.nan)
     said = " ".join(Page(report([tmp_path])).said)
-    assert "dense: seed 0 ended with a accuracy" not in said
-    assert "dense: seed 0 ended with no number for accuracy." in said
+    assert "dense: seed 0 ended without a finite accuracy." in said
 
 
 def test_what_cannot_be_compared_stands_apart(tmp_path: Path) -> None:
@@ -61,39 +60,41 @@ def test_what_cannot_be_compared_stands_apart(tmp_path: Path) -> None:
         for name in ("dense", "pufferfish"):
             write_run(tmp_path / f"{name}-{link}", name, 0, link={"asked": link, "got_mbit": 95.0 + n})
     page = report([tmp_path])
-    assert page.count("<caption>Methods side by side</caption>") == 2
+    assert page.count("<caption>Comparison of methods</caption>") == 2
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert titles == [
         f"cifar10, 4 workers on 4 hosts, {link}, A processor with a name" for link in ("100mbit", "1gbit")
     ]
-    assert "## Methods side by side (cifar10, 4 workers on 4 hosts, 1gbit" in report([tmp_path], "markdown")
+    assert "## Comparison of methods (cifar10, 4 workers on 4 hosts, 1gbit" in report([tmp_path], "markdown")
 
 
-def test_runs_of_other_lengths_are_not_compared_as_wholes(tmp_path: Path) -> None:
+def test_run_times_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "pufferfish", 0, epochs=30)
     page = Page(report([tmp_path]))
-    assert page.table("Methods side by side")["pufferfish"]["run against bf16"][0] == "–"
-    assert "pufferfish: another number of steps than bf16; whole runs are not compared." in page.said
+    assert page.table("Comparison of methods")["pufferfish"]["run speedup vs. bf16"][0] == "–"
+    assert "pufferfish: not as many steps as bf16; run times are not compared." in page.said
 
 
 def test_seeds_are_paired_or_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "pufferfish", 1)
     page = Page(report([tmp_path]))
-    row = page.table("Methods side by side")["pufferfish"]
-    assert row["difference to bf16"][0] == row["step against bf16"][0] == "–"
-    assert "pufferfish: no finished seed in common with bf16, so nothing is paired." in page.said
+    row = page.table("Comparison of methods")["pufferfish"]
+    assert row["difference vs. bf16"][0] == row["step speedup vs. bf16"][0] == "–"
+    assert "pufferfish: no finished seed in common with bf16, so not compared." in page.said
 
 
 def test_predicted_times_say_so(tmp_path: Path) -> None:
     for name in ("bf16", "pufferfish"):
         write_run(tmp_path / name, name, 0, results={"accuracy": 0.9})
     page = Page(report([tmp_path]))
-    row = page.table("Methods side by side")["pufferfish"]
-    assert row["a step"][0] == "560 ms predicted"
-    assert row["step against bf16"][0] == "2.12× predicted"
-    assert {"a step, predicted", "2.12× as fast", "by the cost model, not measured"} <= set(page.said)
+    row = page.table("Comparison of methods")["pufferfish"]
+    assert row["step time"][0] == "560 ms (predicted)"
+    assert row["step speedup vs. bf16"][0] == "2.12× (predicted)"
+    assert {"step time, predicted", "2.12× as fast", "predicted by the cost model, not measured"} <= set(
+        page.said
+    )
 
 
 def test_a_prediction_never_beats_a_measurement(tmp_path: Path) -> None:
@@ -101,15 +102,15 @@ def test_a_prediction_never_beats_a_measurement(tmp_path: Path) -> None:
     write_run(tmp_path / "b", "pufferfish", 0)
     write_run(tmp_path / "c", "dreamt", 0, finished=None, predicted={"seconds_a_step": 0.001})
     said = Page(report([tmp_path])).said
-    assert {"a step", "2.12× as fast", "590 ms instead of 1.25 s"} <= set(said)
+    assert {"step time", "2.12× as fast", "590 ms instead of 1.25 s"} <= set(said)
 
 
 def test_when_nothing_is_faster(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "topk-0.01", 0)
     said = Page(report([tmp_path])).said
-    assert said.count("nothing faster") == 2
-    assert "the next is topk-0.01, 0.54×: slower" in said
+    assert said.count("no method is faster") == 2
+    assert "the closest is topk-0.01, 0.54× (slower)" in said
 
 
 def test_settings_that_differ_within_a_method_are_said(tmp_path: Path) -> None:
@@ -117,18 +118,18 @@ def test_settings_that_differ_within_a_method_are_said(tmp_path: Path) -> None:
         write_run(
             tmp_path / f"{seed}", "dense", seed, settings={"task": "cifar10", "data": {"crop": seed > 0}}
         )
-    assert "dense: its runs differ in data.crop, not in the seed alone." in report([tmp_path])
+    assert "dense: its runs differ in data.crop, not only in the seed." in report([tmp_path])
 
 
 def test_against_and_target(tmp_path: Path) -> None:
     for name in ("dense", "bf16", "pufferfish"):
         write_run(tmp_path / name, name, 0)
-    rows = Page(report([tmp_path], against="dense", target=90)).table("Methods side by side")
-    assert rows["pufferfish"]["step against dense"][1] == pytest.approx(1.5 / 0.59)
+    rows = Page(report([tmp_path], against="dense", target=90)).table("Comparison of methods")
+    assert rows["pufferfish"]["step speedup vs. dense"][1] == pytest.approx(1.5 / 0.59)
     lines = [line.split(",") for line in (tmp_path / "dense/metrics.csv").read_text().splitlines()]
     first = next(float(line[0]) for line in lines if line[3] == "valid/accuracy" and float(line[4]) >= 0.9)
     assert rows["dense"]["time to 90"][1] == first
-    with pytest.raises(ValueError, match=r"'fp8' is none of these runs' names: .*dense"):
+    with pytest.raises(ValueError, match=r"'fp8' is not the name of a run; .*dense"):
         report([tmp_path], against="fp8")
 
 
@@ -136,7 +137,7 @@ def test_against_and_target(tmp_path: Path) -> None:
 def test_names_are_text(tmp_path: Path, name: str) -> None:
     write_run(tmp_path / "a", name, 0, layers=[{"name": name, "rank": 2, "full_rank": 8, "shape": [8, 8]}])
     page = Page(report([tmp_path]))
-    assert name in page.table("Methods side by side")
+    assert name in page.table("Comparison of methods")
     assert sum(tag == "script" for tag, _, _ in page.elements) == 1
     assert f"| {name.replace('|', chr(92) + '|')} |" in report([tmp_path], "markdown")
     assert re.findall(r"(?<!\\)[%_#]", report([tmp_path], "latex")) == []
@@ -155,16 +156,16 @@ def test_a_large_bench_stays_small(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere: there is no such folder"):
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
         report([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match="no run in it"):
+    with pytest.raises(ValueError, match="no runs found"):
         report([tmp_path])
-    with pytest.raises(ValueError, match="name the folders"):
+    with pytest.raises(ValueError, match="pass the folder"):
         report([])
     run = write_run(tmp_path / "runs" / "a", "dense", 0)
     assert report([run, run, tmp_path / "runs"]) == report([run])
     write_run(tmp_path / "runs" / "b", "dense", 0)
-    with pytest.raises(ValueError, match=r"a and .*b are both 'dense' with seed 0: leave one out"):
+    with pytest.raises(ValueError, match=r"a and .*b are both named 'dense' with seed 0; leave one out"):
         report([tmp_path / "runs"])
     with pytest.raises(ValueError, match="html, csv, latex, markdown"):
         report([run], "pdf")
@@ -177,13 +178,13 @@ def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write("page", tmp_path / "page.html")
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     for bad in (tmp_path, tmp_path / "none" / "page.html"):
-        with pytest.raises(ValueError, match="name a file to write the report to"):
+        with pytest.raises(ValueError, match="pass the name of a file"):
             write("page", bad)
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=12))
 def test_labels_do_not_cover_each_other(places: list[float]) -> None:
-    moved = spread(places, 15, 0, 300)
+    moved = separate(places, 15, 0, 300)
     order = sorted(range(len(places)), key=lambda i: (places[i], moved[i]))
     assert all(moved[b] - moved[a] > 14.99 for a, b in pairwise(order))
     assert all(-1e-9 <= at <= 300 + 1e-9 for at in moved)

@@ -39,13 +39,13 @@ def test_a_loop_that_logs_only_its_loss_gets_a_curve(tmp_path: Path) -> None:
         for step in range(1, 41):
             log.log(step=step, loss=2 / step)
     page = report([tmp_path])
-    assert "<desc>Mean over seeds of loss. mine ends at 0.0500.</desc>" in page
+    assert "<desc>Mean of loss over seeds. mine ends at 0.0500.</desc>" in page
     assert "Loss over time" in said(page)
-    assert "No curve over bytes: no run has rows “bytes” beside “loss”." in said(page)
+    assert "No curve over bytes: no run has rows “bytes” for “loss”." in said(page)
     assert "No curve over time" not in said(page)
     assert "the lowest to the highest seed" not in page
     rows = csv.DictReader(io.StringIO(report([tmp_path], "csv")))
-    drawn = [float(r["value"]) for r in rows if (r["table"], r["column"]) == ("Progress", "loss")]
+    drawn = [float(r["value"]) for r in rows if (r["table"], r["column"]) == ("Training curves", "loss")]
     assert drawn == [2 / step for step in range(1, 41)]
 
 
@@ -53,7 +53,7 @@ def test_validation_comes_before_the_loss(tmp_path: Path) -> None:
     with RunLog(tmp_path / "mine", name="mine", seed=0) as log:
         log.log(step=1, loss=2.0, **{"valid/accuracy": 0.5})
         log.log(step=2, loss=1.0)
-    assert "Mean over seeds of valid/accuracy. mine ends at 50.00." in report([tmp_path])
+    assert "Mean of valid/accuracy over seeds. mine ends at 50.00." in report([tmp_path])
 
 
 def test_one_run_is_one(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_one_run_is_one(tmp_path: Path) -> None:
     assert "commit 0123456789ab+ · seed 0" in one
     assert "±" not in one
     assert "interval" not in one
-    assert "More accuracy is better." in one
+    assert "Higher accuracy is better." in one
     write_run(tmp_path / "b", "dense", 1)
     two = said(report([tmp_path]))
     assert "2 runs, 2026" in two
     assert "seeds 0, 1" in two
-    assert "± is half of a 95 % interval (Student's t) over seeds." in two
+    assert "± is half the width of a 95 % confidence interval (Student's t) over seeds." in two
 
 
 def test_no_exchange_is_no_run(tmp_path: Path) -> None:
@@ -81,18 +81,18 @@ def test_no_exchange_is_no_run(tmp_path: Path) -> None:
     methods = {"dense": plain, "bf16": plain, "no exchange": timed}
     (tmp_path / "summary.json").write_text(json.dumps({"methods": methods}))
     page = report([tmp_path])
-    assert "no exchange" in Page(page).table("Methods side by side")
+    assert "no exchange" in Page(page).table("Comparison of methods")
     assert "2 runs, 2026" in said(page)
 
 
 @pytest.mark.parametrize(
     ("ratio", "note"),
-    [(2.59, "the median of the rounds' ratios"), (3.07, "51.1 ms instead of 157 ms")],
+    [(2.59, "median of the ratios over rounds"), (3.07, "51.1 ms instead of 157 ms")],
 )
 def test_times_stand_beside_the_ratio_that_they_give(tmp_path: Path, ratio: float, note: str) -> None:
     timed_in_rounds(tmp_path / "a", "dense", 0.157)
     timed_in_rounds(tmp_path / "b", "pufferfish", 0.0511, dense=[ratio - 0.5, ratio, ratio + 0.5])
-    assert cards(report([tmp_path]))["a step"] == [f"{ratio}× as fast", "pufferfish", note]
+    assert cards(report([tmp_path]))["step time"] == [f"{ratio}× as fast", "pufferfish", note]
 
 
 def test_seeds_whose_median_ratio_is_another_one(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_seeds_whose_median_ratio_is_another_one(tmp_path: Path) -> None:
             results = {"accuracy": 0.9, "seconds_a_step": seconds, "seconds": seconds}
             write_run(tmp_path / f"{name}-{seed}", name, seed, results=results)
     found = cards(report([tmp_path]))
-    assert found["a step"] == ["3.00× as fast", "pufferfish", "the median of the seeds' ratios"]
-    assert found["the whole run"] == found["a step"]
+    assert found["step time"] == ["3.00× as fast", "pufferfish", "median of the ratios over seeds"]
+    assert found["run time"] == found["step time"]
 
 
 def test_the_price_says_of_which_fastest_it_is(tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def test_the_price_says_of_which_fastest_it_is(tmp_path: Path) -> None:
         results = {"accuracy": 0.9, "seconds_a_step": a_step, "seconds": whole}
         write_run(tmp_path / name, name, 0, results=results)
     found = cards(report([tmp_path]))
-    assert found["a step"][1] == "quick-step"
-    assert found["the whole run"][1] == found["accuracy of the fastest run"][1] == "quick-run"
+    assert found["step time"][1] == "quick-step"
+    assert found["run time"][1] == found["accuracy of the fastest run"][1] == "quick-run"
 
 
 def test_what_is_slower_has_no_price(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "topk-0.01", 0)
     found = cards(report([tmp_path]))
-    assert found["a step"][:2] == ["nothing faster", "bf16"]
+    assert found["step time"][:2] == ["no method is faster", "bf16"]
     assert not [what for what in found if "of the fastest" in what]

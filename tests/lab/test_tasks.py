@@ -1,4 +1,4 @@
-"""Every task on tiny data: it learns, workers share its batches, and its figures are those of a slow reference."""
+"""Every task on tiny data: it learns, workers share its batches, and its figures match a slow reference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from paper import COUNTS
-from pufferfish.lab.data.images import moved
-from pufferfish.lab.data.order import Epoch, held_out, steps
-from pufferfish.lab.tasks import Recipe, Task, find
+from pufferfish.lab.data.batch_order import BatchOrder, steps_per_epoch
+from pufferfish.lab.data.image_ops import shift_and_flip
+from pufferfish.lab.data.splits import hold_out
+from pufferfish.lab.tasks import Recipe, Task, find_task
 
 RECIPE = Recipe(epochs=1, batch=8, lr=0.1)
 
@@ -33,10 +34,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def epoch(
-    task: Task, data: Any, split: str = "train", batch: int = 8, seed: int = 0, **where: int
+    task: Task, data: Any, split: str = "train", batch: int = 8, seed: int = 0, **order: int
 ) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
-    return list(task.batches(data, split, batch, generator=generator, **where))
+    return list(task.batches(data, split, batch, generator=generator, **order))
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
@@ -63,7 +64,7 @@ def test_the_loss_falls(loaded: tuple[Tiny, Any]) -> None:
 def test_workers_share_the_batches_of_one(loaded: tuple[Tiny, Any], size: int, split: str) -> None:
     tiny, data = loaded
     whole = epoch(tiny.task, data, split)
-    shares = [epoch(tiny.task, data, split, rank=rank, size=size) for rank in range(size)]
+    shares = [epoch(tiny.task, data, split, worker=i, world_size=size) for i in range(size)]
     assert {len(x) for x in shares} == {len(whole)}
     for batch, *parts in zip(whole, *shares, strict=True):
         for x, *mine in zip(batch, *parts, strict=True):
@@ -77,20 +78,20 @@ def test_the_mean_of_the_workers_losses_is_that_of_the_batch(loaded: tuple[Tiny,
     tiny, data = loaded
     model = tiny.model().eval()
     losses = [
-        tiny.task.loss(model, epoch(tiny.task, data, rank=rank, size=size)[0], RECIPE)
+        tiny.task.loss(model, epoch(tiny.task, data, worker=i, world_size=size)[0], RECIPE)
         for size in (1, 4)
-        for rank in range(size)
+        for i in range(size)
     ]
     torch.testing.assert_close(torch.stack(losses[1:]).mean(), losses[0])
 
 
-def test_an_epoch_is_drawn_from_the_generator_and_can_go_on(loaded: tuple[Tiny, Any]) -> None:
+def test_an_epoch_is_drawn_from_the_generator_and_can_be_resumed(loaded: tuple[Tiny, Any]) -> None:
     tiny, data = loaded
     first = epoch(tiny.task, data)
     assert len(first) == tiny.task.steps(data, 8)
     assert same(epoch(tiny.task, data), first)
     assert same(epoch(tiny.task, data, start=1), first[1:])
-    if not tiny.task.carries:
+    if not tiny.task.carried_tensors:
         assert not same(epoch(tiny.task, data, seed=1), first)
         with pytest.raises(ValueError, match="pass a generator"):
             next(tiny.task.batches(data, "train", 8))
@@ -99,15 +100,15 @@ def test_an_epoch_is_drawn_from_the_generator_and_can_go_on(loaded: tuple[Tiny, 
 def test_every_training_batch_has_one_shape(loaded: tuple[Tiny, Any]) -> None:
     tiny, data = loaded
     shapes = {tuple(x.shape for x in batch) for batch in epoch(tiny.task, data)}
-    assert len(shapes) == 1 or not tiny.task.static
+    assert len(shapes) == 1 or not tiny.task.static_shapes
 
 
-def test_batches_that_cannot_be(loaded: tuple[Tiny, Any]) -> None:
+def test_invalid_batches(loaded: tuple[Tiny, Any]) -> None:
     tiny, data = loaded
-    with pytest.raises(ValueError, match="a batch of 8 cannot be shared evenly by 3 workers"):
-        epoch(tiny.task, data, size=3)
-    with pytest.raises(ValueError, match="there is no rank 2 among 2"):
-        epoch(tiny.task, data, rank=2, size=2)
+    with pytest.raises(ValueError, match="a batch of 8 cannot be divided evenly among 3 workers"):
+        epoch(tiny.task, data, world_size=3)
+    with pytest.raises(ValueError, match="worker 2 does not exist among 2"):
+        epoch(tiny.task, data, worker=2, world_size=2)
     with pytest.raises(ValueError, match=r"there are|too short"):
         epoch(tiny.task, data, batch=100_000)
     with pytest.raises(ValueError, match="there are"):
@@ -127,14 +128,14 @@ def slow_figures(tiny: Tiny, data: Any, model: nn.Module, split: str) -> dict[st
 
 def predictions(tiny: Tiny, data: Any, model: nn.Module, split: str) -> Iterator[tuple[Tensor, int]]:
     task: Any = tiny.task
-    if task.measure == "accuracy":
+    if task.metric == "accuracy":
         for images, labels in task.batches(data, split, 1):
             yield model(images)[0], int(labels)
-    elif task.measure == "bleu":
+    elif task.metric == "bleu":
         for source, target in zip(*data.rows.on(split, "cpu"), strict=True):
             source, target = source[source != 0], target[target != 0]
             yield from zip(model(source[None], target[None, :-1])[0], target[1:].tolist(), strict=True)
-    elif task.carries:
+    elif task.carried_tensors:
         (text,) = data.on(split, "cpu")
         rows = len(text) // 10
         for column in text[: 10 * rows].view(10, rows):
@@ -148,7 +149,7 @@ def predictions(tiny: Tiny, data: Any, model: nn.Module, split: str) -> Iterator
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
-def test_evaluate_is_a_slow_reference(loaded: tuple[Tiny, Any], split: str) -> None:
+def test_evaluate_matches_a_slow_reference(loaded: tuple[Tiny, Any], split: str) -> None:
     tiny, data = loaded
     model = tiny.model()
     tiny.task.loss(model, epoch(tiny.task, data)[0], RECIPE)  # so that batch norms know something
@@ -156,7 +157,7 @@ def test_evaluate_is_a_slow_reference(loaded: tuple[Tiny, Any], split: str) -> N
     model.train()
     for batch in (3, 64):
         found = tiny.task.evaluate(model, data, split, batch=batch)
-        assert tiny.task.measure in found
+        assert tiny.task.metric in found
         assert {k: v for k, v in found.items() if k != "bleu"} == pytest.approx(
             {k: slow[k] for k in found if k != "bleu"}, rel=1e-4
         )
@@ -168,13 +169,13 @@ def test_recipes(loaded: tuple[Tiny, Any]) -> None:
     assert "short" in task.recipes
     for recipe in task.recipes.values():
         assert recipe.switch_at is None or recipe.switch_at < recipe.epochs
-    with pytest.raises(ValueError, match=f"{task.name} has no recipe 'long'; it has .*short"):
+    with pytest.raises(ValueError, match=f"{task.name} has no recipe 'long'; choose from .*short"):
         task.recipe("long")
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_models_are_the_papers(name: str) -> None:
-    task: Any = find(name)
+    task: Any = find_task(name)
     with torch.device("meta"):
         plan = pf.plan(task.build(), rank=0.25, keep=task.keep, multiple=1)
     paper = {"cifar10": "resnet18", "cifar10:vgg19": "vgg19", "wikitext2": "lstm", "multi30k": "transformer"}
@@ -184,7 +185,7 @@ def test_the_models_are_the_papers(name: str) -> None:
     assert plan.ranks
 
 
-def test_the_low_rank_model_trains_on(loaded: tuple[Tiny, Any]) -> None:
+def test_the_low_rank_model_trains(loaded: tuple[Tiny, Any]) -> None:
     tiny, data = loaded
     model = tiny.model()
     pf.factorize_(model, pf.plan(model, rank=0.25, multiple=1))
@@ -194,28 +195,28 @@ def test_the_low_rank_model_trains_on(loaded: tuple[Tiny, Any]) -> None:
 
 
 def test_training_and_validation_are_apart() -> None:
-    data = find("digits").load(None)
+    data = find_task("digits").load(None)
     rows = [{tuple(x.flatten().tolist()) for x in data.on(s, "cpu")[0]} for s in ("train", "valid", "test")]
     assert [data.size(s) for s in ("train", "valid", "test")] == [1294, 144, 359]
     assert not rows[0] & rows[1] | rows[0] & rows[2] | rows[1] & rows[2]
-    train, valid = held_out(1000, 100)
-    assert torch.equal(valid, held_out(1000, 100)[1])
+    train, valid = hold_out(1000, 100)
+    assert torch.equal(valid, hold_out(1000, 100)[1])
     assert sorted(torch.cat((train, valid)).tolist()) == list(range(1000))
 
 
-def test_moved_is_padding_and_cutting() -> None:
+def test_shift_and_flip_is_padding_and_cropping() -> None:
     pixels = torch.randint(256, (6, 9, 7, 3), dtype=torch.uint8)
     rows = torch.tensor([5, 0, 0, 3, 2])
     down, right = torch.randint(-4, 5, (2, 5))
     mirror = torch.tensor([True, False, True, True, False])
-    for i, image in enumerate(moved(pixels, rows, down, right, mirror)):
+    for i, image in enumerate(shift_and_flip(pixels, rows, down, right, mirror)):
         wide = F.pad(pixels[rows[i]].permute(2, 0, 1)[None].float(), (4, 4, 4, 4), mode="reflect")[0]
         y, x = 4 - int(down[i]), 4 - int(right[i])
         cut = wide[:, y : y + 9, x : x + 7]
         assert torch.equal(image.permute(2, 0, 1).float(), cut.flip(2) if mirror[i] else cut)
 
 
-def test_training_images_move_and_evaluation_is_as_it_is(tmp_path: Path) -> None:
+def test_only_training_images_are_augmented(tmp_path: Path) -> None:
     tiny = TINY["cifar10"]
     tiny.write(tmp_path)
     data = tiny.task.load(tmp_path)
@@ -227,7 +228,7 @@ def test_training_images_move_and_evaluation_is_as_it_is(tmp_path: Path) -> None
     raw = data.on("test", "cpu")[0].permute(0, 3, 1, 2)
     torch.testing.assert_close(images * std + mean, raw.float())
     assert images.is_contiguous(memory_format=torch.channels_last)
-    assert "valid" not in find("cifar10:held=0").load(tmp_path)._splits
+    assert "valid" not in find_task("cifar10:held=0").load(tmp_path)._splits
 
 
 def test_carried_state_is_one_long_text(tmp_path: Path) -> None:
@@ -255,8 +256,8 @@ def test_carried_state_is_one_long_text(tmp_path: Path) -> None:
     assert c.any()
 
 
-def test_dropout_of_the_gpt_goes_along_with_the_switch() -> None:
-    model = find("text:d=32,layers=2,heads=2,context=8,dropout=0.5").build()
+def test_dropout_of_the_gpt_is_kept_by_factorize() -> None:
+    model = find_task("text:d=32,layers=2,heads=2,context=8,dropout=0.5").build()
     text = torch.randint(256, (2, 8))
     pf.factorize_(model, pf.plan(model, rank=0.25, multiple=1))
     assert not torch.equal(model(text), model(text))
@@ -265,13 +266,13 @@ def test_dropout_of_the_gpt_goes_along_with_the_switch() -> None:
 
 
 @pytest.mark.parametrize("problem", ["text", "pixels", "class", "val", "more"])
-def test_image_folders_that_cannot_be(problem: str, tmp_path: Path) -> None:
+def test_invalid_image_folders(problem: str, tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="Pillow is not installed")
     tiny = TINY["imagefolder"]
     tiny.write(tmp_path)
     task, says = tiny.task, ""
     if problem == "text":
-        (tmp_path / "val" / "cat" / "0.png").write_text("no image")
+        (tmp_path / "val" / "cat" / "0.png").write_text("not an image")
         says = str(tmp_path / "val" / "cat" / "0.png")
     elif problem == "pixels":
         path = tmp_path / "val" / "cat" / "0.png"
@@ -284,7 +285,7 @@ def test_image_folders_that_cannot_be(problem: str, tmp_path: Path) -> None:
         (tmp_path / "val").rename(tmp_path / "other")
         says = "has no folder val"
     else:
-        task, says = find("imagefolder:classes=1"), "write imagefolder:resnet50,classes=2"
+        task, says = find_task("imagefolder:classes=1"), "use imagefolder:resnet50,classes=2"
     with pytest.raises(ValueError) as raised:
         epoch(task, task.load(tmp_path), "test")
     assert says in str(raised.value)
@@ -327,18 +328,18 @@ RATES = {
 
 
 @pytest.mark.parametrize("schedule", RATES)
-def test_rates(schedule: str) -> None:
+def test_learning_rates(schedule: str) -> None:
     settings, after = RATES[schedule]
     recipe = Recipe(epochs=1, batch=1, lr=2.0, warm_up=0.2, schedule=schedule, **settings)
     for step in range(100):
         rise = (step + 1) / 20
         expected = rise if rise <= 1 else after(step)
-        assert recipe.rate(step, 100) == pytest.approx(2 * expected), step
+        assert recipe.lr_at(step, 100) == pytest.approx(2 * expected), step
 
 
-def test_a_ramp_that_never_ends() -> None:
-    paper = find("multi30k").recipe("paper")
-    assert paper.rate(45_199, 45_200) == pytest.approx(512**-0.5 * 45_200 * 128_000**-1.5)
+def test_a_warm_up_longer_than_the_run() -> None:
+    paper = find_task("multi30k").recipe("paper")
+    assert paper.lr_at(45_199, 45_200) == pytest.approx(512**-0.5 * 45_200 * 128_000**-1.5)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +349,16 @@ def test_a_ramp_that_never_ends() -> None:
         {"warm_up": -1.0}, {"floor": 2.0}, {"label_smoothing": 1.0}, {"clip": 0.0}, {"schedule": "inverse-sqrt"},
     ],
 )  # fmt: skip
-def test_recipes_that_cannot_be(wrong: dict[str, Any]) -> None:
+def test_invalid_recipes(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Recipe: {next(iter(wrong))}="):
         Recipe(**({"epochs": 1, "batch": 1, "lr": 1.0} | wrong))
 
 
-def test_find(tmp_path: Path) -> None:
+def test_find_task(tmp_path: Path) -> None:
     for name in TINY:
-        assert isinstance(find(name), Task)
-    assert find("wikitext2:lstm") == find("wikitext2")
-    assert find("text:dropout=0").dropout == 0.0  # type: ignore[attr-defined]
+        assert isinstance(find_task(name), Task)
+    assert find_task("wikitext2:lstm") == find_task("wikitext2")
+    assert find_task("text:dropout=0").dropout == 0.0  # type: ignore[attr-defined]
     own = tmp_path / "own.py"
     own.write_text(
         "from pufferfish.lab.tasks.digits import Digits\n"
@@ -365,28 +366,28 @@ def test_find(tmp_path: Path) -> None:
         "def make(): return Digits(width=3)\n"
         "number = 3\n"
     )
-    assert find(f"{own}:task").model == "mlp"  # type: ignore[attr-defined]
-    assert find(f"{own}:make").width == 3  # type: ignore[attr-defined]
-    assert find("pufferfish.lab.tasks.cifar10:Cifar10") == find("cifar10")
+    assert find_task(f"{own}:task").model == "mlp"  # type: ignore[attr-defined]
+    assert find_task(f"{own}:make").width == 3  # type: ignore[attr-defined]
+    assert find_task("pufferfish.lab.tasks.cifar10:Cifar10") == find_task("cifar10")
     for text, says in {
         "cifar100": "did you mean cifar10",
         "cifar10:vgg18": "did you mean vgg19",
-        "cifar10:depth=3": "no setting 'depth'; there are model, held",
-        "cifar10:held=many": "it is an int",
-        "cifar10:held=2.5": "it is an int",
-        "digits:width=0": "width=0: too small",
-        "digits:held=-1": "held=-1: too small",
-        "imagefolder:held=x": "it is a float",
-        "cifar10:resnet18,vgg19": "'vgg19' is no setting",
-        "text:gpt": "'gpt' is no setting",
-        "text:d=100,heads=3": "no multiple",
+        "cifar10:depth=3": "unknown option 'depth'; choose from model, held",
+        "cifar10:held=many": "must be an int",
+        "cifar10:held=2.5": "must be an int",
+        "digits:width=0": "width=0 is too small",
+        "digits:held=-1": "held=-1 is too small",
+        "imagefolder:held=x": "must be a float",
+        "cifar10:resnet18,vgg19": "'vgg19' is not an option",
+        "text:gpt": "'gpt' is not an option",
+        "text:d=100,heads=3": "not a multiple",
         f"{own}:other": "has no 'other'",
-        f"{own}:number": "is no Task",
+        f"{own}:number": "is not a pufferfish.lab.tasks.Task",
         f"{tmp_path}/none.py:task": "no such file",
-        "": "there is no such task",
+        "": "not found",
     }.items():
         with pytest.raises((ValueError, TypeError)) as raised:
-            find(text)
+            find_task(text)
         assert says in str(raised.value)
         assert str(raised.value).startswith(f"task {text!r}: ")
         assert "\n" not in str(raised.value)
@@ -394,18 +395,20 @@ def test_find(tmp_path: Path) -> None:
 
 def test_an_epoch_has_every_row_once_in_any_order() -> None:
     first, second = (
-        torch.cat(list(Epoch("train", 10, generator=torch.Generator().manual_seed(i)).order(100)))
+        torch.cat(list(BatchOrder("train", 10, generator=torch.Generator().manual_seed(i)).batches(100)))
         for i in range(2)
     )
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(100))
     assert first.tolist() != second.tolist()
-    assert len(list(Epoch("train", 30, generator=torch.Generator()).order(100))) == 3
+    assert len(list(BatchOrder("train", 30, generator=torch.Generator()).batches(100))) == 3
 
 
-def test_shares_are_all_of_it() -> None:
+def test_shards_are_a_partition() -> None:
     for n in range(12):
         for size in range(1, 6):
-            parts = [range(n)[Epoch("test", 1, rank=rank, size=size).part(n)] for rank in range(size)]
+            parts = [
+                range(n)[BatchOrder("test", 1, worker=i, world_size=size).shard_slice(n)] for i in range(size)
+            ]
             assert [i for part in parts for i in part] == list(range(n))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert steps(9, 9) == 1
+    assert steps_per_epoch(9, 9) == 1

@@ -1,4 +1,4 @@
-"""Translation: pieces of words, beam search and BLEU, each against the obvious way to do it."""
+"""Translation: byte-pair encoding, beam search and BLEU, each against a simple reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pufferfish.lab.data.bpe import BPE, UNKNOWN
-from pufferfish.lab.tasks.beam import beam_search
+from pufferfish.lab.tasks.beam_search import beam_search
 from pufferfish.lab.tasks.bleu import bleu, own_bleu
 
 BEGIN, END = 1, 2
@@ -85,7 +85,7 @@ def translated(row: Tensor) -> list[int]:
 
 def test_a_beam_of_one_is_greedy() -> None:
     net, source = Chance(), sources()
-    found = beam_search(net, source, width=1, longest=10, begin=BEGIN, end=END)
+    found = beam_search(net, source, width=1, max_length=10, begin=BEGIN, end=END)
     lengths = set()
     for row, target in zip(source, found, strict=True):
         words = [BEGIN]
@@ -96,14 +96,14 @@ def test_a_beam_of_one_is_greedy() -> None:
     assert len(lengths) > 1
 
 
-def slow_beam(net: Chance, source: Tensor, width: int, longest: int, alpha: float) -> list[int]:
+def slow_beam(net: Chance, source: Tensor, width: int, max_length: int, alpha: float) -> list[int]:
     """One sentence, lists of (words, log-likelihood)."""
 
     def value(beam: tuple[list[int], float]) -> float:
         return beam[1] / ((5 + len(beam[0]) - 1) / 6) ** alpha
 
     beams = [([BEGIN], 0.0)]
-    for _ in range(longest):
+    for _ in range(max_length):
         grown = []
         for words, score in beams:
             if words[-1] == END:
@@ -118,21 +118,21 @@ def slow_beam(net: Chance, source: Tensor, width: int, longest: int, alpha: floa
 @pytest.mark.parametrize(("width", "alpha"), [(2, 0.7), (3, 0.0), (5, 1.0)])
 def test_a_beam_is_the_slow_one(width: int, alpha: float) -> None:
     net, source = Chance(), sources()
-    found = beam_search(net, source, width=width, longest=8, begin=BEGIN, end=END, alpha=alpha)
-    greedy = beam_search(net, source, width=1, longest=8, begin=BEGIN, end=END)
+    found = beam_search(net, source, width=width, max_length=8, begin=BEGIN, end=END, alpha=alpha)
+    greedy = beam_search(net, source, width=1, max_length=8, begin=BEGIN, end=END)
     for row, target in zip(source, found, strict=True):
         assert translated(target) == slow_beam(net, row, width, 8, alpha)
     assert [translated(x) for x in found] != [translated(x) for x in greedy]
 
 
-SAID = [
+TRANSLATIONS = [
     "A man in an orange hat starring at something.",
     "A Boston Terrier is running on the grass.",
     "5 people, in winter-jackets & helmets; 1,000.5 m up...",
     "no match whatsoever here",
     "The &quot;dog&quot; isn't <big>!",
 ]
-MEANT = [
+REFERENCES = [
     "A man in an orange hat starring at something else.",
     "A Boston Terrier is running on lush green grass in front of a white fence.",
     "Five people wearing winter jackets and helmets stand 1,000.5 m up.",
@@ -146,35 +146,37 @@ EXPECTED = 50.59167152167645
 
 def test_bleu_by_hand() -> None:
     # 7 of 8 words, 5 of 7 pairs, 4 of 6 threes and 3 of 5 fours are right, and one word is missing.
-    said, meant = "a b c d x e f g", "a b c d e f g h i"
+    translations, references = "a b c d x e f g", "a b c d e f g h i"
     right = [7 / 8, 5 / 7, 3 / 6, 1 / 5]
-    assert own_bleu([said], [meant]) == pytest.approx(100 * math.exp(1 - 9 / 8) * math.prod(right) ** 0.25)
+    assert own_bleu([translations], [references]) == pytest.approx(
+        100 * math.exp(1 - 9 / 8) * math.prod(right) ** 0.25
+    )
     # No four is right: it counts as half a one.
     assert own_bleu(["a b c x y"], ["a b c d e"]) == pytest.approx(
         100 * (3 / 5 * 2 / 4 * 1 / 3 * 0.5 / 2) ** 0.25
     )
     assert own_bleu(["x y"], ["a b"]) == 0.0
     assert own_bleu(["a b"], ["a b"]) == 0.0  # too short for threes
-    with pytest.raises(ValueError, match="1 translations and 2 references"):
+    with pytest.raises(ValueError, match="1 translations, but 2 references"):
         own_bleu(["a"], ["a", "b"])
 
 
 def test_bleu_is_what_sacrebleu_says() -> None:
     # Computed by sacrebleu 2.6.0: nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp
-    assert own_bleu(SAID, MEANT) == pytest.approx(EXPECTED, rel=1e-9)
-    assert bleu(SAID, MEANT) == pytest.approx(EXPECTED, rel=1e-9)
+    assert own_bleu(TRANSLATIONS, REFERENCES) == pytest.approx(EXPECTED, rel=1e-9)
+    assert bleu(TRANSLATIONS, REFERENCES) == pytest.approx(EXPECTED, rel=1e-9)
 
 
 def test_bleu_is_sacrebleus_on_random_text() -> None:
     sacrebleu = pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
     pick = random.Random(0)
     for words in ("a b c d e", "dog cat, 3.5 1-2 It's (no) . ! &amp; ß/x"):
-        said, meant = (
+        translations, references = (
             [" ".join(pick.choices(words.split(), k=pick.randint(0, 9))) for _ in range(30)] for _ in range(2)
         )
         for n in (1, 2, 30):
-            found = sacrebleu.corpus_bleu(said[:n], [meant[:n]]).score
-            assert own_bleu(said[:n], meant[:n]) == pytest.approx(found, rel=1e-9, abs=1e-12)
+            found = sacrebleu.corpus_bleu(translations[:n], [references[:n]]).score
+            assert own_bleu(translations[:n], references[:n]) == pytest.approx(found, rel=1e-9, abs=1e-12)
 
 
 def test_translations_of_a_task(tmp_path: Path) -> None:
@@ -182,10 +184,10 @@ def test_translations_of_a_task(tmp_path: Path) -> None:
     small.write(tmp_path)
     data = small.task.load(tmp_path)
     net = small.model()
-    said = small.task.translate(net, data, "test", batch=3)  # type: ignore[attr-defined]
-    assert said == small.task.translate(net, data, "test", batch=7)  # type: ignore[attr-defined]
-    assert len(said) == 7
-    assert small.task.evaluate(net, data, "test", batch=4)["bleu"] == bleu(said, data.targets["test"])
+    translations = small.task.translate(net, data, "test", batch=3)  # type: ignore[attr-defined]
+    assert translations == small.task.translate(net, data, "test", batch=7)  # type: ignore[attr-defined]
+    assert len(translations) == 7
+    assert small.task.evaluate(net, data, "test", batch=4)["bleu"] == bleu(translations, data.targets["test"])
 
     class Knows(nn.Module):
         """Says what is right."""

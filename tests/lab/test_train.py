@@ -1,4 +1,4 @@
-"""The loop in one process, as the command runs it: its records, stopped and started again, and what it refuses."""
+"""`pufferfish train` in one process: records, stopping and resuming, and errors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from pufferfish.cli import _parser, main
-from pufferfish.cli.train_settings import settings
+from pufferfish.cli.train_settings import train_settings
 from pufferfish.compression import BFloat16, PowerSGD
-from pufferfish.lab.bench import Asked
+from pufferfish.lab.bench import BenchSettings
 from pufferfish.lab.report import report
-from pufferfish.lab.tasks import Task, find
+from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
-from pufferfish.lab.train import Settings, train
-from pufferfish.lab.train.choice import choice
-from pufferfish.lab.train.layer_records import sampled
-from pufferfish.lab.train.process_group import enough_gpus
-from pufferfish.lab.train.screen import Screen
-from pufferfish.measure import Run, read
+from pufferfish.lab.train import RunSettings, train
+from pufferfish.lab.train.console import Console
+from pufferfish.lab.train.layer_records import sample_spectrum
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.worker_device import check_gpu_count
+from pufferfish.measure import Run, read_run
 
 SMALL = ["train", "digits:mlp,width=16", "--epochs", "3", "--device", "cpu"]
 
@@ -50,34 +50,34 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 def test_no_two_workers_share_a_gpu() -> None:
     there = torch.cuda.device_count()
-    enough_gpus("cpu", there + 1)
+    check_gpu_count("cpu", there + 1)
     with pytest.raises(ValueError, match=f"{there + 1} workers on {there} GPU"):
-        enough_gpus("cuda", there + 1)
+        check_gpu_count("cuda", there + 1)
 
 
 def test_choices() -> None:
-    assert choice("dense").compress is None
-    assert choice("bf16").compress == BFloat16()
-    assert choice("pufferfish+PowerSGD(rank=2)").compress == PowerSGD(2)
-    for text, told in (
+    assert training_method("dense").compress is None
+    assert training_method("bf16").compress == BFloat16()
+    assert training_method("pufferfish+PowerSGD(rank=2)").compress == PowerSGD(2)
+    for text, message in (
         ("auto+", "follows the"),
         ("dens", "there is no dens"),
         ("dense+nothing", "there is no nothing"),
     ):
-        with pytest.raises(ValueError, match=told):
-            choice(text)
+        with pytest.raises(ValueError, match=message):
+            training_method(text)
 
 
-def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for method in ("dense", "pufferfish"):
         out = tmp_path / method
         assert main([*SMALL, "--method", method, "--out", str(out), "--jsonl"]) == 0
         said = capsys.readouterr()
         assert f"{method}: test accuracy" in said.out
         assert said.err.count("epoch 3/3, validation accuracy") == 1  # no terminal: a line an epoch
-        assert "goes on" not in said.err
+        assert "resumed" not in said.err
         assert "\r" not in said.err
-        run = read(out)
+        run = read_run(out)
         assert run.results["accuracy"] > 60
         for key in ("parameters", "low_rank_layers", "bytes_a_step", "seconds_a_step", "peak_memory"):
             assert run.results[key] >= 0, key
@@ -85,7 +85,7 @@ def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert {"loss", "lr", "bytes", "valid/accuracy", "time/forward", "time/step"} <= run.metrics.keys()
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == values(run, "loss")
-    dense, small = (read(tmp_path / name) for name in ("dense", "pufferfish"))
+    dense, small = (read_run(tmp_path / name) for name in ("dense", "pufferfish"))
     assert small.results["parameters"] < dense.results["parameters"]
     assert dense.results["macs"] == 64 * 64 + 64 * 64 + 64 * 10
     assert small.results["macs"] == sum(
@@ -102,15 +102,15 @@ def test_alone_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert sum(x > 0 for x in after) == layer["rank"] < sum(x > 0 for x in before)
     first = dense.results
     assert main([*SMALL, "--out", str(tmp_path / "dense")]) == 0  # it is done
-    assert capsys.readouterr().err == "goes on after update 60 of 60\n"
-    assert read(tmp_path / "dense").results == first
+    assert capsys.readouterr().err == "resumed after update 60 of 60\n"
+    assert read_run(tmp_path / "dense").results == first
     page = report([tmp_path])
     assert "pufferfish" in page
     assert "accuracy" in page
 
 
 def test_many_singular_values() -> None:
-    found = sampled(torch.linspace(2, 0.02, 100))
+    found = sample_spectrum(torch.linspace(2, 0.02, 100))
     assert found is not None
     assert len(found) == 64
     assert (found[0], found[-1]) == (1.0, 0.01)
@@ -118,7 +118,7 @@ def test_many_singular_values() -> None:
 
 @dataclass(frozen=True)
 class Stopped(Digits):
-    """Somebody asks to stop at the `at`-th batch; dropout and BatchNorm are in it."""
+    """Sends SIGTERM at the `at`-th batch; the model has dropout and BatchNorm."""
 
     model: str = "cnn"
     width: int = 4
@@ -135,7 +135,7 @@ class Stopped(Digits):
 
 @dataclass(frozen=True)
 class StoppedLSTM(Wikitext2):
-    """The same for a task that carries a state from batch to batch."""
+    """The same for a task that carries state from batch to batch."""
 
     at: int = 0
 
@@ -156,17 +156,17 @@ def _stopping(task: Any, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize("simulate", [None, 2])
 @pytest.mark.parametrize("kind", ["images", "text"])
 def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) -> None:
-    """A run that was stopped in the middle of an epoch and went on is, bit for bit, one that was not."""
+    """A run that was stopped in the middle of an epoch and resumed is bit-identical to an uninterrupted one."""
     if kind == "images":
         task: Any = Stopped()
-        recipe = replace(task.recipe("short"), epochs=3, switch_at=1)
+        recipe = replace(task.recipe("short"), epochs=3, batch=240, switch_at=1)
     else:
         tiny.wikitext2(tmp_path)
-        task = StoppedLSTM(d=8, bptt=5, dropout=0.2)
+        task = StoppedLSTM(d=8, bptt=10, dropout=0.2)
         recipe = replace(task.recipe("short"), epochs=3, batch=8, lr=1.0, switch_at=1)
     passes = (simulate or 1) * 2
-    given = Settings(
-        choice("pufferfish+powersgd-2" if simulate else "pufferfish"), recipe, tmp_path / "straight",
+    given = RunSettings(
+        training_method("pufferfish+powersgd-2" if simulate else "pufferfish"), recipe, tmp_path / "straight",
         data=tmp_path, accumulate=2, simulate=simulate, quiet=True,
     )  # fmt: skip
     straight = train(task, given)
@@ -176,7 +176,7 @@ def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) ->
     stopping = replace(task, at=passes * (2 * steps + steps // 2))
     given = replace(given, folder=tmp_path / "stopped")
     assert train(stopping, given) is None
-    assert read(given.folder).finished is None
+    assert read_run(given.folder).finished is None
     again = train(stopping, given)
     assert straight is not None
     assert again is not None
@@ -184,8 +184,8 @@ def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) ->
     assert {k: v for k, v in again.items() if k not in timed} == {
         k: v for k, v in straight.items() if k not in timed
     }
-    one, other = (read(tmp_path / name) for name in ("straight", "stopped"))
-    for name in ("loss", "bytes", f"valid/{task.measure}"):
+    one, other = (read_run(tmp_path / name) for name in ("straight", "stopped"))
+    for name in ("loss", "bytes", f"valid/{task.metric}"):
         assert values(one, name) == values(other, name)
     for (name, a), (other_name, b) in zip(
         weights(tmp_path / "straight").items(), weights(tmp_path / "stopped").items(), strict=True
@@ -195,7 +195,7 @@ def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) ->
 
 
 def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Times of simulated workers are predicted, and say so."""
+    """Times of simulated workers are predicted and marked as such."""
     words = [
         "--method",
         "pufferfish",
@@ -209,7 +209,7 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ]
     assert main([*SMALL, *words, "--out", str(tmp_path / "run")]) == 0
     assert "predicted, not measured" in capsys.readouterr().err
-    run = read(tmp_path / "run")
+    run = read_run(tmp_path / "run")
     assert (run.workers, run.settings["simulated"], run.link and run.link["asked"]) == (4, True, "1gbit")
     assert "seconds_a_step" not in run.results
     small, dense = run.predicted["seconds_a_step"], run.predicted["warm_up_seconds_a_step"]
@@ -222,7 +222,7 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["digit"], "did you mean digits"),
         (["digits", "--method", "puffer"], "there is no puffer"),
@@ -236,46 +236,46 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ),
         (["digits:mlp", "--method", "early-bird"], "no channels are scaled by a batch norm"),
         (["digits", "--method", "early-bird", "--epochs", "1"], "drawn between epochs"),
-        (["digits", "--recipe", "long"], "it has short"),
-        (["digits", "--optimizer", "lion"], "there are sgd, adam, adamw, lars, lamb, sam"),
+        (["digits", "--recipe", "long"], "choose from short"),
+        (["digits", "--optimizer", "lion"], "must be one of sgd, adam, adamw, lars, lamb, sam"),
         (
             ["digits", "--optimizer", "lars"],
             "say --lr too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
         ),
         (["digits", "--optimizer", "adamw"], "say --lr too"),
-        (["digits", "--optimizer", "sam", "--precision", "fp16"], "take --precision bf16"),
-        (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not play"),
-        (["digits", "--batch", "0"], "train: --batch 0: take 1 or more"),
-        (["digits", "--epochs", "0"], "train: --epochs 0: take 1 or more"),
-        (["digits", "--lr", "-1"], "train: --lr -1: take a positive number"),
+        (["digits", "--optimizer", "sam", "--precision", "fp16"], "use --precision bf16"),
+        (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not support"),
+        (["digits", "--batch", "0"], "train: --batch 0: must be at least 1"),
+        (["digits", "--epochs", "0"], "train: --epochs 0: must be at least 1"),
+        (["digits", "--lr", "-1"], "train: --lr -1: must be a positive number"),
         (["digits", "--batch", "10000"], "training images"),
-        (["digits", "--out", "/dev/null/run"], "/dev/null is no folder"),
-        (["digits", "--out", "/proc/run"], "--out /proc/run: /proc is no folder that can be written to"),
-        (["digits", "--accumulate", "3"], "does not go to 1 workers in 3 equal parts"),
+        (["digits", "--out", "/dev/null/run"], "/dev/null is not a writable folder"),
+        (["digits", "--out", "/proc/run"], "--out /proc/run: /proc is not a writable folder"),
+        (["digits", "--accumulate", "3"], "cannot be split equally over 1 workers and 3 passes"),
         (["digits", "--save-every", "0"], "--save-every 0"),
         (["digits", "--held", "-1"], "--held -1"),
-        (["wikitext2", "--held", "5"], "validation data of its own"),
+        (["wikitext2", "--held", "5"], "its own validation data"),
         (["digits", "--graph", "--device", "cpu"], "CUDA graphs need a GPU"),
         (["cifar10", "--data", "nowhere"], "nowhere"),
-        (["digits", "--workers", "3"], "does not go to 3 workers"),
-        (["digits", "--workers", "65"], "choose 1 to 64"),
+        (["digits", "--workers", "3"], "cannot be split equally over 3 workers"),
+        (["digits", "--workers", "65"], "must be 1 to 64"),
         (["digits", "--workers", "2", "--batch", "10000"], "training images"),
-        (["digits", "--workers", "2", "--network", "1gbit"], "say --hosts N"),
-        (["digits", "--workers", "2", "--out", "/dev/null/run"], "/dev/null is no folder"),
+        (["digits", "--workers", "2", "--network", "1gbit"], "use --hosts N"),
+        (["digits", "--workers", "2", "--out", "/dev/null/run"], "/dev/null is not a writable folder"),
         (["cifar10", "--workers", "2", "--data", "nowhere"], "nowhere"),
-        (["digits", "--network", "1gbit"], "between how many"),
+        (["digits", "--network", "1gbit"], "number of hosts"),
         (["digits", "--network", "fast", "--hosts", "2"], "network 'fast'"),
-        (["digits", "--network", "10gbit", "--hosts", "2"], "predicted, not emulated"),
-        (["digits", "--simulate"], "say how many"),
-        (["digits", "--simulate", "--workers", "3"], "does not go to 3 workers"),
-        (["digits", "--simulate", "--workers", "2", "--hosts", "2"], "are for real workers"),
+        (["digits", "--network", "10gbit", "--hosts", "2"], "too fast to be emulated"),
+        (["digits", "--simulate"], "give the number of simulated workers"),
+        (["digits", "--simulate", "--workers", "3"], "cannot be split equally over 3 workers"),
+        (["digits", "--simulate", "--workers", "2", "--hosts", "2"], "cannot be combined with --hosts"),
         (["digits", "--simulate", "--workers", "2", "--network", "1"], "network '1'"),
         (["digits", "--simulate", "--workers", "2", "--compress", "dgc"], "momentum"),
     ],
 )
 def test_bad_input_is_one_line(
     words: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -283,29 +283,29 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("epochs", "at"), [(1, 1), (3, 1), (6, 2), (12, 4), (24, 8)])
 def test_the_warm_up_keeps_its_share(epochs: int, at: int) -> None:
-    """Of `train` and of a bench alike."""
-    usual = find("digits").recipe("short")
+    """In `train` and in a bench."""
+    usual = find_task("digits").recipe("short")
     words = ["train", "digits", "--epochs", str(epochs), "--device", "cpu"]
-    _, given = settings(_parser().parse_args(words))
+    _, given = train_settings(_parser().parse_args(words))
     assert given.recipe == replace(usual, epochs=epochs, switch_at=at)
-    assert Asked(task="digits", methods=(), epochs=epochs).found()[1] == given.recipe
+    assert BenchSettings(task="digits", methods=(), epochs=epochs).resolve()[1] == given.recipe
     for name in ("paper", "short"):
-        own = find("cifar10").recipe(name)
-        assert own.changed() == own
+        own = find_task("cifar10").recipe(name)
+        assert own.override() == own
 
 
 def test_the_line_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 80 columns all of it is to be seen, what is left first."""
+    """80 columns show the whole progress line."""
     seen: list[str] = []
-    monkeypatch.setattr(Screen, "due", lambda self: True)
-    monkeypatch.setattr(Screen, "progress", lambda self, text: seen.append(text))
+    monkeypatch.setattr(Console, "progress_due", lambda self: True)
+    monkeypatch.setattr(Console, "progress", lambda self, text: seen.append(text))
     assert main([*SMALL, "--out", str(tmp_path / "run")]) == 0
     assert len(seen) == 60
     shape = r"[\d.]+ \w+ left, epoch \d/3, update \d+/60: training loss \d\.\d{4}, 0 B sent"
@@ -322,13 +322,15 @@ def test_begun_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "run" / "run.json").write_text(json.dumps(about | {"finished": None}))
     capsys.readouterr()
     assert main(words) == 0
-    assert "no checkpoint yet, from the start\n" in capsys.readouterr().err
-    assert values(read(tmp_path / "run"), "loss")[-1][0] == 60
+    assert "no checkpoint yet, starting over\n" in capsys.readouterr().err
+    assert values(read_run(tmp_path / "run"), "loss")[-1][0] == 60
 
 
 def test_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     task = Digits("mlp", width=4)
-    given = Settings(choice("dense"), replace(task.recipe("short"), epochs=1), tmp_path, quiet=True)
+    given = RunSettings(
+        training_method("dense"), replace(task.recipe("short"), epochs=1), tmp_path, quiet=True
+    )
     train(task, given)
     other = replace(given, recipe=replace(given.recipe, lr=0.5))
     with pytest.raises(ValueError, match=r"lr 0\.1, not 0\.5"):
@@ -337,7 +339,7 @@ def test_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> Non
 
 class NeverLoaded(Digits):
     def load(self, folder: Path | None) -> Any:
-        raise AssertionError("it was to be refused before")
+        raise AssertionError("the run must be rejected first")
 
     def __repr__(self) -> str:
         return super().__repr__().replace("NeverLoaded", "Digits")
@@ -347,13 +349,13 @@ def test_another_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["train", "digits:mlp,width=4", "--device", "cpu", "--out", str(tmp_path)]
     assert main([*words, "--epochs", "1"]) == 0
     capsys.readouterr()
-    for other, told in (
+    for other, message in (
         (["--epochs", "2"], "epochs 1, not 2"),
         (["--epochs", "1", "--method", "auto"], "dense"),
     ):
         assert main([*words, *other]) == 2
         error = capsys.readouterr().err
-        assert told in error
+        assert message in error
         assert "choose another --out" in error
 
 
@@ -371,16 +373,16 @@ def test_tensorboard(tmp_path: Path) -> None:
     seen = EventAccumulator(str(tmp_path / "tensorboard"))
     seen.Reload()
     found = [(event.step, event.value) for event in seen.Scalars("loss")]
-    assert found == [(step, pytest.approx(x)) for step, x in values(read(tmp_path), "loss")]
+    assert found == [(step, pytest.approx(x)) for step, x in values(read_run(tmp_path), "loss")]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
-    ("words", "told"), [(["digit"], "did you mean"), (["digits", "--workers", "2"], "under torchrun")]
+    ("words", "message"), [(["digit"], "did you mean"), (["digits", "--workers", "2"], "under torchrun")]
 )
-def test_under_torchrun_it_is_told_once(
+def test_one_error_message_under_torchrun(
     words: list[str],
-    told: str,
+    message: str,
     rank: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -388,7 +390,7 @@ def test_under_torchrun_it_is_told_once(
     monkeypatch.setenv("RANK", rank)
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
-    assert (told in error) if rank == "0" else not error
+    assert (message in error) if rank == "0" else not error
 
 
 @pytest.mark.timeout(60)
@@ -411,5 +413,7 @@ def test_port_in_use(
 
 
 def test_all_tasks_say_whether_graphs_fit() -> None:
-    assert all(isinstance(t.task, Task) and isinstance(t.task.static, bool) for t in tiny.TINY.values())
-    assert not find("multi30k").static
+    assert all(
+        isinstance(t.task, Task) and isinstance(t.task.static_shapes, bool) for t in tiny.TINY.values()
+    )
+    assert not find_task("multi30k").static_shapes

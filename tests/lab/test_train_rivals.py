@@ -1,12 +1,12 @@
-"""Rivals in the loop: records, stopped and killed in and between their phases, and optimizers by their names."""
+"""Pruning methods and optimizers in `pufferfish train`: records, and resuming in and between their phases."""
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,26 +18,26 @@ from test_train import SMALL, values, weights
 from test_train_workers import ENV, TORCHRUN
 from torch import Tensor, nn
 
-from pufferfish.checkpoint.checkpoint_folder import saved
+from pufferfish.checkpoint.checkpoint_folder import list_checkpoints
 from pufferfish.cli import main
-from pufferfish.lab.rivals.model_change import Change
+from pufferfish.lab.rivals.model_change import ModelChange
+from pufferfish.lab.tasks import Recipe
 from pufferfish.lab.tasks.digits import Digits
-from pufferfish.lab.tasks.task import Recipe
-from pufferfish.lab.train import Settings, train
-from pufferfish.lab.train.choice import choice
-from pufferfish.lab.train.macs_per_row import macs_a_row
-from pufferfish.lab.train.parts import Parts, build
-from pufferfish.lab.train.screen import Screen
-from pufferfish.lab.train.updates import Updates
-from pufferfish.measure import read
+from pufferfish.lab.train import RunSettings, train
+from pufferfish.lab.train.console import Console
+from pufferfish.lab.train.macs_per_row import macs_per_row
+from pufferfish.lab.train.run_components import RunComponents, build_components
+from pufferfish.lab.train.step_runner import StepRunner
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.measure import read_run
 
 METHODS = ["early-bird-0.4", "lottery-ticket-2"]
 TIMED = ("seconds_a_step", "training_seconds", "peak_memory")
 
 
 def same(one: Path, other: Path) -> None:
-    """The two runs came to the same."""
-    a, b = read(one), read(other)
+    """The two runs have the same metrics, results and weights."""
+    a, b = read_run(one), read_run(other)
     for name in ("loss", "lr", "bytes", "valid/accuracy"):
         assert values(a, name) == values(b, name), name
     results = [{k: v for k, v in run.results.items() if k not in TIMED} for run in (a, b)]
@@ -51,7 +51,7 @@ def test_records(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     words = ["train", "digits:width=8", "--epochs", "4", "--device", "cpu", "--method"]
     assert main([*words, method, "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
-    run = read(tmp_path / "run")
+    run = read_run(tmp_path / "run")
     found, left = run.results, weights(tmp_path / "run")
     assert (run.name, run.settings["method"]) == (method, method)
     sizes = {name: x.numel() for name, x in left.items() if "running" not in name and "num_" not in name}
@@ -75,7 +75,7 @@ def test_records(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["training_seconds"] >= run.metrics["loss"][-1][0]
     first = found
     assert main([*words, method, "--out", str(tmp_path / "run")]) == 0  # it is done
-    assert read(tmp_path / "run").results == first
+    assert read_run(tmp_path / "run").results == first
 
 
 @dataclass(frozen=True)
@@ -94,30 +94,30 @@ class Dropped(Digits):
 @pytest.mark.parametrize("simulate", [None, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_stopped(method: str, simulate: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first phase, between two, and in the last one: it goes on bit for bit."""
+    """Runs that are stopped in the first phase, between two, and in the last one are bit-identical."""
     task = Dropped()
     recipe = replace(task.recipe("short"), epochs=3, batch=128)
     steps = task.steps(task.load(None), recipe.batch)
     word = method + ("+powersgd-2" if simulate else "")
-    given = Settings(choice(word), recipe, tmp_path / "straight", simulate=simulate, quiet=True)
+    given = RunSettings(training_method(word), recipe, tmp_path / "straight", simulate=simulate, quiet=True)
     assert train(task, given) is not None
     stopped = replace(given, folder=tmp_path / "stopped")
     change = 1 if method.startswith("early") else 3  # the epoch at whose start it comes
     done = 0
-    update = Updates.update
+    update = StepRunner.update
     for at in (steps // 2, change * steps, change * steps + steps // 2):
         left = list(range(at - done))
 
-        def stopping(updates: Updates, lr: float, left: list[int] = left) -> Tensor:
+        def stopping(updates: StepRunner, lr: float, left: list[int] = left) -> Tensor:
             left.pop()
             if not left:
                 os.kill(os.getpid(), signal.SIGTERM)
             return update(updates, lr)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Updates, "update", stopping)
+            patched.setattr(StepRunner, "update", stopping)
             assert train(task, stopped) is None
-        done = int(saved(stopped.folder / "checkpoints")[-1].name.split("-")[-1])
+        done = int(list_checkpoints(stopped.folder / "checkpoints")[-1].name.split("-")[-1])
         assert done == at
     assert train(task, stopped) is not None
     same(given.folder, stopped.folder)
@@ -147,35 +147,42 @@ class Kills(Digits):
 
 
 def kills(method: str, at: int) -> list[str]:
-    """The words of a run that is killed in its second phase, once."""
+    """Arguments of a run that is killed once, in its second phase."""
     Path("kills.py").write_text(KILLS.format(at=at))
     return ["-m", "pufferfish", "train", "kills.py:Kills", "--epochs", "2", "--method", method, "--save-every", "7",
             "--device", "cpu"]  # fmt: skip
 
 
-@pytest.mark.timeout(120)
+def train_in(folder: Path, words: list[str]) -> None:
+    torch.set_num_threads(1)  # as in the parent
+    os.chdir(folder)
+    main(words)
+
+
 def test_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command goes on, and comes to the same."""
+    """Rerun, it gives the same results as an uninterrupted run."""
     monkeypatch.chdir(tmp_path)
-    words = kills("lottery-ticket-1", 50)
-    killed = subprocess.run(
-        [sys.executable, *words, "--out", "run"], env=ENV, capture_output=True, timeout=90
+    words = kills("lottery-ticket-1", 50)[2:]
+    process = multiprocessing.get_context("forkserver").Process(
+        target=train_in, args=(tmp_path, [*words, "--out", "run"])
     )
-    assert killed.returncode == -signal.SIGKILL
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     for out in ("run", "straight"):
-        assert main([*words[2:], "--out", out]) == 0
+        assert main([*words, "--out", out]) == 0
     same(Path("run"), Path("straight"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two, with compression."""
+    """One of two workers, with compression; torchrun restarts them."""
     monkeypatch.chdir(tmp_path)
     words = kills("early-bird-0.5+powersgd-2", 30)
-    command = [*TORCHRUN, *words, "--out", "run"]
-    codes = [subprocess.run(command, env=ENV, capture_output=True, timeout=90).returncode for _ in range(2)]
-    assert codes[0]
-    assert codes[1] == 0
+    command = [*TORCHRUN, "--max-restarts", "1", *words, "--out", "run"]
+    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
+    assert Path("killed").exists()
     assert main([*words[2:], "--workers", "2", "--simulate", "--out", "straight"]) == 0
     same(Path("run"), Path("straight"))
 
@@ -192,7 +199,7 @@ def test_optimizers(
     rate = RATES[name]
     assert main([*words, *(["--lr", str(rate)] if rate else [])]) == 0
     assert f"pufferfish,{name}: test accuracy" in capsys.readouterr().out
-    run = read(tmp_path / "runs" / f"digits-pufferfish,{name}-0")
+    run = read_run(tmp_path / "runs" / f"digits-pufferfish,{name}-0")
     assert run.name == f"pufferfish,{name}"
     assert run.settings["recipe"]["optimizer"] == name
     assert run.results["accuracy"] > 60
@@ -202,24 +209,24 @@ def test_optimizers(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", ["digits:mlp", "wikitext2"])
 def test_an_update_of_sam(name: str, accumulate: int, tmp_path: Path) -> None:
-    """Against the obvious way; what a task carries from batch to batch goes on once, not twice."""
+    """Compared with a plain implementation; state carried from batch to batch advances once, not twice."""
     task, rho, rate = tiny.TINY[name].task, 0.05, 0.1
     tiny.TINY[name].write(tmp_path)
     data = task.load(tmp_path)
     recipe = Recipe(epochs=1, batch=8, lr=rate, momentum=0.0, optimizer="sam", rho=rho)
-    given = Settings(choice("dense"), recipe, tmp_path, accumulate=accumulate)
-    parts = build(task, given, data, 0, 1, torch.device("cpu"))
-    plain = copy.deepcopy(parts.bare)
-    updates = Updates(parts)
-    updates.begin(0, 0)
+    given = RunSettings(training_method("dense"), recipe, tmp_path, accumulate=accumulate)
+    components = build_components(task, given, data, 0, 1, torch.device("cpu"))
+    plain = copy.deepcopy(components.module)
+    updates = StepRunner(components)
+    updates.begin_epoch(0, 0)
     loss = updates.update(rate)
-    batches = list(islice(updates._epoch(0, 0, 0), accumulate))
-    fresh = [x.clone() for x in batches[0][len(batches[0]) - task.carries :]]
+    batches = list(islice(updates._epoch_batches(0, 0, 0), accumulate))
+    fresh = [x.clone() for x in batches[0][len(batches[0]) - task.carried_tensors :]]
 
     def gradients() -> tuple[float, list[Tensor], list[Tensor]]:
         carried = [x.clone() for x in fresh]
         losses = [
-            task.loss(plain, (*batch[: len(batch) - task.carries], *carried), recipe) / accumulate
+            task.loss(plain, (*batch[: len(batch) - task.carried_tensors], *carried), recipe) / accumulate
             for batch in batches
         ]
         total = sum(losses[1:], losses[0])
@@ -233,7 +240,7 @@ def test_an_update_of_sam(name: str, accumulate: int, tmp_path: Path) -> None:
             p += rho * x / norm
     _, g, carried = gradients()
     assert float(loss) == pytest.approx(first, rel=1e-5)
-    for p, old, x in zip(parts.bare.parameters(), before, g, strict=True):
+    for p, old, x in zip(components.module.parameters(), before, g, strict=True):
         torch.testing.assert_close(p.detach(), old - rate * x)
     for x, wanted in zip(updates._carried, carried, strict=True):
         torch.testing.assert_close(x, wanted)
@@ -245,10 +252,12 @@ def test_macs_of_every_task(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     small.write(tmp_path)
     data, recipe = small.task.load(tmp_path), replace(small.task.recipe("short"), batch=8)
     model = small.model()
-    given = Settings(choice("dense"), recipe, tmp_path)
-    parts = Parts(small.task, given, data, model, model, None, None, None, 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    given = RunSettings(training_method("dense"), recipe, tmp_path)
+    components = RunComponents(
+        small.task, given, data, model, model, None, None, None, 0, 1, torch.device("cpu")
+    )  # type: ignore[arg-type]
     drawn = torch.get_rng_state()
-    found = macs_a_row(parts, Change(model, epochs=1, an_epoch=1), Screen())["macs"]
+    found = macs_per_row(components, ModelChange(model, epochs=1, steps_per_epoch=1), Console())["macs"]
     assert torch.equal(torch.get_rng_state(), drawn)
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n)
     assert found > matrices / 2  # each is multiplied with, but for tables of words

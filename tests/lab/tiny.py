@@ -1,4 +1,4 @@
-"""Tiny data in the official formats, and tiny models for them."""
+"""`TINY`: tasks with tiny data in the official formats, and tiny models."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from torch import nn
 
 from pufferfish.lab.models import VGG19, resnet18, resnet50
-from pufferfish.lab.tasks import Task, find
+from pufferfish.lab.tasks import Task, find_task
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A task on little data; `build` in place of the task's own where that is large."""
+    """A task with a function that writes tiny data; `build` replaces the task's model where that is large."""
 
     task: Task
     write: Callable[[Path], object] = lambda folder: None
     build: Callable[[], nn.Module] | None = None
-    rows: int = 0  # the dimension of a batch that workers share
+    rows: int = 0  # batch dimension
 
     def model(self) -> nn.Module:
         return (self.build or self.task.build)()
@@ -75,15 +75,17 @@ def imagefolder(folder: Path) -> Path:
 
 
 TINY = {
-    "digits": Tiny(find("digits:width=2")),
-    "digits:mlp": Tiny(find("digits:mlp,width=2")),
-    "cifar10": Tiny(find("cifar10:held=16"), cifar10, lambda: resnet18(width=2)),
-    "cifar10:vgg19": Tiny(find("cifar10:vgg19,held=16"), cifar10, lambda: VGG19(width=2)),
-    "wikitext2": Tiny(find("wikitext2:d=8,bptt=5,dropout=0"), wikitext2, rows=1),
-    "wikitext2:gpt": Tiny(find("wikitext2:gpt,d=8,layers=1,heads=2,context=6,dropout=0"), wikitext2),
-    "multi30k": Tiny(find("multi30k:d=8,layers=1,heads=2,hidden=8,vocabulary=60,beam=2,dropout=0"), multi30k),
-    "text": Tiny(find("text:d=8,layers=1,heads=2,context=8,dropout=0"), text),
+    "digits": Tiny(find_task("digits:width=2")),
+    "digits:mlp": Tiny(find_task("digits:mlp,width=2")),
+    "cifar10": Tiny(find_task("cifar10:held=16"), cifar10, lambda: resnet18(width=2)),
+    "cifar10:vgg19": Tiny(find_task("cifar10:vgg19,held=16"), cifar10, lambda: VGG19(width=2)),
+    "wikitext2": Tiny(find_task("wikitext2:d=8,bptt=5,dropout=0"), wikitext2, rows=1),
+    "wikitext2:gpt": Tiny(find_task("wikitext2:gpt,d=8,layers=1,heads=2,context=6,dropout=0"), wikitext2),
+    "multi30k": Tiny(
+        find_task("multi30k:d=8,layers=1,heads=2,hidden=8,vocabulary=60,beam=2,dropout=0"), multi30k
+    ),
+    "text": Tiny(find_task("text:d=8,layers=1,heads=2,context=8,dropout=0"), text),
     "imagefolder": Tiny(
-        find("imagefolder:classes=2,size=32,held=0.1"), imagefolder, lambda: resnet50(classes=2, width=2)
+        find_task("imagefolder:classes=2,size=32,held=0.1"), imagefolder, lambda: resnet50(classes=2, width=2)
     ),
 }

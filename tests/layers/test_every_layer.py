@@ -251,10 +251,10 @@ def test_the_dense_weight_is_freed():
     assert weight() is None
 
 
-def test_hollow():
+def test_meta_copy():
     dense = nn.LSTM(5, 6)
     dense.register_forward_hook(lambda *args: None)
-    copied = layers.hollow(dense)
+    copied = layers.meta_copy(dense)
     assert {x.device.type for x in copied.parameters()} == {"meta"}
     assert {x.device.type for x in dense.parameters()} == {"cpu"}
     assert (len(copied._forward_hooks), len(dense._forward_hooks)) == (0, 1)

@@ -32,28 +32,29 @@ def matrices(draw):
 
 @settings(deadline=None, max_examples=25)
 @given(x=matrices(), r=small)
-def test_there_and_back(x, r):
+def test_conversions_round_trip(x, r):
     torch.manual_seed(0)
     parameter = torch.randn(x.start + x.shape[0] + 2, *x.shape[1:])  # others' rows before and behind ours
-    W = x.unroll(parameter)
+    W = x.to_matrix(parameter)
     assert W.shape == (x.blocks, x.m, x.n)
-    assert torch.equal(x.roll(W), parameter[x.rows])
+    assert torch.equal(x.from_matrix(W), parameter[x.rows])
 
     U, V = torch.randn(x.blocks, x.m, r), torch.randn(x.blocks, r, x.n)
-    down, up = x.fold(U, V)
+    down, up = x.from_factors(U, V)
     assert down.shape == (x.blocks * r, *x.down_row)
     assert down.numel() + up.numel() == x.factor_numel(r)
-    assert all(torch.equal(a, b) for a, b in zip(x.unfold(down, up), (U, V), strict=True))
-    assert torch.equal(x.product(down, up), x.roll(U @ V))
+    assert all(torch.equal(a, b) for a, b in zip(x.to_factors(down, up), (U, V), strict=True))
+    torch.testing.assert_close(x.product(down, up), x.from_matrix(U @ V))
+    torch.testing.assert_close(x.product_fp32(down, up), U @ V)
     assert x.numel == W.numel()
 
 
-def test_unroll_by_hand():
+def test_to_matrix_by_hand():
     weight = torch.arange(24.0).reshape(4, 3, 2)  # Conv1d(6, 4, 2, groups=2)
     conv = Matrix(name="", weight="weight", shape=(4, 3, 2), blocks=2, m=2, n=6)
-    assert conv.unroll(weight)[1, 0].tolist() == [12, 13, 14, 15, 16, 17]
+    assert conv.to_matrix(weight)[1, 0].tolist() == [12, 13, 14, 15, 16, 17]
     turned = Matrix(name="", weight="weight", shape=(2, 3), m=3, n=2, transposed=True)
-    assert turned.unroll(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[[1, 4], [2, 5], [3, 6]]]
+    assert turned.to_matrix(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[[1, 4], [2, 5], [3, 6]]]
 
 
 def test_names_of_the_factors():
@@ -63,24 +64,26 @@ def test_names_of_the_factors():
     assert part.up == "q.up.weight"
 
 
-def test_what_is_carried_over():
+def test_copied_slices():
     k = Matrix(
         name="k", weight="in_proj_weight", start=4, bias="in_proj_bias", bias_start=4, dense="k.weight",
         shape=(4, 4), m=4, n=4,
     )  # fmt: skip
-    assert k.moves(factorized=True) == [("in_proj_bias", slice(4, 8), "k.up.bias")]
-    assert k.moves(factorized=False) == [
+    assert k.copied_slices(factorized=True) == [("in_proj_bias", slice(4, 8), "k.up.bias")]
+    assert k.copied_slices(factorized=False) == [
         ("in_proj_weight", slice(4, 8), "k.weight"),
         ("in_proj_bias", slice(4, 8), "k.bias"),
     ]
     gate = Matrix(name="weight_hh_l0", weight="weight_hh_l0", shape=(8, 2), m=2, n=2, blocks=4)
-    assert gate.moves(factorized=True) == []
-    assert gate.moves(factorized=False) == [("weight_hh_l0", slice(0, 8), "weight_hh_l0")]
+    assert gate.copied_slices(factorized=True) == []
+    assert gate.copied_slices(factorized=False) == [("weight_hh_l0", slice(0, 8), "weight_hh_l0")]
     turned = Matrix(
         name="", weight="weight", bias="bias", shape=(6, 4, 3), blocks=2, m=12, n=3, up_tail=(4, 3),
         transposed=True, up_transposed=True,
     )  # fmt: skip
-    assert turned.moves(factorized=True) == [("bias", slice(0, 8), "up.bias")]  # 2 groups × 4 channels
+    assert turned.copied_slices(factorized=True) == [
+        ("bias", slice(0, 8), "up.bias")
+    ]  # 2 groups × 4 channels
 
 
 def test_full_rank_and_impossible_shapes():

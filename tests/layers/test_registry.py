@@ -1,4 +1,4 @@
-"""The registry, and a layer type of one's own in a few lines."""
+"""The base, and a layer type of one's own in a few lines."""
 
 import copy
 
@@ -8,13 +8,13 @@ from reference import factorized
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.layers import LowRank, LowRankConv1D, LowRankLinear, Matrix, low_rank_type, registry
+from pufferfish.layers import LowRank, LowRankConv1D, LowRankLinear, Matrix, base, low_rank_type
 
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
     """What a test registers is forgotten behind it."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
 
 
 class Subclass(nn.Linear):
@@ -100,10 +100,10 @@ def test_the_last_registration_counts():
     + [(nn.Linear(4, 4), LowRankLinear), (int, LowRankLinear), (None, LowRankLinear)],
 )
 def test_nonsense_is_refused(dense, low_rank):
-    before = dict(registry._REGISTRY)
+    before = dict(base._REGISTRY)
     with pytest.raises(TypeError, match="register: "):
         pf.register(dense, low_rank)
-    assert before == registry._REGISTRY
+    assert before == base._REGISTRY
 
 
 def test_a_layer_of_ones_own():

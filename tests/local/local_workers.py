@@ -1,4 +1,4 @@
-"""Workers of local steps: their model, data and optimizers; and all of them by hand, one after the other."""
+"""Model, data and optimizers of the local-steps tests, and a sequential reference implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from pufferfish.local.local_steps import LocalSteps
 
-SAMPLES = 4  # a worker and step
+SAMPLES = 4  # per worker and step
 
 Make = Callable[[Any], optim.Optimizer]
 
@@ -55,10 +55,10 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.state_dict().items() if x.is_floating_point()}
 
 
-def by_hand(
+def sequential(
     size: int, h: int, steps: int, make: Make, *, lr: float = 1.0, momentum: float = 0.0
 ) -> nn.Module:
-    """All the workers, one after the other: θ ← a − lr·(Δ + μv) with v ← μv + Δ and Δ = a − mean θ."""
+    """Train all workers one after the other: θ ← a − lr·(Δ + μv) with v ← μv + Δ and Δ = a − mean θ."""
     workers = [build() for _ in range(size)]
     optimizers = [make(worker.parameters()) for worker in workers]
     anchor = floats(workers[0])
@@ -80,7 +80,7 @@ def by_hand(
 def train(
     local: LocalSteps, model: nn.Module, optimizer: optim.Optimizer, steps: range, rank: int
 ) -> list[int]:
-    """The steps after which the workers averaged."""
+    """Train, and return the steps after which the workers averaged."""
     averaged = []
     for step in steps:
         update(model, optimizer, step, rank)

@@ -1,4 +1,4 @@
-"""Local steps in one process: what is kept, what follows a change, what is refused."""
+"""Local steps in one process: state, replaced parameters, invalid arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from local_workers import adamw, batch, build, by_hand, close, diloco, sgd, train
+from local_workers import adamw, batch, build, close, diloco, sequential, sgd, train
 from torch import nn, optim
 
 import pufferfish as pf
@@ -18,22 +18,22 @@ from pufferfish.compression import DGC, BlockInt8, SignSGD, TopK
 from pufferfish.local.local_steps import LocalSteps
 
 
-def test_alone_it_looks_ahead() -> None:
+def test_one_worker_is_lookahead() -> None:
     model = build()
     local, optimizer = LocalSteps(3, outer=diloco), adamw(model.parameters())
     local.start(model)
     assert train(local, model, optimizer, range(7), 0) == [3, 6]
     assert local.sync(model)
     assert not local.sync(model)
-    other = by_hand(1, 3, 6, adamw, lr=0.7, momentum=0.9)
+    other = sequential(1, 3, 6, adamw, lr=0.7, momentum=0.9)
     local, model = LocalSteps(3, outer=diloco), build()
     local.start(model)
     train(local, model, adamw(model.parameters()), range(6), 0)
     close(model, other)
 
 
-def test_the_anchor_keeps_what_16_bits_cut_off() -> None:
-    """A hundred outer steps, each too small for bf16 to see."""
+def test_the_anchor_is_in_fp32() -> None:
+    """A hundred outer steps, each below the resolution of bf16."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     local = LocalSteps(1, outer=lambda params: optim.SGD(params, lr=1e-3))
@@ -46,7 +46,7 @@ def test_the_anchor_keeps_what_16_bits_cut_off() -> None:
     assert model.weight.item() == torch.tensor(1 - 100 * 0.125e-3).bfloat16().item()
 
 
-def test_buffers_without_a_mean_are_left_alone() -> None:
+def test_buffers_that_cannot_be_averaged() -> None:
     model = build()
     model.register_buffer("mask", torch.full((2, 2), -math.inf))
     model.register_buffer("cache", torch.ones(2), persistent=False)
@@ -108,7 +108,7 @@ def test_schedules_of_the_outer_optimizer_stay() -> None:
     assert [group["lr"] for group in again.outer.param_groups] == [0.35]
 
 
-def test_replaced_parameters_are_told_at_once() -> None:
+def test_replaced_parameters_raise_at_once() -> None:
     model = build()
     local, optimizer = LocalSteps(9), sgd(model.parameters())
     with pytest.raises(ValueError, match=r"call local.start\(model\)"):
@@ -117,7 +117,7 @@ def test_replaced_parameters_are_told_at_once() -> None:
     train(local, model, optimizer, range(2), 0)
     pf.factorize_(model, pf.plan(model, rank=pf.Fixed(4), keep=["0"]), optimizer)
     with pytest.raises(
-        ValueError, match=r"3.down.weight is 4×40, and was not there.*local.sync\(model\) before"
+        ValueError, match=r"3.down.weight is 4×40, but was missing.*local.sync\(model\) before"
     ):
         local.step(model)
     with pytest.raises(ValueError, match="2 updates since the last average would be lost"):
@@ -129,19 +129,19 @@ def test_state_of_another_run_is_refused() -> None:
     local = LocalSteps(2, outer=diloco)
     local.start(model)
     state = local.state_dict()
-    with pytest.raises(ValueError, match="lacks aggregator, anchor"):
+    with pytest.raises(ValueError, match="missing anchor"):
         LocalSteps(2).load_state_dict({"updates": 1})
-    for other, net, told in (
+    for other, net, message in (
         (LocalSteps(2, outer=adamw), build(), "saved optimizer is SGD, this one is AdamW"),
         (
             LocalSteps(2, outer=diloco),
             nn.Linear(2, 2),
-            "weight is 2×2, and was not there when the model was saved",
+            "weight is 2×2, but was missing when the model was saved",
         ),
     ):
         other.load_state_dict(state)
         before = copy.deepcopy(net.state_dict())
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             other.start(net)
         equal(dict(net.state_dict()), dict(before))
     fresh = LocalSteps(2)
@@ -154,20 +154,20 @@ def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
     frozen = build().requires_grad_(False)
     yield lambda: LocalSteps(0), ValueError, "h=0 is not a number of updates"
     yield lambda: LocalSteps(2.0), ValueError, "h=2.0"  # type: ignore[arg-type]
-    yield lambda: LocalSteps(2, method=SignSGD()), ValueError, "SignSGD knows no lengths"
+    yield lambda: LocalSteps(2, method=SignSGD()), ValueError, "SignSGD sends signs without magnitudes"
     yield lambda: LocalSteps(2, method={"nowhere": TopK()}).start(model), ValueError, "'nowhere' matches no"
     yield (
         lambda: LocalSteps(2, outer=diloco, method=DGC()).start(model),
         ValueError,
         "DGC and the outer SGD both",
     )
-    yield lambda: LocalSteps(2, outer=optim.LBFGS).start(model), TypeError, "made a LBFGS"
+    yield lambda: LocalSteps(2, outer=optim.LBFGS).start(model), TypeError, "created a LBFGS"
     yield (
         lambda: LocalSteps(2, outer=lambda _: sgd(model.parameters())).start(model),
         ValueError,
-        "does not have",
+        "not in the model",
     )
-    yield lambda: LocalSteps(2, outer=lambda p: sgd(p[1:])).start(model), ValueError, "does not hold 0.weight"
+    yield lambda: LocalSteps(2, outer=lambda p: sgd(p[1:])).start(model), ValueError, "does not have 0.weight"
     yield lambda: LocalSteps(2).start(frozen), ValueError, "no parameter"
     yield (
         lambda: LocalSteps(2).start(nn.Linear(2, 2, dtype=torch.complex64)),
@@ -176,7 +176,9 @@ def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
     )
 
 
-@pytest.mark.parametrize(("act", "kind", "told"), list(refused()))
-def test_nonsense_is_refused(act: Callable[[], object], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told):
+@pytest.mark.parametrize(("act", "kind", "message"), list(refused()))
+def test_invalid_arguments_are_refused(
+    act: Callable[[], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
         act()

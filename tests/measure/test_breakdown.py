@@ -1,4 +1,4 @@
-"""Where a step's time goes, in one process: the parts add up, whatever the loop looks like."""
+"""`Breakdown` and `GradientTimeline` in one process: the parts add up for every kind of loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from pufferfish.measure import Breakdown, breakdown
 from pufferfish.measure.breakdown import PARTS
-from pufferfish.measure.gradient_times import Ready
+from pufferfish.measure.gradient_timeline import GradientTimeline
 
 
-def setting() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -27,18 +27,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, accumu
         optimizer.step()
 
 
-def sums(times: Breakdown) -> float:
+def sum_of_parts(times: Breakdown) -> float:
     return sum(times.parts[name] for name in PARTS)
 
 
 def test_parts_add_up_to_the_wall_clock() -> None:
-    model, optimizer = setting()
+    model, optimizer = model_and_optimizer()
     start = time.perf_counter()
     with Breakdown(model, optimizer) as times:
         train(model, optimizer, 20)
     wall = time.perf_counter() - start
     assert times.steps == 20
-    assert sums(times) == pytest.approx(times.parts["step"])
+    assert sum_of_parts(times) == pytest.approx(times.parts["step"])
     assert 0 < 20 * times.parts["step"] <= wall
     assert all(times.parts[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
     assert times.parts["encode"] == times.parts["decode"] == times.parts["hidden"] == 0
@@ -46,9 +46,9 @@ def test_parts_add_up_to_the_wall_clock() -> None:
 
 
 def test_time_lands_where_it_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only work at one place moves."""
+    """With a fake clock that only work in one place advances."""
     clock = [0.0]
-    monkeypatch.setattr(breakdown, "now", lambda device: clock[0])
+    monkeypatch.setattr(breakdown, "timestamp", lambda device: clock[0])
 
     def work(x: Tensor, at: bool) -> Tensor:
         clock[0] += at
@@ -86,7 +86,7 @@ def test_time_lands_where_it_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_accumulation_and_validation_inside_a_loop() -> None:
-    model, optimizer = setting()
+    model, optimizer = model_and_optimizer()
     with Breakdown(model) as times:
         train(model, optimizer, 4, accumulate=3)
         with torch.no_grad():
@@ -95,8 +95,8 @@ def test_accumulation_and_validation_inside_a_loop() -> None:
     assert times.steps == 5
 
 
-def test_read_begins_anew() -> None:
-    model, optimizer = setting()
+def test_read_starts_a_new_measurement() -> None:
+    model, optimizer = model_and_optimizer()
     with Breakdown(model) as times:
         train(model, optimizer, 3)
         first = times.read()
@@ -107,17 +107,17 @@ def test_read_begins_anew() -> None:
     assert times.parts["step"] != first["step"]
 
 
-def test_many_steps_are_folded_on_the_way() -> None:
-    model, optimizer = setting()
+def test_pending_steps_are_bounded() -> None:
+    model, optimizer = model_and_optimizer()
     with Breakdown(model) as times:
         train(model, optimizer, 130)
-        assert len(times._waiting) <= 101
+        assert len(times._pending) <= 101
     assert times.steps == 130
 
 
 def test_only_the_models_optimizers_count() -> None:
-    model, optimizer = setting()
-    other, others = setting()
+    model, optimizer = model_and_optimizer()
+    other, others = model_and_optimizer()
     second = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with Breakdown(model) as own, Breakdown(model, second) as given:
         train(model, optimizer, 2)
@@ -127,10 +127,10 @@ def test_only_the_models_optimizers_count() -> None:
     assert given.steps == 1
 
 
-def test_nothing_stays_behind() -> None:
+def test_hooks_are_removed_after_an_error() -> None:
     from torch.optim import optimizer as module
 
-    model, _ = setting()
+    model, _ = model_and_optimizer()
     outs = []
 
     def broken() -> None:
@@ -140,15 +140,15 @@ def test_nothing_stays_behind() -> None:
 
     with pytest.raises(KeyError):
         broken()
-    outs[0].sum().backward()  # its hook finds nobody
+    outs[0].sum().backward()  # the tensor hook is still registered and must do nothing
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not module._global_optimizer_pre_hooks
     assert not module._global_optimizer_post_hooks
 
 
-def test_a_backward_that_breaks_off() -> None:
-    model, optimizer = setting()
+def test_backward_that_raises() -> None:
+    model, optimizer = model_and_optimizer()
 
     def fail(g: Tensor) -> None:
         raise KeyError("mine")
@@ -189,21 +189,21 @@ def test_outputs_of_any_form() -> None:
     assert times.parts["backward"] > 0
 
 
-def test_ready_follows_the_order_of_backward() -> None:
+def test_timeline_follows_the_order_of_backward() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
-    with Ready(model) as ready:
+    with GradientTimeline(model) as timeline:
         for _ in range(4):
             model(torch.ones(1, 8)).sum().backward()
-    curve = ready.curve()
-    assert [share for share, _ in curve] == [0, 0.75, 1]  # the last layer's gradient comes first
+    curve = timeline.curve()
+    assert [share for share, _ in curve] == [0, 0.75, 1]  # the last layer's gradient is ready first
     assert [when for _, when in curve] == sorted(when for _, when in curve)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    assert Ready(model).curve() == ((0, 0), (1, 1))
+    assert GradientTimeline(model).curve() == ((0, 0), (1, 1))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_waits_until_read() -> None:
-    model, _ = setting()
+def test_no_gpu_synchronization_before_read() -> None:
+    model, _ = model_and_optimizer()
     model.cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(16, 64, device="cuda")
@@ -217,5 +217,5 @@ def test_on_a_gpu_nothing_waits_until_read() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert times.steps == 5
-    assert sums(times) == pytest.approx(times.parts["step"])
+    assert sum_of_parts(times) == pytest.approx(times.parts["step"])
     assert all(times.parts[name] >= 0 for name in PARTS)

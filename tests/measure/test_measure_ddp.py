@@ -1,14 +1,14 @@
-"""Breakdown, probe and diagnosis of real jobs: two gloo processes, all cases in one group."""
+"""`Breakdown`, `probe` and `diagnose` in real process groups on gloo."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import gc
+import importlib
 import io
 import json
 import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from processes import in_processes
 from pufferfish.distributed.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure.breakdown import PARTS
-from pufferfish.measure.remedies import gradients
-from pufferfish.planning.timing import measure
+from pufferfish.measure.step_messages import trainable_parameters
+from pufferfish.planning.timing import measure_layer
 
 
 def build() -> nn.Module:
@@ -40,13 +40,13 @@ def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: in
         optimizer.step()
 
 
-def job(**ddp: Any) -> tuple[DDP, torch.optim.Optimizer]:
-    model = DDP(build(), **ddp)
+def ddp_and_optimizer(**options: Any) -> tuple[DDP, torch.optim.Optimizer]:
+    model = DDP(build(), **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain_steps_add_up(rank: int) -> None:
-    ddp, optimizer = job(bucket_cap_mb=0.05)
+def plain_steps_add_up(rank: int, size: int) -> None:
+    ddp, optimizer = ddp_and_optimizer(bucket_cap_mb=0.05)
     with Breakdown(ddp, optimizer) as times:
         train(ddp, optimizer, 15, rank)
     p = times.parts
@@ -57,9 +57,9 @@ def plain_steps_add_up(rank: int) -> None:
     assert 0 < p["hidden"] <= p["backward"] + p["exchange"]  # several buckets: the first leave early
 
 
-def exchange_is_what_ddp_waits_for(rank: int) -> None:
-    """Against DDP's own log of the same step: its end of communication less its end of computing."""
-    ddp, optimizer = job()
+def exchange_covers_ddp_wait(rank: int, size: int) -> None:
+    """The exposed exchange covers the time between end of compute and end of communication in DDP's own log."""
+    ddp, optimizer = ddp_and_optimizer()
     ddp._set_ddp_runtime_logging_sample_rate(1)
     for _ in range(3):
         with Breakdown(ddp, optimizer) as times:
@@ -69,8 +69,8 @@ def exchange_is_what_ddp_waits_for(rank: int) -> None:
         assert theirs <= times.parts["exchange"] <= times.parts["step"]
 
 
-def without_sync_nothing_is_exchanged(rank: int) -> None:
-    ddp, optimizer = job()
+def no_sync_has_no_exchange(rank: int, size: int) -> None:
+    ddp, optimizer = ddp_and_optimizer()
     train(ddp, optimizer, 2, rank)
     with Breakdown(ddp) as times, ddp.no_sync():
         train(ddp, optimizer, 3, rank)
@@ -78,9 +78,9 @@ def without_sync_nothing_is_exchanged(rank: int) -> None:
     assert times.parts["hidden"] == 0
 
 
-def compressed_steps_add_up(rank: int) -> None:
+def compressed_steps_add_up(rank: int, size: int) -> None:
     for method in (pf.compression.TopK(0.01), pf.compression.BFloat16()):
-        ddp, optimizer = job()
+        ddp, optimizer = ddp_and_optimizer()
         hook = pf.compress(ddp, method, optimizer=optimizer)
         train(ddp, optimizer, 1, rank)
         before = hook.meter.seconds
@@ -95,8 +95,8 @@ def compressed_steps_add_up(rank: int) -> None:
         assert sum(p[name] for name in PARTS) == pytest.approx(p["step"])
 
 
-def other_hooks_are_only_watched(rank: int) -> None:
-    ddp, optimizer = job()
+def exact_hook_is_counted_as_backward(rank: int, size: int) -> None:
+    ddp, optimizer = ddp_and_optimizer()
     exact_(ddp)
     with Breakdown(ddp) as times:
         train(ddp, optimizer, 3, rank)
@@ -104,22 +104,30 @@ def other_hooks_are_only_watched(rank: int) -> None:
     assert times.parts["backward"] > 0
 
 
-def the_link_is_the_same_for_all(rank: int, size: int) -> None:
+def make_probe_fast() -> None:
+    """One short measurement of everything: only the values of a real probe need more."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    module = importlib.import_module("pufferfish.measure.probe")
+    module._SECONDS, module._MAX_REPEATS, module._CONTENTION_SECONDS = 0.0, 1, 0.01  # type: ignore[attr-defined]
+
+
+def probe_is_equal_on_all_workers(rank: int, size: int) -> None:
+    make_probe_fast()
     link = probe(largest=2**18, rounds=2)
     assert link.size == size
     assert not link.extrapolated
-    assert set(link.lines) == {"all_reduce", "all_gather", "all_to_all"}
-    for line in link.lines.values():
-        assert line.alpha >= 0
-        assert line.beta >= 0
-        assert line.alpha + line.beta > 0
+    assert set(link.collectives) == {"all_reduce", "all_gather", "all_to_all"}
+    for cost in link.collectives.values():
+        assert cost.alpha >= 0
+        assert cost.beta >= 0
+        assert cost.alpha + cost.beta > 0
     texts: list[Any] = [None] * size
     dist.all_gather_object(texts, json.dumps(link.as_dict()))
     assert len(set(texts)) == 1
-    assert link.inside is None
+    assert link.intra_node is None
 
 
-def _untouched(
+def _run_and_snapshot(
     rank: int, ddp: DDP, optimizer: torch.optim.Optimizer, run: Any
 ) -> tuple[dict[str, Tensor], Any]:
     torch.manual_seed(7 + rank)
@@ -146,11 +154,12 @@ def _hooks(ddp: DDP) -> Any:
     )
 
 
-def diagnosis_leaves_all_as_it_was(rank: int, size: int, compressed: bool) -> None:
-    """Against the same steps without it: weights, buffers, gradients, moments, random numbers, hooks, next steps."""
+def diagnosis_has_no_side_effects(rank: int, size: int, compressed: bool = False) -> None:
+    """Same weights, buffers, gradients, optimizer state, random state, hooks and next steps as without `diagnose`."""
+    make_probe_fast()
     ends = []
     for watched in (False, True):
-        ddp, optimizer = job(bucket_cap_mb=0.1)
+        ddp, optimizer = ddp_and_optimizer(bucket_cap_mb=0.1)
         if compressed:
             pf.compress(ddp, pf.compression.PowerSGD(rank=2), optimizer=optimizer)
         hooks = _hooks(ddp)
@@ -164,20 +173,25 @@ def diagnosis_leaves_all_as_it_was(rank: int, size: int, compressed: bool) -> No
             with around:
                 train(ddp, optimizer, 9, rank)
 
-        first, after = _untouched(rank, ddp, optimizer, run)
+        first, after = _run_and_snapshot(rank, ddp, optimizer, run)
         assert after == hooks
-        second, _ = _untouched(rank, ddp, optimizer, lambda d=ddp, o=optimizer: train(d, o, 2, rank))
+        second, _ = _run_and_snapshot(rank, ddp, optimizer, lambda d=ddp, o=optimizer: train(d, o, 2, rank))
         ends.append({**{f"1 {k}": x for k, x in first.items()}, **{f"2 {k}": x for k, x in second.items()}})
     assert ends[0].keys() == ends[1].keys()
     for name, x in ends[0].items():
         assert torch.equal(x, ends[1][name]), name
 
 
-def diagnosis_adds_up(rank: int, size: int) -> None:
-    ddp, optimizer = job()
+def compressed_diagnosis_has_no_side_effects(rank: int, size: int) -> None:
+    diagnosis_has_no_side_effects(rank, size, compressed=True)
+
+
+def diagnosis_is_consistent(rank: int, size: int) -> None:
+    make_probe_fast()
+    ddp, optimizer = ddp_and_optimizer()
     out = io.StringIO()
     with contextlib.redirect_stdout(out), diagnose(ddp, steps=5, total_steps=10_000) as found:
-        assert str(found) == "diagnose: not done yet"
+        assert str(found).startswith("diagnose: no result yet")
         train(ddp, optimizer, 12, rank)
     assert (found.workers, found.steps) == (size, 5)
     p = found.parts
@@ -188,118 +202,121 @@ def diagnosis_adds_up(rank: int, size: int) -> None:
     assert found.hours == pytest.approx(p["step"] * 10_000 / 3600)
     gradient = sum(q.numel() * 4 for q in ddp.parameters())
     assert found.wire_bytes == gradient  # two workers: 2 · 1/2
-    kinds = [c.kind for c in found.choices]
+    kinds = [option.kind for option in found.options]
     assert kinds == sorted(kinds, key=["free", "low rank", "compression", "both"].index)
     assert set(kinds) == {"free", "low rank", "compression", "both"}
-    for c in found.choices:
+    for c in found.options:
         assert c.step > 0
         assert c.speedup == pytest.approx(found.predicted / c.step)
         assert c.hours == pytest.approx(found.hours / c.run_speedup)
-    low = next(c for c in found.choices if c.kind == "low rank")
+    low = next(c for c in found.options if c.kind == "low rank")
     plan = pf.plan(ddp.module, 0.25)
     assert low.wire_bytes == plan.after.gradient_bytes
     assert low.run_speedup == pytest.approx(3 / (1 + 2 / low.speedup))
-    half = next(c for c in found.choices if "BFloat16" in c.name and c.kind == "free")
+    half = next(c for c in found.options if "BFloat16" in c.name and c.kind == "free")
     assert gradient / 2 <= half.wire_bytes < gradient / 2 + 100
-    told = out.getvalue()
-    assert ("no exchange at all" in told) == (rank == 0)
+    printed = out.getvalue()
+    assert ("without any exchange" in printed) == (rank == 0)
     if rank == 0:
-        assert told == f"{found}\n"
-        assert all(c.name in told for c in found.choices)
-        (line,) = (line for line in told.splitlines() if "pf.Switch(rank=0.25)" in line)
+        assert printed == f"{found}\n"
+        assert all(c.name in printed for c in found.options)
+        (line,) = (line for line in printed.splitlines() if "pf.Switch(rank=0.25)" in line)
         assert line.count("low rank") == 1
     same: list[Any] = [None] * size
     dist.all_gather_object(same, json.dumps(found.as_dict()))
     assert len(set(same)) == 1
 
 
-def errors_reach_all_ranks(rank: int) -> None:
-    ddp, optimizer = job()
-    with pytest.raises(ValueError, match="no step"), diagnose(ddp, show=False):
+def errors_reach_all_workers(rank: int, size: int) -> None:
+    ddp, optimizer = ddp_and_optimizer()
+    with pytest.raises(ValueError, match="no optimizer step"), diagnose(ddp, show=False):
         pass
 
-    with pytest.raises(TypeError, match="not wrapped"), diagnose(build(), show=False):
+    with (
+        pytest.raises(TypeError, match="is not wrapped in DistributedDataParallel"),
+        diagnose(build(), show=False),
+    ):
         pass
-    hooked, _ = job()
+    hooked, _ = ddp_and_optimizer()
     exact_(hooked)
     with pytest.raises(ValueError, match="communication hook Exact"), diagnose(hooked, show=False):
         pass
 
-    def alone() -> None:
+    def only_rank_0_steps() -> None:
         with diagnose(ddp, show=False):
             ddp(torch.ones(8, 64)).sum().backward()
             if rank == 0:
                 optimizer.step()
 
-    with pytest.raises(RuntimeError, match="differ from rank 0"):
-        alone()
+    with pytest.raises(ValueError, match="rank 1: diagnose: no optimizer step"):
+        only_rank_0_steps()
     train(ddp, optimizer, 1, rank)
 
 
-def cases(rank: int, size: int) -> None:
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    plain_steps_add_up(rank)
-    exchange_is_what_ddp_waits_for(rank)
-    without_sync_nothing_is_exchanged(rank)
-    compressed_steps_add_up(rank)
-    other_hooks_are_only_watched(rank)
-    the_link_is_the_same_for_all(rank, size)
-    for compressed in (False, True):
-        diagnosis_leaves_all_as_it_was(rank, size, compressed)
-    diagnosis_adds_up(rank, size)
-    errors_reach_all_ranks(rank)
-    gc.collect()
-
-
-@pytest.mark.timeout(180)
-def test_two_workers(tmp_path: Path) -> None:
-    in_processes(cases, 2)
-
-
-def levels(rank: int, size: int) -> None:
-    """Two machines of two workers, as LOCAL_WORLD_SIZE says: three sets of lines, and groups of those ranks can be made again."""
+def probe_of_two_machines(rank: int, size: int) -> None:
+    """Two machines of two workers, by LOCAL_WORLD_SIZE; afterwards the same groups can be created again."""
+    make_probe_fast()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     link = probe(largest=2**14, rounds=1)
     assert (link.size, link.per_node) == (4, 2)
-    assert link.inside is not None
-    assert link.between is not None
-    ddp, optimizer = job()  # groups of the same ranks as the probe's
-    hook = pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, levels="node")
+    assert link.intra_node is not None
+    assert link.inter_node is not None
+    ddp, optimizer = ddp_and_optimizer()
+    hook = pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, hierarchy="node")
     train(ddp, optimizer, 2, rank)
-    dry = dry_run(pf.compression.BFloat16(), gradients(ddp.module), size, per_node=2)
-    handed = {kind: nbytes // 2 for kind, nbytes in hook.meter.handed.items()}  # a step
-    assert dry.inside == handed["reduce_scatter"] == 2 * handed["all_gather"]
-    if rank % 2 == 0:  # the owner of most; what all agree on goes inside too
-        assert dry.nbytes + 4 * (1 + 6) == handed["all_reduce"]
-    del ddp, hook
+    dry = dry_run(pf.compression.BFloat16(), trainable_parameters(ddp.module), size, per_node=2)
+    per_step = {kind: nbytes // 2 for kind, nbytes in hook.meter.collective_bytes.items()}
+    assert dry.intra_node_bytes == per_step["reduce_scatter"] == 2 * per_step["all_gather"]
+    if (
+        rank % 2 == 0
+    ):  # owns most gradients; the flags of the finiteness check are sent inside the machine, too
+        assert dry.nbytes + 4 * (1 + 6) == per_step["all_reduce"]
 
 
-@pytest.mark.timeout(180)
-def test_two_levels(tmp_path: Path) -> None:
-    in_processes(levels, 4)
+CASES = (
+    plain_steps_add_up,
+    exchange_covers_ddp_wait,
+    no_sync_has_no_exchange,
+    compressed_steps_add_up,
+    exact_hook_is_counted_as_backward,
+    probe_is_equal_on_all_workers,
+    diagnosis_has_no_side_effects,
+    compressed_diagnosis_has_no_side_effects,
+    diagnosis_is_consistent,
+    errors_reach_all_workers,
+)
 
 
-def test_one_process_has_nothing_to_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [*((case, 2) for case in CASES), (probe_of_two_machines, 4)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_in_real_processes(case: Callable[[int, int], None], size: int) -> None:
+    in_processes(case, size)
+
+
+def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = copy.deepcopy(model.state_dict())
     with diagnose(model, steps=3) as found:
         train(model, optimizer, 8, 0)
     assert (found.workers, found.ceiling, found.link) == (1, 1.0, None)
-    assert [c.kind for c in found.choices] == ["low rank"]
+    assert [c.kind for c in found.options] == ["low rank"]
     assert found.error == pytest.approx(0)
-    assert "one process: nothing to exchange" in capsys.readouterr().out
+    assert "exchange:  none, one process" in capsys.readouterr().out
     assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])  # it did train
 
 
-def test_layers_are_timed_in_the_loop_s_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_in_the_precision_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def spied(*given: Any) -> tuple[float, float]:
         seen.append(torch.is_autocast_enabled("cpu"))
-        return measure(*given)
+        return measure_layer(*given)
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure", spied)
+    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", spied)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for precision in (True, False):
@@ -315,8 +332,8 @@ def test_layers_are_timed_in_the_loop_s_precision(monkeypatch: pytest.MonkeyPatc
         seen.clear()
 
 
-def test_bad_settings() -> None:
+def test_invalid_settings() -> None:
     with pytest.raises(ValueError, match="steps=0"), diagnose(build(), steps=0):
         pass
-    with pytest.raises(ValueError, match="one process has no link"):
+    with pytest.raises(ValueError, match="needs at least 2 processes"):
         probe()

@@ -367,7 +367,8 @@ def test_half_precision_weights_and_autocast_are_decayed_in_fp32() -> None:
             optimizer.step()
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         assert p.grad is not None
-        assert torch.equal(p.grad, q.grad.to(torch.bfloat16))  # type: ignore[union-attr]
+        # Within one bf16 rounding step: products in bf16 would be off by more.
+        torch.testing.assert_close(p.grad.float(), q.grad, rtol=4e-3, atol=0)  # type: ignore[union-attr]
 
 
 def test_what_is_refused() -> None:
@@ -376,7 +377,7 @@ def test_what_is_refused() -> None:
     for strength in (-1e-4, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="strength"):
             FrobeniusDecay(model, optimizer, strength)
-    with pytest.raises(ValueError, match="no optimizer given here holds"):
+    with pytest.raises(ValueError, match="no optimizer has a parameter of this model"):
         FrobeniusDecay(low_rank(), optimizer)
     with pytest.raises(ValueError, match="no optimizer"):
         FrobeniusDecay(model, None)

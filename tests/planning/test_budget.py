@@ -105,7 +105,10 @@ def test_allocate_against_trying_everything(seed: int, share: float) -> None:
 def test_budget_too_small_names_what_is_missing() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 10, bias=False))
     # Rank 16 of the first: 2048; the second (10 × 64) has no rank of 16 below its break-even: 640.
-    with pytest.raises(ValueError, match=r"budget is too small.* 188 above .*raise it, or lower `multiple`"):
+    with pytest.raises(
+        ValueError,
+        match=r"budget is too small.*exceed their share by 188; raise the budget, or lower `multiple`",
+    ):
         pf.resolve(pf.plan(model, pf.Budget(params=2500)), model)
     assert pf.resolve(pf.plan(model, pf.Budget(params=2500), multiple=1), model).after.parameters <= 2500
 

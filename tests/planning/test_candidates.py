@@ -256,8 +256,8 @@ def test_low_rank_already() -> None:
     pf.factorize_(model, pf.plan(model, 8, keep=["1.weight_hh_l0"]))
     plan = pf.plan(model)
     assert {e.name: e.reason for e in plan} == {
-        "0": "low-rank already, rank 8",
-        "1.weight_ih_l0": "low-rank already, rank 8",
+        "0": "already low-rank, rank 8",
+        "1.weight_ih_l0": "already low-rank, rank 8",
     }
     assert plan["0"].before == 8 * 128
     assert plan.after == plan.before

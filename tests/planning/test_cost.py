@@ -18,9 +18,9 @@ import pufferfish as pf
 from paper import COUNTS
 from pufferfish.lab.models import GPT, REFERENCES, Transformer, resnet18
 from pufferfish.layers import LowRankLinear
-from pufferfish.planning.cost import totals
+from pufferfish.planning.plan import totals
 from pufferfish.planning.profile import profile
-from pufferfish.planning.timing import measure
+from pufferfish.planning.timing import measure_layer
 
 aten = torch.ops.aten
 
@@ -326,7 +326,7 @@ def test_gradient_bytes_after_with_mixed_dtypes() -> None:
 def test_measure_gives_two_times() -> None:
     dense = nn.Linear(64, 64)
     call = profile(nn.Sequential(dense), torch.randn(4, 64)).calls["0"]
-    times = measure(dense, LowRankLinear(dense, {"": 8}), call)
+    times = measure_layer(dense, LowRankLinear(dense, {"": 8}), call)
     assert len(times) == 2
     assert all(0 < ms < 1000 for ms in times)
 
@@ -385,7 +385,7 @@ def test_slower_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(low_rank.ranks)
         return (1.0, 2.5) if dense.in_features == 40 else (2.0, 1.0)
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure", pretend)
+    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", pretend)
     build = partial(nn.Sequential, *(nn.Linear(n, 64) for n in (40, 64, 64, 40)))
     plan = pf.plan(build(), 0.25, multiple=1, example=lambda m: [m[i](torch.randn(2, m[i].in_features)) for i in range(4)],
                    measure=True)  # fmt: skip
@@ -403,7 +403,7 @@ def test_rules_are_measured_at_a_quarter_of_the_full_rank(monkeypatch: pytest.Mo
         seen.append(low_rank.ranks)
         return 1.0, 2.0
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure", pretend)
+    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", pretend)
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 8))
     for rule in (pf.Energy(0.9), pf.Budget(params=1e4)):
         plan = pf.plan(model, rule, example=torch.randn(2, 128), measure=True)

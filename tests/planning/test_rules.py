@@ -96,7 +96,7 @@ def test_rules_survive_json(rule: Rule) -> None:
 
 
 def test_unknown_rule_in_json() -> None:
-    with pytest.raises(ValueError, match=r"unknown rank rule 'Oracle'; known are .*Budget.*Ratio"):
+    with pytest.raises(ValueError, match=r"unknown rank rule 'Oracle'; known rules: .*Budget.*Ratio"):
         Rule.from_json({"rule": "Oracle"})
 
 
@@ -232,7 +232,7 @@ def test_stable_rank_with_spectra_from_the_start() -> None:
 
 def test_stable_rank_of_an_unknown_layer_raises() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(ValueError, match=r"no spectrum of '0'; take pf\.spectra"):
+    with pytest.raises(ValueError, match=r"no spectrum of '0'; compute it with pf\.spectra"):
         pf.plan(model, pf.StableRank({"1": 3.0}))
 
 
@@ -291,7 +291,7 @@ def test_own_rule() -> None:
     try:
         plan = pf.plan(nn.Sequential(nn.Linear(90, 90)), Third(), multiple=1)
         assert plan["0"].rank == 30
-        waiting = plan.replace(e.ruled(Third()) for e in plan)
+        waiting = plan.replace(e.with_rule(Third()) for e in plan)
         assert pf.Plan.from_json(waiting.to_json()) == waiting
     finally:
         del Rule._known["Third"]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pufferfish as pf
 from pufferfish.distributed.workers import Workers
-from pufferfish.switching import fsdp2 as fsdp
+from pufferfish.switching.fsdp2 import rebuild
 from pufferfish.switching.fsdp2.outline import parameters, whole
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -114,9 +114,9 @@ def switched(mesh: DeviceMesh, build: Callable[[], nn.Module], warm_up: int = 1)
         update(model, optimizer, step, build is Text)
     plan = pf.plan(build(), 0.25)
 
-    def rebuild(**other: Any) -> tuple[nn.Module, pf.Plan]:
+    def call(**other: Any) -> tuple[nn.Module, pf.Plan]:
         given = {"build": build, "shard": sharder(mesh), "plan": plan, "optimizer": optimizer, "carry": True}
         given["workers"] = Workers(dist.group.WORLD, torch.device("cpu"))
-        return fsdp.rebuild(model, **(given | other))
+        return rebuild(model, **(given | other))
 
-    return model, optimizer, rebuild
+    return model, optimizer, call

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pufferfish as pf
-from pufferfish.switching.averages import follow_
+from pufferfish.switching.averages import factorize_average_
 
 
 def build() -> nn.Module:
@@ -38,7 +38,7 @@ def test_the_average_of_a_model_that_stood_still_is_that_model() -> None:
     live = build()
     average = copy.deepcopy(live)
     done = pf.factorize_(live, pf.plan(live, 0.25))
-    follow_(average, live, done)
+    factorize_average_(average, live, done)
     for (name, p), q in zip(live.named_parameters(), average.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 

@@ -172,7 +172,7 @@ def test_a_lone_pattern_is_not_taken_letter_by_letter() -> None:
 def test_an_optimizer_that_cannot_follow_is_refused_at_the_first_call() -> None:
     model = build()
     switch = pf.Switch(rank=0.25, when=pf.AtEpoch(3))
-    with pytest.raises(TypeError, match="LBFGS cannot follow"):
+    with pytest.raises(TypeError, match="LBFGS does not support"):
         switch.step(model, torch.optim.LBFGS(model.parameters()), epoch=0)
 
 
@@ -353,7 +353,7 @@ def test_a_model_of_another_structure_cannot_be_restored() -> None:
     switch.step(model, optimizer, step=0)
     dense = switch.state_dict()
     switch.step(model, optimizer, step=1)
-    with pytest.raises(ValueError, match="as it is before the switch"):
+    with pytest.raises(ValueError, match="pass the dense model"):
         pf.Switch(rank=0.25, when=pf.AtStep(1)).restore_(model, optimizer, dense)
 
 

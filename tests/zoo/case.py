@@ -1,4 +1,4 @@
-"""What a zoo entry is, and the input makers the entries share."""
+"""`Case`: an architecture of the zoo, and functions that create inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def first_tensor(value: Any) -> Tensor:
-    """The first floating-point tensor of a nested output, in the order the model gives."""
+    """The first floating-point tensor of a nested output."""
     return next(t for t in _tensors(value) if t.is_floating_point())
 
 
@@ -30,16 +30,16 @@ def all_tensors(value: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One architecture: how to build it, what to call it with, which tensor of its output to look at."""
+    """One architecture with example inputs."""
 
     build: Callable[[], nn.Module]
-    """Builds it with random weights; the same ones after the same torch.manual_seed."""
+    """Build the model with random weights, which depend only on torch.manual_seed."""
     inputs: Callable[[], Inputs]
-    """Its args and kwargs; the same ones at each call."""
+    """Create args and kwargs, the same at each call."""
     output: Callable[[Any], Tensor] = first_tensor
-    """One differentiable float tensor of what the model returns."""
+    """Select a differentiable float tensor from the output."""
     needs: str | None = None
-    """The package that must be importable for build to work."""
+    """Package that `build` needs."""
 
 
 def generator() -> torch.Generator:

@@ -1,4 +1,4 @@
-"""Save and resume everything of a training job, across the switch and across a crash."""
+"""Save and resume a whole training job, across the switch and across a crash."""
 
 from .checkpoint import Checkpoint, Resumed
 from .skip_batches import skip_batches

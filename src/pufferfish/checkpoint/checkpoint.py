@@ -1,4 +1,4 @@
-"""`Checkpoint`: save and resume everything of a training job, across the switch and across a crash."""
+"""`Checkpoint`: save and resume a whole training job, across the switch and across a crash."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from typing import Any, Literal
 
 from torch import nn, optim
 
-from ..compression.ddp_hook import compressor_of
+from ..compression.ddp_hook import find_hook
+from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
 from ..lowrank.factorize import plan_of, ranks_of
-from ..optim.by_name import load_optimizer, names_of, optimizer_state
+from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
 from ..switching.switch import Switch
-from . import checkpoint_folder as folders
-from .checkpoint_files import Saved, load_own_state, own_state, state_of, write
-from .control import Control, Sigterm
-from .random_state import rng_state, seed_rng, set_rng_state
-from .structure import expected, is_sharded, restructure_
+from .atomic_publish import create_hidden_folder, publish_by_rename
+from .checkpoint_files import SavedCheckpoint, load_model_state, model_state, write_files
+from .checkpoint_folder import newest_checkpoint
+from .expected_structure import expected_structure, is_sharded, restructure_
+from .rng_state import rng_state, seed_rng, set_rng_state
+from .sigterm import Sigterm
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a resumed run goes on."""
+    """Position of a resumed run."""
 
-    position: dict[str, Any]  # what was stated when it was saved
-    folder: Path
-    reset: list[str]  # what could not be brought back and starts anew
+    position: dict[str, Any]  # the keyword arguments of the `save` or `step` that wrote the checkpoint
+    folder: Path  # of the checkpoint
+    reset: list[str]  # parts that were not restored, with the reason
 
 
 class Checkpoint:
-    """Saves everything of a training job in `folder`, whole or not at all, and brings it back bit for bit.
+    """Saves a whole training job atomically in `folder` and restores it bit for bit.
 
-    Every rank calls every method, between two updates. The folder lies on a file system that all ranks see.
-    safetensors and JSON, nothing is pickled. Weights and optimizer state are rank 0's, or every rank's
-    shards, or with `LocalSteps` as `compressor` each rank's own; random numbers, `data` and `compressor` are
-    always so. SIGTERM is caught until `close`, or until the end of a `with` block.
+    All workers call every method, between two updates. The folder is on a file system that all workers share.
+    Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
+    with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
+    generators, `data` and `compressor` are always saved per worker. SIGTERM is caught until `close` or the end
+    of a `with` block.
 
     Args:
-        folder: where checkpoints go, each in a folder of its own.
+        folder: gets one subfolder per checkpoint.
         model: plain, DDP, compiled or FSDP2.
-        optimizer: one, several or none, of the model's parameters.
-        switch: gives the model its structure when the saved run had switched.
+        optimizer: one, several or none, over the model's parameters.
+        switch: restores the low-rank structure if the checkpoint was saved after the switch.
         also: averaged copies of the model (`torch.optim.swa_utils.AveragedModel`).
-        scheduler: one or several; like `scaler`, `compressor` and `data` anything with `state_dict` and
-            `load_state_dict` made of numbers, text and tensors.
-        every: `step` saves when its `step=` is a multiple of this; without `step=` at every so many calls.
-        keep: how many are kept; None keeps all.
+        scheduler: one or several. Like `scaler`, `compressor` and `data`, any object with `state_dict` and
+            `load_state_dict` whose state consists of numbers, strings and tensors.
+        every: `step` saves when its `step=` is a multiple of this; without `step=`, after this many calls.
+        keep: number of checkpoints to keep; None keeps all.
 
     >>> import tempfile, torch
     >>> import pufferfish as pf
@@ -69,7 +72,7 @@ class Checkpoint:
     ...             model(torch.randn(8, 64)).square().mean().backward()
     ...             optimizer.step()
     ...             optimizer.zero_grad()
-    ...             if checkpoint.step(step=step + 1):  # SIGTERM: saved, leave
+    ...             if checkpoint.step(step=step + 1):  # SIGTERM: saved, stop
     ...                 break
     ...     return at
     >>> train(5)
@@ -94,24 +97,24 @@ class Checkpoint:
     ) -> None:
         for name, number in (("every", every), ("keep", keep)):
             if number is not None and number < 1:
-                raise ValueError(f"Checkpoint: {name}={number}; it counts from 1, or is None")
+                raise ValueError(f"Checkpoint: {name}={number} must be at least 1, or None")
         self.folder = Path(folder)
         self.model = model
         self.optimizers: list[optim.Optimizer] = as_list(optimizer)
         self.switch = switch
         self.also = list(also)
         schedulers = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-        # Of the whole job, and of each rank: what has a state_dict of its own.
-        self._shared = {"scaler": scaler} | {
+        # Objects with a state_dict: of the whole job, and of each worker.
+        self._job_parts = {"scaler": scaler} | {
             f"scheduler {i}" if i else "scheduler": x for i, x in enumerate(schedulers)
         }
-        self._own = {"compressor": compressor, "data": data}
-        for name, x in (self._shared | self._own).items():
+        self._worker_parts = {"compressor": compressor, "data": data}
+        for name, x in (self._job_parts | self._worker_parts).items():
             if x is not None and not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
-                raise TypeError(f"{name}: a {type(x).__name__} has no state_dict and load_state_dict")
+                raise TypeError(f"{name} is a {type(x).__name__} without state_dict and load_state_dict")
         self.every, self.keep = every, keep
         self._calls = 0
-        self._control = Control()
+        self._workers = Workers.of_job("Checkpoint", side_group=True)
         self._sigterm = Sigterm()
         weakref.finalize(self, self._sigterm.close)
 
@@ -122,93 +125,116 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Stop listening for SIGTERM."""
+        """Restore the previous SIGTERM handler."""
         self._sigterm.close()
 
     def step(self, *, step: int | None = None, **position: Any) -> bool:
-        """Call after every update. Saves when it is time, and when any rank has received SIGTERM.
+        """Save when it is due, or when any worker has received SIGTERM. Call it after every update.
+
+        Args:
+            step: number of updates so far.
+            position: as in `save`.
 
         Returns:
-            True in that last case: all is saved, leave the loop. All ranks hear of it at the same call; with
-            several of them it is the call after the signal's, for the question travels behind a step.
+            True after SIGTERM: a checkpoint is saved, leave the loop. All workers return True at the same call;
+            with several workers it is the one after the signal, because the flag is reduced during a step.
         """
         self._calls += 1
-        stop = self._control.anyone(self._sigterm.seen)
+        stop = self._workers.any_async(self._sigterm.seen)
         now = self._calls if step is None else step
         if stop or (self.every is not None and now % self.every == 0):
             self.save(step=step, **position)
         return stop
 
     def save(self, *, step: int | None = None, **position: Any) -> Path:
-        """Write a checkpoint of now, at a `position` stated in numbers and text; it comes back with `resume`.
+        """Write a checkpoint into a hidden folder and make it visible by one rename (`publish_by_rename`).
 
-        After any error the older checkpoints are as they were, and all ranks have raised it.
-        """
-        self._refuse_forgotten()
-        position = ({} if step is None else {"step": step}) | position
-        fresh = Path(self._control.first(lambda: str(folders.begin(self.folder))))
-        try:
-            parts: list[Any] = self._control.gather(
-                lambda: [self._write(fresh, position), json.dumps(position)]
-            )
-            files = {name: known for part, _ in parts for name, known in part.items()}
-            others = [rank for rank, (_, stated) in enumerate(parts) if stated != parts[0][1]]
-            if others:
-                raise ValueError(f"{self.folder}: ranks {others} state another position than rank 0")
-            size = self._control.size
-            return Path(self._control.first(lambda: str(folders.finish(fresh, files, size, step, self.keep))))
-        finally:
-            if self._control.rank == 0:
-                shutil.rmtree(fresh, ignore_errors=True)
-
-    def resume(self, damaged: Literal["raise", "previous"] = "raise") -> Resumed | None:
-        """Bring back the newest checkpoint; None if there is none.
-
-        Everything is read and compared first: after an error the model and all else are as they were.
+        After an error the older checkpoints are unchanged and all workers have raised it.
 
         Args:
-            damaged: what to do when the newest is not whole: "raise", or go on from the "previous" one.
+            step: number of updates so far; becomes part of the folder name.
+            position: numbers and strings, returned by `resume`.
+
+        Returns:
+            The folder of the checkpoint.
         """
-        self._refuse_forgotten()
-        found = self._control.first(lambda: folders.newest(self.folder, damaged))
-        if found is None:
+        self._check_compressor()
+        position = ({} if step is None else {"step": step}) | position
+        hidden = Path(self._workers.run_on_first(lambda: str(create_hidden_folder(self.folder))))
+        try:
+            parts: list[Any] = self._workers.gather(
+                lambda: [self._write(hidden, position), json.dumps(position)]
+            )
+            files = {name: record for records, _ in parts for name, record in records.items()}
+            different = [worker for worker, (_, text) in enumerate(parts) if text != parts[0][1]]
+            if different:
+                raise ValueError(f"{self.folder}: workers {different} pass another position than worker 0")
+            size = self._workers.size
+            published = self._workers.run_on_first(
+                lambda: str(publish_by_rename(hidden, files, size, step, self.keep))
+            )
+            return Path(published)
+        finally:
+            if self._workers.rank == 0:
+                shutil.rmtree(hidden, ignore_errors=True)
+
+    def resume(self, damaged: Literal["raise", "previous"] = "raise") -> Resumed | None:
+        """Restore the newest checkpoint.
+
+        All files are read and checked first: after an error the model and all other objects are unchanged.
+
+        Args:
+            damaged: "raise" for an error if the newest checkpoint is damaged, "previous" to resume from the one
+                before it.
+
+        Returns:
+            The position of the run; None if there is no checkpoint.
+        """
+        self._check_compressor()
+        newest = self._workers.run_on_first(lambda: newest_checkpoint(self.folder, damaged))
+        if newest is None:
             return None
-        apply = self._control.together(lambda: self._prepared(*found))
-        resumed = self._control.together(apply)
-        if resumed.reset and self._control.rank == 0:
-            warnings.warn(f"{resumed.folder}: starts anew: {'; '.join(resumed.reset)}", stacklevel=2)
+        apply = self._workers.run_on_all(lambda: self._prepare_resume(*newest))
+        resumed = self._workers.run_on_all(apply)
+        if resumed.reset and self._workers.rank == 0:
+            warnings.warn(f"{resumed.folder}: not restored: {'; '.join(resumed.reset)}", stacklevel=2)
         return resumed
 
     @staticmethod
     def plan_in(folder: str | Path, damaged: Literal["raise", "previous"] = "raise") -> Plan | None:
-        """The plan of the newest checkpoint's model; None if there is none, or if it is dense.
+        """Return the plan of the newest checkpoint's model; None if there is no checkpoint or the model is dense.
 
-        A model that is sharded (FSDP2) gets its low-rank structure before: `pf.reshape_(model, plan)`.
+        Before resuming, a model to be sharded (FSDP2) gets its low-rank structure by `pf.reshape_(model, plan)`.
         """
-        found = folders.newest(Path(folder), damaged)
-        if found is None:
+        newest = newest_checkpoint(Path(folder), damaged)
+        if newest is None:
             return None
-        saved = Saved(Path(found[0]))
+        saved = SavedCheckpoint(Path(newest[0]))
         if saved.ranks and saved.plan is None:
-            raise ValueError(f"{saved.path}: a sharded model saved without switch= does not tell its plan")
+            raise ValueError(f"{saved.path}: saved from a sharded model without switch=, so without its plan")
         return saved.plan
 
-    def _write(self, fresh: Path, position: dict[str, Any]) -> dict[str, Any]:
-        """This rank's files, and by what to know them again."""
+    def _write(self, hidden: Path, position: dict[str, Any]) -> dict[str, Any]:
+        """Write this worker's files and return their manifest entries."""
         for name, value in position.items():
-            wanted = int if name == "step" else int | float | str | None
-            if not isinstance(value, wanted) or (name == "step" and value < 0):
-                raise TypeError(f"{name}={value!r}: a position is numbers and text, and step a whole number")
-        if not fresh.is_dir():
-            raise OSError(f"{self.folder}: what rank 0 makes there is not seen here; all ranks must share it")
-        rank, names, inner = self._control.rank, names_of(self.model), unwrap(self.model)
-        parts = {name: state_of(x) for name, x in (self._shared | {"switch": self.switch}).items()}
-        weights = own_state(inner)
-        alone = getattr(self._own["compressor"], "trains_alone", False)
-        # Not even DDP keeps buffers equal: it sends rank 0's around before a pass that changes them.
-        differ = set(weights) if alone else {own_name(name) for name, _ in inner.named_buffers()}
+            types = int if name == "step" else int | float | str | None
+            if not isinstance(value, types) or (name == "step" and value < 0):
+                raise TypeError(
+                    f"{name}={value!r}: a position consists of numbers and strings, and step is an int of at least 0"
+                )
+        if not hidden.is_dir():
+            raise OSError(
+                f"{self.folder}: this worker does not see files of worker 0; all workers must share it"
+            )
+        worker, names, inner = self._workers.rank, names_by_id(self.model), unwrap(self.model)
+        weights = model_state(inner)
+        model_per_worker = getattr(self._worker_parts["compressor"], "has_model_per_worker", False)
+        # Even DDP does not keep buffers equal: it broadcasts them before the forward pass that changes them.
+        differing = (
+            set(weights) if model_per_worker else {own_name(name) for name, _ in inner.named_buffers()}
+        )
         optimizers = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
-        states = {
+        job_states = {
             "model": weights,
             "optimizer": optimizers,
             "training": {
@@ -216,84 +242,100 @@ class Checkpoint:
                 "ranks": ranks_of(inner),
                 "plan": self._plan(),
                 "averages": len(self.also),
-                "parts": parts,
+                "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
             },
-        } | {f"average-{i}": own_state(average) for i, average in enumerate(self.also)}
-        own = {
+        } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
+        worker_state = {
             "random": rng_state(),
-            "buffers": {name: x for name, x in weights.items() if rank and name in differ},
-            "optimizers": optimizers if rank and alone else None,
-            "parts": {name: state_of(x) for name, x in self._own.items()},
+            "buffers": {name: x for name, x in weights.items() if worker and name in differing},
+            "optimizers": optimizers if worker and model_per_worker else None,
+            "parts": _state_dicts(self._worker_parts),
         }
-        return write(fresh, rank, states, own)
+        return write_files(hidden, worker, job_states, worker_state)
 
-    def _refuse_forgotten(self) -> None:
-        if self._own["compressor"] is None and compressor_of(self.model) is not None:
+    def _check_compressor(self) -> None:
+        if self._worker_parts["compressor"] is None and find_hook(self.model) is not None:
             raise ValueError(
-                f"{self.folder}: this model is compressed, and what the compression keeps would be lost; "
-                "give Checkpoint compressor=hook, which pf.compress returned"
+                f"{self.folder}: the model's gradients are compressed, and that state would be lost; pass "
+                "compressor=hook, the result of pf.compress, to Checkpoint"
             )
 
     def _plan(self) -> str | None:
-        """What makes a dense model what this one is now."""
+        """Return the plan that makes the dense model this one, as JSON; None if it is dense or not known."""
         ranks = ranks_of(self.model)
         report = self.switch.report if self.switch else None
         if report is not None and report.plan.ranks == ranks:
             return report.plan.to_json()
         return plan_of(self.model).to_json() if ranks and not is_sharded(self.model) else None
 
-    def _prepared(self, path: str, digest: str) -> Callable[[], Resumed]:
-        """Everything read and compared; what is returned puts it in place."""
-        rank, size = self._control.rank, self._control.size
-        saved = Saved(Path(path), self.model, digest=digest, rank=rank, size=size)
-        to = saved.path, saved.ranks, saved.plan
-        trial, optimizers = expected(*to, unwrap(self.model), self.optimizers, self.switch is not None)
-        weights = saved.weights("model", trial)
+    def _prepare_resume(self, path: str, digest: str) -> Callable[[], Resumed]:
+        """Read and check everything, and return a function that restores it."""
+        worker, size = self._workers.rank, self._workers.size
+        saved = SavedCheckpoint(Path(path), self.model, digest=digest, worker=worker, world_size=size)
+        structure = saved.path, saved.ranks, saved.plan
+        model, optimizers = expected_structure(
+            *structure, unwrap(self.model), self.optimizers, self.switch is not None
+        )
+        weights = saved.weights("model", model)
         count = saved.training["averages"]
         if count != len(self.also):
-            raise ValueError(f"{path}: it has {count} averaged models, here are {len(self.also)}; give also=")
+            raise ValueError(f"{path}: saved with {count} averaged models, now {len(self.also)}; pass also=")
         averages = [
-            saved.weights(f"average-{i}", expected(*to, average)[0]) for i, average in enumerate(self.also)
+            saved.weights(f"average-{i}", expected_structure(*structure, average)[0])
+            for i, average in enumerate(self.also)
         ]
-        states = saved.optimizer_states(trial, optimizers, [type(o).__name__ for o in self.optimizers])
-        there = saved.training["parts"] | (saved.own["parts"] if saved.own else saved.common())
+        optimizer_states = saved.optimizer_states(
+            model, optimizers, [type(optimizer).__name__ for optimizer in self.optimizers]
+        )
+        worker_state = saved.worker_state or {
+            "buffers": {},
+            "parts": {"compressor": saved.first_compressor_state()},
+        }
+        parts = saved.training["parts"] | worker_state["parts"]
 
         def apply() -> Resumed:
-            if self.switch is not None and there["switch"] is not None:
-                self.switch.restore_(self.model, self.optimizers, there["switch"])
+            if self.switch is not None and parts["switch"] is not None:
+                self.switch.restore_(self.model, self.optimizers, parts["switch"])
             inner = unwrap(self.model)
-            own = saved.own or {"buffers": {}}
-            load_own_state(inner, weights | own["buffers"])
+            load_model_state(inner, weights | worker_state["buffers"])
             for average, state in zip(self.also, averages, strict=True):
                 restructure_(average, saved.ranks, saved.plan)
-                load_own_state(average, state)
-            for optimizer, state in zip(self.optimizers, own.get("optimizers") or states, strict=True):
-                load_optimizer(optimizer, names_of(inner), state)
-            for name, x in (self._shared | self._own).items():
-                if x is not None and there.get(name) is not None:
-                    x.load_state_dict(there[name])
-            # Last: what came before may have drawn numbers.
-            if saved.own is not None:
-                set_rng_state(saved.own["random"])
+                load_model_state(average, state)
+            states = worker_state.get("optimizers") or optimizer_states
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                load_optimizer(optimizer, names_by_id(inner), state)
+            for name, x in (self._job_parts | self._worker_parts).items():
+                if x is not None and parts.get(name) is not None:
+                    x.load_state_dict(parts[name])
+            # Last, because loading may draw random numbers.
+            if saved.worker_state is not None:
+                set_rng_state(worker_state["random"])
             else:
-                seed_rng(f"{digest} {rank} of {size}")
-            return Resumed(saved.training["position"], saved.path, self._reset(saved, there))
+                seed_rng(f"{digest} {worker} of {size}")
+            return Resumed(saved.training["position"], saved.path, self._not_restored(saved, parts))
 
         return apply
 
-    def _reset(self, saved: Saved, there: dict[str, Any]) -> list[str]:
-        """What starts anew: all that belongs to single ranks when their number changed, and what one side lacks.
+    def _not_restored(self, saved: SavedCheckpoint, saved_parts: dict[str, Any]) -> list[str]:
+        """Return the parts that are not restored, with the reason.
 
-        A compressor keeps what its workers shared.
+        These are parts that were not saved or not passed and, when the world size changed, all state of single
+        workers; a compressor then still restores the state that its workers shared.
         """
-        given = {"switch": self.switch} | self._shared | self._own
+        parts = {"switch": self.switch} | self._job_parts | self._worker_parts
         reset = []
-        if saved.own is None:
-            gone = ["random numbers", *(name for name in self._own if given[name] is not None)]
-            reset += [f"{name} (saved by {saved.world} ranks, now {self._control.size})" for name in gone]
-            given.pop("data")
-        for name in given.keys() | there.keys():
-            has, gets = there.get(name) is not None, given.get(name) is not None
-            if has != gets:
-                reset.append(f"{name} ({'none was given' if has else 'none was saved'})")
+        if saved.worker_state is None:
+            lost = ["random numbers", *(name for name in self._worker_parts if parts[name] is not None)]
+            reset += [
+                f"{name} (saved by {saved.world_size} workers, now {self._workers.size})" for name in lost
+            ]
+            parts.pop("data")
+        for name in parts.keys() | saved_parts.keys():
+            was_saved, was_passed = saved_parts.get(name) is not None, parts.get(name) is not None
+            if was_saved != was_passed:
+                reset.append(f"{name} ({'not passed' if was_saved else 'not saved'})")
         return sorted(reset)
+
+
+def _state_dicts(parts: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if x is None else x.state_dict() for name, x in parts.items()}

@@ -1,4 +1,4 @@
-"""The files of one checkpoint: written by every rank, read and compared with what is there to receive them."""
+"""The files of one checkpoint: every worker writes its own, and reads and checks them against its model."""
 
 from __future__ import annotations
 
@@ -14,137 +14,164 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from ..layers.names import own_keys, own_name
-from ..optim.by_name import check_optimizer, group_names, names_of
+from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.plan import Plan
-from . import checkpoint_folder as folders
-from .packing import Shards, pack, storable, unpack
-from .sharded_tensors import Pieces, own_pieces, placed
-from .structure import Ranks
+from .expected_structure import Ranks
+from .manifest import file_record, read_manifest
+from .packing import ShardedTensorSpec, pack, storable, unpack
+from .sharded_tensors import ShardReader, load_like, local_shards
 
 
-def write(folder: Path, rank: int, states: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's files: its `own` state and shards; on rank 0 also the `states` of the whole job.
+def write_files(
+    folder: Path, worker: int, job_states: Mapping[str, Any], worker_state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write this worker's files into `folder`.
+
+    Args:
+        job_states: state of the whole job, one file each. Worker 0 writes it, except for shards.
+        worker_state: state of this worker alone, written together with its shards.
 
     Returns:
-        By what to know each file again.
+        Manifest entry of each file, by file name.
     """
-    tree, tensors = pack(dict(own), _own(rank))
+    own_file = _worker_file(worker)
+    tree, tensors = pack(dict(worker_state), own_file)
     offsets: dict[str, list[int]] = {}
     files = []
-    _refuse_shards(_own(rank), tensors)
-    for name, state in states.items():
-        shared, found = pack(state, name)
+    _refuse_dtensors(own_file, tensors)
+    for name, state in job_states.items():
+        job_tree, job_tensors = pack(state, name)
         if name == "training":
-            _refuse_shards(name, found)
-        pieces, where = own_pieces({f"{name}:{key}": x for key, x in found.items()})
-        tensors |= pieces
-        offsets |= where
-        if rank == 0:
-            whole = {key: x for key, x in found.items() if not isinstance(x, DTensor)}
-            files += _put(folder / name, shared, whole)
-    files += _put(folder / _own(rank), tree, tensors, {"offsets": json.dumps(offsets)})
-    return {file.name: folders.record(file) for file in files}
+            _refuse_dtensors(name, job_tensors)
+        shards, shard_offsets = local_shards({f"{name}:{key}": x for key, x in job_tensors.items()})
+        tensors |= shards
+        offsets |= shard_offsets
+        if worker == 0:
+            unsharded = {key: x for key, x in job_tensors.items() if not isinstance(x, DTensor)}
+            files += _write(folder / name, job_tree, unsharded)
+    files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
+    return {file.name: file_record(file) for file in files}
 
 
-class Saved:
-    """A checkpoint, as rank `rank` of `size` reads it for `model`."""
+class SavedCheckpoint:
+    """A checkpoint as worker `worker` of `world_size` reads it.
+
+    Args:
+        path: folder of the checkpoint.
+        model: state that was saved from another device than the CPU is loaded to the device of this model.
+        digest: of the manifest that worker 0 has read; another one raises ValueError.
+    """
 
     def __init__(
-        self, path: Path, model: nn.Module | None = None, *, digest: str = "", rank: int = 0, size: int = 1
+        self,
+        path: Path,
+        model: nn.Module | None = None,
+        *,
+        digest: str = "",
+        worker: int = 0,
+        world_size: int = 1,
     ) -> None:
-        manifest = folders.check(path, contents=False)
+        manifest = read_manifest(path, contents=False)
         if digest and manifest["sha256"] != digest:
-            raise ValueError(f"{path}: not the checkpoint that rank 0 sees; all ranks must share the folder")
+            raise ValueError(
+                f"{path}: differs from the checkpoint that worker 0 reads; all workers must share the folder"
+            )
         self.path = path
         self._device = next((p.device for p in model.parameters()), None) if model else None
-        self.world: int = manifest["world"]
-        self.training: dict[str, Any] = self._get("training")
+        self.world_size: int = manifest["world"]
+        self.training: dict[str, Any] = self._read("training")
         self.ranks: Ranks = self.training["ranks"]
-        text = self.training["plan"]
-        self.plan = None if text is None else Plan.from_json(text)
-        self.own: dict[str, Any] | None = self._get(_own(rank), self._device) if size == self.world else None
-        order = sorted(range(self.world), key=lambda r: r != rank)  # our own file first
-        self._pieces = Pieces([path / f"{_own(r)}.safetensors" for r in order])
+        plan = self.training["plan"]
+        self.plan = None if plan is None else Plan.from_json(plan)
+        #: State of this worker alone; None if the world size has changed.
+        self.worker_state: dict[str, Any] | None = None
+        if world_size == self.world_size:
+            self.worker_state = self._read(_worker_file(worker), self._device)
+        order = sorted(range(self.world_size), key=lambda w: w != worker)  # this worker's file first
+        self._shards = ShardReader([path / f"{_worker_file(w)}.safetensors" for w in order])
 
-    def common(self) -> dict[str, Any]:
-        """What a compressor of another number of ranks can go on with: what the first one kept, and it knows what of
-        that was shared."""
-        return {"compressor": self._get(_own(0), self._device)["parts"]["compressor"]}
+    def first_compressor_state(self) -> Any:
+        """Return worker 0's compressor state, for a changed world size; the compressor loads its shared part."""
+        return self._read(_worker_file(0), self._device)["parts"]["compressor"]
 
     def weights(self, file: str, model: nn.Module) -> dict[str, Any]:
-        """A model's tensors by own name, laid out as `model`'s are, if all of them fit."""
-        there, here = self._get(file), own_state(model)
-        for name in [*here, *there]:
-            if name not in there:
-                raise ValueError(f"{self.path}: it lacks {name}, which the model has")
-            if name not in here:
-                raise ValueError(f"{self.path}: it has {name}, which the model does not")
-            a, b = _form(there[name]), _form(here[name])
+        """Return a saved model's tensors by name, in the layout of `model`; ValueError if they do not fit."""
+        saved, current = self._read(file), model_state(model)
+        for name in [*current, *saved]:
+            if name not in saved:
+                raise ValueError(f"{self.path}: {name} is in the model, but was not saved")
+            if name not in current:
+                raise ValueError(f"{self.path}: {name} was saved, but is not in the model")
+            a, b = _describe(saved[name]), _describe(current[name])
             if a != b:
-                raise ValueError(f"{self.path}: {name} is {a} there and {b} in the model")
-        return {name: placed(value, here[name], self._pieces, f"{file}:") for name, value in there.items()}
+                raise ValueError(f"{self.path}: {name} was saved as {a}, but is {b} in the model")
+        return {name: load_like(x, current[name], self._shards, f"{file}:") for name, x in saved.items()}
 
     def optimizer_states(
-        self, model: nn.Module, optimizers: Sequence[optim.Optimizer], kinds: Sequence[str]
+        self, model: nn.Module, optimizers: Sequence[optim.Optimizer], class_names: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """What goes into optimizers of these `kinds`, whose groups are those of `optimizers`."""
-        states, names = self._get("optimizer", self._device), names_of(model)
+        """Return the saved optimizer states; ValueError if they do not fit.
+
+        Args:
+            optimizers: their parameter groups, of `model`, are compared with the saved ones.
+            class_names: class of each optimizer that will load the state.
+        """
+        states, names = self._read("optimizer", self._device), names_by_id(model)
         if len(states) != len(optimizers):
-            raise ValueError(f"{self.path}: it has {len(states)} optimizers, here are {len(optimizers)}")
-        likes = {own_name(name): p for name, p in model.named_parameters()}
-        for state, optimizer, kind in zip(states, optimizers, kinds, strict=True):
+            raise ValueError(f"{self.path}: saved with {len(states)} optimizers, now {len(optimizers)}")
+        parameters = {own_name(name): p for name, p in model.named_parameters()}
+        for state, optimizer, class_name in zip(states, optimizers, class_names, strict=True):
             try:
-                check_optimizer(state, kind, group_names(optimizer, names))
+                check_optimizer(state, class_name, group_names(optimizer, names))
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}") from None
             for name, values in state["state"].items():
                 for key, value in values.items():
-                    values[key] = placed(value, likes[name], self._pieces, "optimizer:")
+                    values[key] = load_like(value, parameters[name], self._shards, "optimizer:")
         return list(states)
 
-    def _get(self, name: str, on: torch.device | None = None) -> Any:
+    def _read(self, name: str, device: torch.device | None = None) -> Any:
         tree = json.loads((self.path / f"{name}.json").read_text())
-        file = self.path / f"{name}.safetensors"
-        return unpack(tree, load_file(file), on)
+        return unpack(tree, load_file(self.path / f"{name}.safetensors"), device)
 
 
-def own_state(model: nn.Module) -> dict[str, Any]:
-    """A model's state dict by own names."""
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model` with names that do not depend on wrappers."""
     state = model.state_dict()
     return {own: state[key] for key, own in own_keys(state).items()}
 
 
-def load_own_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the result of `model_state`."""
     model.load_state_dict({key: state[own] for key, own in own_keys(model.state_dict()).items()})
 
 
-def state_of(x: Any) -> Any:
-    return None if x is None else x.state_dict()
-
-
-def _refuse_shards(name: str, tensors: Mapping[str, Tensor]) -> None:
+def _refuse_dtensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     for key, x in tensors.items():
         if isinstance(x, DTensor):
-            raise TypeError(f"{name}: {key} is a DTensor; give its state_dict this rank's part, x.to_local()")
+            raise TypeError(
+                f"{name}: {key} is a DTensor; return this worker's shard, x.to_local(), from state_dict"
+            )
 
 
-def _own(rank: int) -> str:
-    return f"rank-{rank:05d}"
+def _worker_file(worker: int) -> str:
+    return f"rank-{worker:05d}"
 
 
-def _put(
-    path: Path, tree: Any, tensors: dict[str, Tensor], about: dict[str, str] | None = None
+def _write(
+    path: Path, tree: Any, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> list[Path]:
     text, binary = path.with_suffix(".json"), path.with_suffix(".safetensors")
     text.write_text(json.dumps(tree, allow_nan=False) + "\n")
     try:
-        save_file(storable(tensors), binary, {"format": "pt"} | (about or {}))
+        save_file(storable(tensors), binary, {"format": "pt"} | (metadata or {}))
     except SafetensorError as error:
         raise OSError(f"{binary}: {error}") from None
     return [text, binary]
 
 
-def _form(x: Any) -> str:
-    if not isinstance(x, Tensor | Shards):
+def _describe(x: Any) -> str:
+    """Return shape and dtype of a tensor, or the type of another value."""
+    if not isinstance(x, Tensor | ShardedTensorSpec):
         return type(x).__name__
-    return f"{'×'.join(map(str, x.shape)) or 'a single'} {str(x.dtype).removeprefix('torch.')}"
+    return f"{'×'.join(map(str, x.shape)) or 'a scalar'} {str(x.dtype).removeprefix('torch.')}"

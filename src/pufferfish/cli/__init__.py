@@ -1,4 +1,8 @@
-"""The `pufferfish` command: arguments in, library calls, text out. No logic of its own; a file for each command."""
+"""The `pufferfish` command: parses arguments, calls the library, prints results; one file per command.
+
+A command's module has a docstring, which is its description; `HELP`, one line for the list of commands;
+`add_arguments(parser)`; and `run(arguments)`, which returns the exit code, or None for 0.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,19 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from . import advise, bench, convert, demo, fetch, methods, network, plan, report, train
+from . import advise, bench, convert, demo, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
 
-COMMANDS = (demo, advise, plan, convert, methods, train, bench, report, fetch, network)
-#: Commands that compute nothing, so the CPU need not be tried.
-_IDLE = ("report", "fetch", "network")
+COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network)
+#: Commands that run no model, so the AMX check is not needed.
+_NO_COMPUTE = ("report", "fetch", "network")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, or 2 for bad input, with one line that says what to do."""
+    """Run a command and return its exit code: 2 for invalid input, with a one-line message on stderr."""
     arguments = _parser().parse_args(argv)
-    if arguments.command not in _IDLE and (line := avoid_broken_amx()):
-        print(f"pufferfish: {line}", file=sys.stderr)
+    if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
+        print(f"pufferfish: {warning}", file=sys.stderr)
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         return run(arguments) or 0
@@ -30,15 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pufferfish", description="Train networks that are already small.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
-    return parser
-
-
-def _version() -> str:
     from .. import __version__
 
-    return f"pufferfish {__version__}"
+    what = "Low-rank training and gradient compression for PyTorch."
+    parser = argparse.ArgumentParser(prog="pufferfish", description=what)
+    parser.add_argument("--version", action="version", version=f"pufferfish {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
+        # Descriptions of several lines hold examples, which must not be wrapped.
+        formatter = argparse.RawDescriptionHelpFormatter if "\n" in text else argparse.HelpFormatter
+        command = commands.add_parser(name, help=module.HELP, description=text, formatter_class=formatter)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,4 +1,4 @@
-"""`avoid_broken_amx`: keep oneDNN from AMX instructions that a virtual machine announces but cannot execute."""
+"""`avoid_broken_amx`: disables AMX in oneDNN if a virtual machine reports AMX but cannot execute it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-#: oneDNN's variable, and its newest instruction set without AMX.
+#: oneDNN's environment variable, and the latest instruction set without AMX.
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
-# The smallest bf16 product that oneDNN computes with AMX tiles; its exit code is negative if a signal ended it.
+# The smallest bf16 product that oneDNN computes with AMX tiles. The exit code is negative if a signal killed it.
 _PROBE = "import torch; torch.nn.Linear(64, 64).bfloat16()(torch.ones(64, 64, dtype=torch.bfloat16))"
 
 
 def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE) -> str | None:
-    """Set `ONEDNN_MAX_CPU_ISA` for this process and its children if bf16 products die of an illegal instruction.
+    """Set `ONEDNN_MAX_CPU_ISA` for this process and its children if bf16 products raise SIGILL.
 
-    Tried once for each CPU, kernel and torch version, in a subprocess, and remembered in the user's cache folder.
-    Nothing is tried where the CPU lists no `amx_bf16` or the variable is set already.
-
-    Returns:
-        A line for the user if the variable was set, else None.
+    Runs `probe` in a subprocess, once for each CPU, kernel and torch; the result is cached in the user's cache
+    folder. No check if the CPU does not list `amx_bf16` in `cpuinfo` or the variable is already set.
+    Returns a message for the user if the variable was set.
     """
     if VARIABLE in os.environ or not cpuinfo.is_file():
         return None
@@ -32,25 +30,24 @@ def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE)
         return None
     model = next((line for line in text.splitlines() if line.startswith("model name")), "")
     key = hashlib.sha256("\n".join((model, platform.release(), version("torch"), probe)).encode()).hexdigest()
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pufferfish" / f"amx-{key[:16]}"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "pufferfish" / f"amx-{key[:16]}"
     try:
         works = cache.read_text() == "works"
     except OSError:
         works = subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode >= 0
-        _remember(cache, "works" if works else "broken")
+        _write_cache(cache, "works" if works else "broken")
     if works:
         return None
     os.environ[VARIABLE] = WITHOUT_AMX
-    return f"this CPU announces AMX but cannot execute it: running with {VARIABLE}={WITHOUT_AMX}"
+    return f"AMX is reported by this CPU but does not work; running with {VARIABLE}={WITHOUT_AMX}"
 
 
-def _remember(cache: Path, answer: str) -> None:
+def _write_cache(cache: Path, result: str) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = cache.with_name(f"{cache.name}.{os.getpid()}")
-        unfinished.write_text(answer)
-        unfinished.replace(cache)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary.write_text(result)
+        temporary.replace(cache)
     except OSError:
-        pass  # no cache folder: the next process tries again
+        pass  # without a cache, the next process repeats the check

@@ -1,26 +1,22 @@
-"""`pufferfish demo`."""
+"""Compare a few training methods on an emulated slow network, in a few minutes on a CPU."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .output_paths import Commands, refuse_locked
+from .arguments import check_output_folder
+
+HELP = "compare a few methods on an emulated slow network, in minutes"
 
 
-def add(commands: Commands) -> None:
-    """The command's arguments."""
-    demo = commands.add_parser(
-        "demo", help="methods side by side on an emulated slow network, in a few minutes"
-    )
-    demo.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="default: runs/demo"
-    )
-    demo.set_defaults(run=_demo)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "output folder (default: runs/demo)"
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help=text)
 
 
-def _demo(given: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from ..lab.bench.demo import demo
 
-    refuse_locked(given.out)
-    return demo(given.out)
+    check_output_folder(arguments.out)
+    return demo(arguments.out)

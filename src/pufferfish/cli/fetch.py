@@ -1,4 +1,4 @@
-"""`pufferfish fetch`."""
+"""Download the data of a task and verify it. Interrupted downloads are resumed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import argparse
 import os
 from pathlib import Path
 
-from .output_paths import Commands
+HELP = "download the data of a task"
 
 
-def add(commands: Commands) -> None:
-    """The command's arguments."""
-    fetch = commands.add_parser("fetch", help="download a task's data, checked; goes on where it was cut")
-    fetch.add_argument("task", metavar="TASK")
-    fetch.add_argument("--data", type=Path, metavar="FOLDER", help="default: $PUFFERFISH_DATA")
-    fetch.set_defaults(run=_fetch)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK", help="as in `pufferfish train`")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
 
 
-def _fetch(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     from ..lab.data.fetch import fetch
-    from ..lab.tasks.find import find
+    from ..lab.tasks import find_task
 
-    task, folder = find(arguments.task), arguments.data or os.environ.get("PUFFERFISH_DATA")
+    task, folder = find_task(arguments.task), arguments.data or os.environ.get("PUFFERFISH_DATA")
     if task.dataset is None:
-        raise ValueError(f"{task.name} has nothing to download")
+        raise ValueError(f"the task {task.name} has no data to download")
     if not folder:
-        raise ValueError("say where to: --data FOLDER, or PUFFERFISH_DATA")
+        raise ValueError("no data folder given: pass --data FOLDER or set PUFFERFISH_DATA")
     print(fetch(task.dataset, Path(folder)))

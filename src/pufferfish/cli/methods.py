@@ -1,37 +1,23 @@
-"""`pufferfish methods`."""
+"""List compression methods: what each sends, and how much less than fp32 on the wire."""
 
 from __future__ import annotations
 
 import argparse
 
-from .output_paths import Commands
+HELP = "list compression methods and the bytes they send"
 
 
-def add(commands: Commands) -> None:
-    """The command's arguments."""
-    methods = commands.add_parser(
-        "methods",
-        help="what each compression method sends, and saves",
-        description="What each compression method sends, and how many times fewer bytes that makes on the wire.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    examples = "'TopK(0.001)', file.py:Mine or 'package.module:Mine(rank=2)'"
+    add(
+        "methods", nargs="*", metavar="METHOD", help=f"for example {examples} (default: all built-in methods)"
     )
-    methods.add_argument(
-        "methods",
-        nargs="*",
-        metavar="METHOD",
-        help="such as 'TopK(0.001)', file.py:Mine or 'package.module:Mine(rank=2)' (default: all of Pufferfish's)",
-    )
-    methods.add_argument(
-        "--workers",
-        type=int,
-        nargs="+",
-        default=[2, 8, 64],
-        metavar="N",
-        help="for these numbers of workers (2 8 64)",
-    )
-    methods.set_defaults(run=_methods)
+    sizes = "numbers of workers (default: 2 8 64)"
+    add("--workers", type=int, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
 
 
-def _methods(arguments: argparse.Namespace) -> None:
-    from ..lab.report.methods_table import named, table
+def run(arguments: argparse.Namespace) -> None:
+    from ..lab.report.methods_table import methods_table, parse_methods
 
-    print(table(named(arguments.methods), arguments.workers))
+    print(methods_table(parse_methods(arguments.methods), arguments.workers))

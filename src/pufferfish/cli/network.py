@@ -1,20 +1,17 @@
-"""`pufferfish network`."""
+"""Manage emulated networks."""
 
 from __future__ import annotations
 
 import argparse
 
-from .output_paths import Commands
+HELP = "clean up after killed runs on emulated networks"
 
 
-def add(commands: Commands) -> None:
-    """The command's arguments."""
-    network = commands.add_parser("network", help="remove what killed runs on emulated networks left")
-    network.add_argument("action", choices=["clean"])
-    network.set_defaults(run=_network)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["clean"], help="kill processes that killed runs left behind")
 
 
-def _network(arguments: argparse.Namespace) -> None:
-    from ..lab.network import clean
+def run(arguments: argparse.Namespace) -> None:
+    from ..lab.network import kill_orphans
 
-    print(f"{clean()} processes of killed runs ended")
+    print(f"{kill_orphans()} orphaned processes killed")

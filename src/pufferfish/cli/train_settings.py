@@ -1,88 +1,87 @@
-"""What the arguments of `pufferfish train` mean."""
+"""`train_settings`: the settings of a run from the arguments of `pufferfish train`."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import settings_from
+
 if TYPE_CHECKING:
-    from ..lab.tasks.task import Recipe, Task
-    from ..lab.train import Settings
+    from ..lab.tasks import Recipe, Task
+    from ..lab.train import RunSettings
 
 
-def settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, Settings]:
-    """The task, and how to train it."""
-    from dataclasses import replace
-
+def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task, RunSettings]:
+    """Return the task and the settings of a run whose workers are on `hosts` machines."""
     import torch
 
-    from ..lab.tasks.find import find
-    from ..lab.train import Settings
-    from ..lab.train.choice import choice
+    from ..lab.tasks import find_task
+    from ..lab.train import RunSettings
+    from ..lab.train.training_method import training_method
 
-    task: Any = find(arguments.task)
+    task: Any = find_task(arguments.task)
     if arguments.held is not None:
         if not hasattr(task, "held"):
-            raise ValueError(f"--held {arguments.held:g}: {task.name} comes with validation data of its own")
+            raise ValueError(
+                f"--held {arguments.held:g}: the task {task.name} has its own validation data; leave --held out"
+            )
         if arguments.held < 0:
-            raise ValueError(f"--held {arguments.held:g}: take 0 or more")
+            raise ValueError(f"--held {arguments.held:g}: must not be negative")
         task = replace(task, held=type(task.held)(arguments.held))
-    word = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
-    usual = task.recipe(arguments.recipe)
-    recipe = _recipe(arguments, usual)
-    name = word if recipe.optimizer == usual.optimizer else f"{word},{recipe.optimizer}"
+    method = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
+    default = task.recipe(arguments.recipe)
+    recipe = _changed_recipe(arguments, default)
+    name = method if recipe.optimizer == default.optimizer else f"{method},{recipe.optimizer}"
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    more = {"network": arguments.network} if arguments.simulate and arguments.network else {}
     if arguments.simulate and not arguments.workers:
-        raise ValueError("--simulate: say how many by --workers N")
-    return task, Settings(
-        choice(word),
-        recipe,
-        arguments.out or Path("runs") / re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{name}-{arguments.seed}"),
-        data=arguments.data,
-        seed=arguments.seed,
+        raise ValueError("--simulate: give the number of simulated workers with --workers N")
+    folder = re.sub(r"[^\w.,+=()-]+", "_", f"{task.name}-{name}-{arguments.seed}")
+    return task, settings_from(
+        RunSettings,
+        arguments,
+        method=training_method(method),
+        recipe=recipe,
+        folder=arguments.out or Path("runs") / folder,
         device=device,
-        precision=arguments.precision or ("bf16" if device == "cuda" else "fp32"),
-        accumulate=arguments.accumulate,
-        compile=arguments.compile,
-        graph=arguments.graph,
-        save_every=arguments.save_every,
         simulate=arguments.workers if arguments.simulate else None,
+        network=(arguments.simulate and arguments.network) or None,
         sinks=tuple(sink for sink in ("jsonl", "tensorboard") if getattr(arguments, sink)),
         hosts=hosts,
-        timeout=arguments.timeout,
         name=name,
-        **more,
     )
 
 
-def _recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
-    """With the numbers that were given in place of its own."""
-    from ..lab.train.optimizer import with_optimizer
+def _changed_recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """`recipe` with the values of the command line."""
+    from ..lab.train.build_optimizer import with_optimizer
 
     for name in ("epochs", "batch"):
         if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: take 1 or more")
+            raise ValueError(f"--{name} {value}: must be at least 1")
     if arguments.lr is not None and not 0 < arguments.lr < float("inf"):
-        raise ValueError(f"--lr {arguments.lr:g}: take a positive number")
-    changed = recipe.changed(epochs=arguments.epochs, batch=arguments.batch)
+        raise ValueError(f"--lr {arguments.lr:g}: must be a positive number")
+    changed = recipe.override(epochs=arguments.epochs, batch=arguments.batch)
     return with_optimizer(changed, arguments.optimizer or recipe.optimizer, arguments.lr)
 
 
-def places(arguments: argparse.Namespace) -> tuple[str | None, int, int]:
-    """The network, hosts and workers on each that are to be started."""
+def worker_layout(arguments: argparse.Namespace) -> tuple[str | None, int, int]:
+    """Return the network, the number of hosts and the workers per host to launch."""
     workers, hosts, per_host = arguments.workers, arguments.hosts, arguments.per_host
     if arguments.simulate:
         if hosts or per_host:
-            raise ValueError("--simulate: --hosts and --per-host are for real workers; say --workers N")
+            raise ValueError("--simulate cannot be combined with --hosts or --per-host; use --workers N")
         return None, 1, 1
     for name, value in (("workers", workers), ("hosts", hosts), ("per-host", per_host)):
         if value is not None and not 1 <= value <= 64:
-            raise ValueError(f"--{name} {value}: choose 1 to 64")
+            raise ValueError(f"--{name} {value}: must be 1 to 64")
     if workers and (arguments.network or hosts or per_host):
-        raise ValueError("--workers is for the loopback; on a network say --hosts N and --per-host M")
+        raise ValueError(
+            "--workers cannot be combined with --network, --hosts or --per-host; use --hosts N --per-host M"
+        )
     if arguments.network and not hosts:
-        raise ValueError(f"--network {arguments.network}: say between how many: --hosts N")
+        raise ValueError(f"--network {arguments.network}: give the number of hosts with --hosts N")
     return arguments.network, hosts or 1, workers or per_host or 1

@@ -1,9 +1,9 @@
-"""`Batch`: the tensors that go through one call of a method, and which those are."""
+"""`Batch`: gradients that go through one call of a method: their layout, error feedback and the method's state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,44 +11,41 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from . import settings as table
 from .method import Method
 from .methods.casts import NoCompression
-from .settings import Methods
+from .settings import Settings
 
-#: Bytes of the first piece, where several go out one after the other.
-FIRST = 2**20
+#: Bytes of the first bucket, where several are sent one after the other.
+FIRST_BUCKET = 2**20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(
+    eq=False
+)  # compared by identity: as a key it would hash all its names and shapes many times a step
 class Batch:
-    """Parameters that go through one call of a method: rows of equal shape, or all in one row.
-
-    Each is equal to itself alone: as a key it would else hash all its names and shapes, many times a step.
-    """
+    """Parameters that go through one call of a method, as rows of equal shape or all in one row."""
 
     method: Method
-    memory: bool
+    error_feedback: bool
     row: bool  # one after the other in a single row: elementwise methods, global scope
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
+    device: torch.device
+    #: Error feedback: the part of earlier gradients that was not sent, in the layout of x. None: nothing yet.
+    error: Tensor | None = None
+    #: The method's own state, in its layout.
+    state: dict[str, Tensor] = field(default_factory=dict)
+    _scratch: list[Tensor] = field(default_factory=list)  # memory that `empty` lends in every step
+    lent: int = 0  # tensors that `empty` has lent in this step
 
     @cached_property
     def sizes(self) -> list[int]:
         return [shape.numel() for shape in self.shapes]
 
     @cached_property
-    def _like(self) -> list[Tensor]:
-        return [torch.empty(shape, device="meta") for shape in self.shapes]
-
-    @cached_property
-    def _sizes_on(self) -> dict[torch.device, Tensor]:
-        return {}  # sent to a device once: sending would wait for it
-
-    @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the method's x."""
+        """Shape of the tensor passed to `compress`."""
         b, first = len(self.names), self.shapes[0]
         if self.row:
             return 1, sum(self.sizes)
@@ -56,105 +53,159 @@ class Batch:
 
     @cached_property
     def precision(self) -> torch.dtype:
-        """Of the method's x."""
+        """Dtype of the tensor passed to `compress`."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def _laid_out(self, tensors: Sequence[Tensor]) -> Tensor:
-        if self.row:
-            return torch.cat([x.reshape(-1) for x in tensors])[None]
-        return torch.stack([x.reshape(self.shape[1:]) for x in tensors])
+    @cached_property
+    def zeros_stay_zero(self) -> bool:
+        """Whether the mean of all-zero gradients is zero in any case."""
+        return self.method.kind in ("exact", "rounding")
+
+    @cached_property
+    def _meta(self) -> list[Tensor]:
+        return [torch.empty(shape, device="meta") for shape in self.shapes]
+
+    @cached_property
+    def _sizes_on(self) -> dict[torch.device, Tensor]:
+        return {}  # copied to a device once: a copy would wait for it
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised memory for this step. On a CPU it is that of the step before: fresh pages cost several copies."""
+        if self.device.type != "cpu":
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self.lent == len(self._scratch):
+            self._scratch.append(torch.empty(0, dtype=torch.uint8))
+        if len(self._scratch[self.lent]) < nbytes:
+            self._scratch[self.lent] = torch.empty(nbytes, dtype=torch.uint8)
+        self.lent += 1
+        return self._scratch[self.lent - 1][:nbytes].view(dtype).view(tuple(shape))
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Views of the method's x, one for each parameter, in its shape."""
+        """Views of x, in the layout of `shape`, one for each parameter, in its shape."""
         if self.row or x.is_contiguous():  # one call: views made one by one took a third of a plain step
-            return list(_unflatten_dense_tensors(x.view(-1), self._like))
+            return list(_unflatten_dense_tensors(x.view(-1), self._meta))
         return [piece.reshape(shape) for piece, shape in zip(x.unbind(0), self.shapes, strict=True)]
 
-    def where(self, each: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        """`new` for the parameters where `each` is true, `old` for the others."""
-        if each.device.type == "cpu" and bool(each.all()):
-            return new  # a pass saved; on a GPU looking would cost more
-        if each.dim() == 0:
-            mask = each
-        elif self.row:
-            if each.device not in self._sizes_on:
-                self._sizes_on[each.device] = torch.tensor(self.sizes, device=each.device)
-            mask = each.repeat_interleave(self._sizes_on[each.device], output_size=new.numel())
-        else:
-            mask = each.view(-1, *[1] * (new.dim() - 1))
+    def where(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        """`new` where `mask` (one flag, or one for each parameter) is true, else `old`."""
+        if mask.device.type == "cpu" and bool(mask.all()):
+            return new  # saves a pass; on a GPU reading the mask would cost more
+        if mask.dim() == 1 and self.row:
+            if mask.device not in self._sizes_on:
+                self._sizes_on[mask.device] = torch.tensor(self.sizes, device=mask.device)
+            mask = mask.repeat_interleave(self._sizes_on[mask.device], output_size=new.numel())
+        elif mask.dim() == 1:
+            mask = mask.view(-1, *[1] * (new.dim() - 1))
         return torch.where(mask, new, old)
 
+    def commit(self, state: Mapping[str, Tensor], rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
+        """Keep a step's state and error feedback: nothing if not `ok`, and only of the parameters in `used`.
+
+        Never waits for the device, except when there is something to keep for the first time.
+        """
+        self._keep(rest if self.error_feedback else None, used)
+        for key, value in state.items():
+            old = self.state.get(key)
+            if old is not None and old.shape == value.shape:
+                self.state[key] = value if value is old else self.where(used, value, old)
+            elif bool(ok):  # what is in units of gradients that were not there stays zero
+                fresh = key in self.method.in_units
+                self.state[key] = self.where(used, value, torch.zeros_like(value)) if fresh else value
+
+    def _keep(self, rest: Tensor | None, used: Tensor) -> None:
+        """Make `rest` the error feedback. It may lie in memory that the next step overwrites."""
+        old = self.error
+        if rest is None:
+            if old is not None:  # left by another method, and sent with this step
+                left = self.where(used, torch.zeros_like(old), old)
+                self.error = left if bool(left.any()) else None
+        elif old is None:
+            self.error = self.where(used, rest.clone(), torch.zeros_like(rest))
+        elif (new := self.where(used, rest, old)) is not rest:
+            self.error = new
+        elif (
+            self._scratch
+            and self._scratch[0].data_ptr() == rest.data_ptr()
+            and self._scratch[0].nbytes == rest.nbytes
+        ):
+            # rest is x itself: swap their memory instead of copying
+            self.error, self._scratch[0] = rest, old.view(-1).view(torch.uint8)
+        else:
+            old.copy_(rest)
+
     def stack(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """State of each parameter as the method keeps it; None if it does not fit here."""
+        """State of each parameter in the method's layout; None if it does not fit there."""
         if all(x.shape == shape for x, shape in zip(tensors, self.shapes, strict=True)):
-            return self._laid_out(tensors)
+            if self.row:
+                return torch.cat([x.reshape(-1) for x in tensors])[None]
+            return torch.stack([x.reshape(self.shape[1:]) for x in tensors])
         if self.row or any(x.shape != tensors[0].shape for x in tensors):
             return None
         return torch.stack(list(tensors))
 
     def unstack(self, state: Tensor) -> list[Tensor]:
-        """State for each parameter: in its shape where it is like the gradient."""
+        """State for each parameter; in its shape where state has the shape of x."""
         if state.shape == self.shape:
             return self.split(state)
         assert not self.row, f"{self.method}: state of tensors in one row must have the shape of x"
         return list(state.unbind(0))
 
 
-def batches(
-    methods: Methods, gradients: Mapping[str, Tensor], memory: bool | None, scope: str, smallest: int
-) -> list[Batch]:
-    """Which tensors go together, in the order of their names; empty ones go nowhere.
+def make_batches(settings: Settings, gradients: Mapping[str, Tensor]) -> list[Batch]:
+    """Group gradients by method, layout and dtype, in the order of their names; empty ones are left out.
 
-    >>> g = {"a": torch.ones(8, 4), "b": torch.ones(4, 8), "c": torch.ones(4)}
     >>> from pufferfish.compression import TopK
-    >>> [(b.method, b.names) for b in batches(TopK(), g, None, "layer", smallest=10)]
+    >>> g = {"a": torch.ones(8, 4), "b": torch.ones(4, 8), "c": torch.ones(4)}
+    >>> [(b.method, b.names) for b in make_batches(Settings(TopK(), smallest=10), g)]
     [(TopK(k=0.01, sample=1.0), ('a', 'b')), (NoCompression(), ('c',))]
     """
     groups: dict[tuple[Method, bool, Any, torch.dtype], list[str]] = {}
-    for name, method in table.choose(methods, sorted(gradients)).items():
+    for name, method in settings.choose(sorted(gradients)).items():
         shape = gradients[name].shape
         if shape.numel() == 0:
             continue
-        small = smallest > 0 and (len(shape) < 2 or shape.numel() < smallest)
+        small = settings.smallest > 0 and (len(shape) < 2 or shape.numel() < settings.smallest)
         vector = method.matrix and len(shape) < 2
         if not method.elementwise and (small or vector or not method.fits(shape)):
             method = NoCompression()
-        row = method.elementwise or scope == "global"
+        row = method.elementwise or settings.scope == "global"
         form = None if row else (shape[0], shape.numel()) if method.matrix else shape.numel()
         groups.setdefault((method, row, form, gradients[name].dtype), []).append(name)
     return [
         Batch(
             method=method,
-            memory=memory is not False and table.has_memory(method, None),
+            error_feedback=settings.has_error_feedback(method),
             row=row,
             names=tuple(names),
             shapes=tuple(gradients[name].shape for name in names),
             dtype=dtype,
+            device=gradients[names[0]].device,
         )
         for (method, row, _, dtype), names in groups.items()
     ]
 
 
-def pieces(like: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
-    """Names of what goes out together. Those used last have their gradients first, so they come first.
+def make_buckets(gradients: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
+    """Names of the gradients that are sent together, in reverse order: the last layers' gradients are ready first.
 
-    The first piece is small, like DDP's first bucket: the link has something to do early. Where all is small it would
-    only be one message more.
+    The first bucket is small, like DDP's, so that the link is used early; not where all gradients are small, because
+    that would only add a message. `nbytes` None: one bucket.
 
-    >>> pieces({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
+    >>> make_buckets({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
     [['c', 'b'], ['a']]
-    >>> pieces(dict.fromkeys("abcd", torch.empty(4, 2**20, dtype=torch.int8)), 2**23)
+    >>> make_buckets(dict.fromkeys("abcd", torch.empty(4, 2**20, dtype=torch.int8)), 2**23)
     [['d'], ['c', 'b'], ['a']]
     """
     if nbytes is None:
-        return [list(reversed(list(like)))]
-    small = sum(x.nbytes for x in like.values()) < 8 * FIRST
-    found: list[list[str]] = [[]]
-    size, limit = 0, nbytes if small else min(FIRST, nbytes)
-    for name in reversed(list(like)):
+        return [list(reversed(list(gradients)))]
+    small = sum(x.nbytes for x in gradients.values()) < 8 * FIRST_BUCKET
+    buckets: list[list[str]] = [[]]
+    size, limit = 0, nbytes if small else min(FIRST_BUCKET, nbytes)
+    for name in reversed(list(gradients)):
         if size >= limit:
-            found.append([])
+            buckets.append([])
             size, limit = 0, nbytes
-        found[-1].append(name)
-        size += like[name].nbytes
-    return found
+        buckets[-1].append(name)
+        size += gradients[name].nbytes
+    return buckets

@@ -1,93 +1,100 @@
-"""`compress_sharded`: an FSDP2 model's gradients averaged between its replicas, with fewer bytes."""
+"""`FSDP2Hook`: gradients of a model sharded by FSDP2, averaged between its replicas with fewer bytes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.workers import Workers
 from ..optim.carry import Optimizers, as_list
-from .aggregator import Aggregator
-from .fsdp2_modules import check_replicas, group_of, layout_of, methods_for, sharded_modules
-from .fsdp2_part import Part, Staged, refuse_hooked
+from .engine import Engine, Step
+from .exchange import Group
+from .fsdp2_modules import (
+    check_replicas,
+    choose_methods,
+    group_of,
+    layout_of,
+    optimizer_groups,
+    sharded_modules,
+)
 from .meter import Meter
-from .method import Method
-from .methods.casts import BFloat16
-from .settings import Methods
-from .transport import Group
+from .settings import Methods, Settings
 
 T = TypeVar("T")
 
 
-def compress_sharded(
+def compress_fsdp2(
     model: nn.Module,
-    method: Methods | None,
+    settings: Callable[[], Settings],
     replicas: dist.ProcessGroup | None,
     *,
     optimizer: Optimizers = None,
     scaler: Any = None,
-    memory: bool | None = None,
-    exchange: str | None = None,
-    seed: int = 0,
-    nonfinite: Literal["nan", "zero"] = "nan",
-) -> ShardedHook:
-    """Average between the replicas of a model that is sharded inside each. Call it on all ranks, once.
+) -> FSDP2Hook:
+    """Average between the replicas of a model that is sharded inside each. Call it on all workers, once.
 
-    Of a mesh (replicate, shard), `fully_shard` gets `mesh["shard"]` alone, and this the other dimension. FSDP reduces
-    inside a replica. What it then has, one flat shard for each module it was applied to, is averaged between
-    the replicas while the backward pass goes on. Such a shard has neither names nor shapes: methods for matrices are
-    refused, and biases and norms are compressed with the rest. The replicas must start from the same weights.
+    Of a mesh (replicate, shard), pass `mesh["shard"]` alone to `fully_shard`, and the other dimension here. FSDP reduces
+    inside a replica. Its result, one flat shard for each module it was applied to, is averaged between the replicas
+    during the backward pass. Such a shard has neither names nor shapes: methods for matrices raise ValueError, and biases and
+    norms are compressed with the rest. The replicas must start from the same weights.
 
     Args:
-        model: sharded by `fully_shard` over a 1-D mesh, compiled or not.
-        method: one method, or a mapping name pattern → method for the sharded modules, of which the outermost is
-            called "(root)"; what matches none travels as it is. `BFloat16()` for None.
-        replicas: the ranks that hold the same shard, `mesh["replicate"].get_group()`.
-        optimizer, scaler: see `compress`. The learning rate counts where it is one for all of a sharded module.
-        memory, exchange, seed: see `Aggregator`.
-        nonfinite: "nan": a shard that is not finite on one replica becomes NaN on all of them, and nothing of this
-            backward pass is kept for any module, which costs a copy of what is kept and, save for plain and 16-bit
-            averages, a wait for the device. `GradScaler` and `clip_grad_norm_` find a NaN of one shard on all
-            ranks. "zero": it becomes zero, and the step goes on with the others.
+        model: Sharded by `fully_shard` over a 1-D mesh, compiled or not.
+        settings: Makes the settings; an error on one worker is raised on all. Name patterns match sharded modules, the
+            outermost of which is called "(root)". With nonfinite="nan" a shard that is not finite on one replica becomes NaN on all of them, and nothing of this backward pass is kept
+            for any module; `GradScaler` and `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it
+            becomes zero, and the step continues with the others.
+        replicas: The workers that hold the same shard, `mesh["replicate"].get_group()`.
+        optimizer, scaler: See `compress`. The learning rate counts where it is one for all of a sharded module.
 
-    >>> compress_sharded(nn.Linear(2, 2), BFloat16(), None)
+    >>> from pufferfish.compression import BFloat16
+    >>> compress_fsdp2(nn.Linear(2, 2), lambda: Settings(BFloat16()), None)
     Traceback (most recent call last):
     TypeError: compress: a Linear is not sharded; apply fully_shard first, with a 1-D mesh
     """
     modules, mesh = sharded_modules(model)
     check_replicas(replicas, mesh)
     assert replicas is not None
-    settings = {"exchange": exchange, "seed": seed, "nonfinite": nonfinite}
-    hook = ShardedHook(replicas, mesh, as_list(optimizer), scaler, settings)
-    hook._attach(modules, BFloat16() if method is None else method, memory)
+    hook = FSDP2Hook(replicas, mesh, as_list(optimizer), scaler)
+
+    def checked() -> Settings:
+        chosen = settings()
+        if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=1024, overlap=None):
+            raise ValueError(
+                "compress: scope, hierarchy, smallest and overlap are for DDP; FSDP2's shards have no layers, are sent one "
+                "by one and are averaged inside a replica already"
+            )
+        return replace(chosen, smallest=0)
+
+    hook._attach(modules, hook._run_on_all(checked))
     return hook
 
 
-def attached(model: nn.Module) -> ShardedHook | None:
+def find_fsdp2_hook(model: nn.Module) -> FSDP2Hook | None:
     """The hook that compresses this model, if there is one.
 
-    >>> attached(nn.Linear(2, 2))
+    >>> find_fsdp2_hook(nn.Linear(2, 2))
     """
     for module in model.modules():
         if isinstance(module, FSDPModule) and group_of(module) is not None:
             part = group_of(module)._all_reduce_hook
-            return part.hook if isinstance(part, Part) else None
+            return part.hook if isinstance(part, _ModuleHook) else None
     return None
 
 
-class ShardedHook:
-    """A sharded model's compression, made by `compress_sharded`: change its method, read its meter, save its state."""
+class FSDP2Hook:
+    """Compression of a sharded model, made by `compress`: change its method, read its meter, save its state."""
 
-    method: Methods
-    memory: bool | None
+    settings: Settings
 
     def __init__(
         self,
@@ -95,126 +102,224 @@ class ShardedHook:
         mesh: DeviceMesh,
         optimizers: list[optim.Optimizer],
         scaler: Any,
-        settings: dict[str, Any],
     ) -> None:
         device = torch.device(mesh.device_type)
-        self.optimizers, self.scaler, self._settings = optimizers, scaler, settings
+        self.optimizers, self.scaler = optimizers, scaler
         self._transport = Group(replicas)
-        self._peers = Workers(replicas, device, "compress")  # who hold the same shard
-        self._shards = Workers(mesh.get_group(), device, "compress")  # who hold the others of this replica
-        self._parts: dict[str, Part] = {}
-        self._staged: list[Staged] = []  # of this backward pass, so far
-        self._scale: float | None = None  # of its loss
+        self._peers = Workers(replicas, device, "compress")  # those that hold the same shard
+        self._shards = Workers(
+            mesh.get_group(), device, "compress"
+        )  # those that hold the others of this replica
+        self._parts: dict[str, _ModuleHook] = {}
+        self._averaged: list[_ModuleHook] = []  # in this backward pass, not committed yet
+        self._scale: float | None = None  # loss scale of this backward pass
+
+    @property
+    def method(self) -> Methods:
+        """The present method or methods."""
+        return self.settings.method
 
     @property
     def meter(self) -> Meter:
-        """What was sent between the replicas so far. It counts a step for every sharded module in every pass."""
+        """Bytes and times between the replicas so far. It counts one step for every sharded module in every pass."""
         return self._transport.meter
 
-    def use(self, method: Methods, memory: bool | None = None) -> None:
-        """Another method from the next backward pass on. Call it on all ranks.
+    def use(self, method: Methods, error_feedback: bool | None = None) -> None:
+        """Change the method from the next backward pass on. Call it on all workers.
 
-        Where the new one has a memory too, it goes on with the old one's; else that is sent with the next gradient.
-        Whatever else the old one kept is dropped.
+        Error feedback continues where the new method has some too; otherwise it is sent with the next gradient. Other
+        state of the old method is dropped.
         """
-        self._attach({name: part.module for name, part in self._parts.items()}, method, memory)
+        settings = self._run_on_all(
+            lambda: replace(self.settings, method=method, error_feedback=error_feedback)
+        )
+        self._attach({name: part.module for name, part in self._parts.items()}, settings)
 
     def attach(self, model: nn.Module) -> None:
-        """Go on with this model, after a rebuild or when parameters were frozen. Call it on all ranks.
+        """Continue with this model, after a rebuild or after parameters were frozen. Call it on all workers.
 
-        What is kept stays with modules that have the same trainable parameters as before, and is dropped elsewhere.
+        State is kept for modules that have the same trainable parameters as before, and dropped for others.
         """
         modules, mesh = sharded_modules(model)
         if dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(self._shards.group):
-            raise ValueError("compress: this model is sharded over other ranks than the one before")
-        self._attach(modules, self.method, self.memory)
+            raise ValueError("compress: this model is sharded over other workers than the one before")
+        self._attach(modules, self.settings)
 
-    def _attach(self, modules: Mapping[str, Any], method: Methods, memory: bool | None) -> None:
-        """All that can fail comes first, on all ranks alike."""
+    def _attach(self, modules: Mapping[str, Any], settings: Settings) -> None:
+        """Give every module its hook. Everything that can fail comes first, on all workers alike."""
 
-        def sound() -> dict[str, Method]:
+        def checked() -> dict[str, Settings]:
             for name, module in modules.items():
-                refuse_hooked(name, group_of(module)._all_reduce_hook, self)
-            return methods_for(modules, method, memory, self._settings["exchange"], self.optimizers)
+                _refuse_other_hook(name, group_of(module)._all_reduce_hook, self)
+            methods = choose_methods(modules, settings, self.optimizers)
+            return {name: replace(settings, method=method) for name, method in methods.items()}
 
-        chosen = self._together(sound)
+        chosen = self._run_on_all(checked)
         layouts = {name: layout_of(group_of(module)) for name, module in modules.items()}
         known = {name: part for name, part in self._parts.items() if layouts.get(name) == part.layout}
-        steps = {name: part.aggregator.steps for name, part in known.items()}
-        facts = repr((method, memory, self._settings, layouts, steps))
+        steps = {name: part.engine.steps for name, part in known.items()}
+        facts = repr((settings, layouts, steps))
         about = "the compression's method, settings or sharded modules; all must call it alike"
         here = f"{facts}, shard {self._shards.rank} of {self._shards.size}"
-        self._shards.together(lambda: self._peers.agree(here, 0, about))
+        self._shards.run_on_all(lambda: self._peers.agree(here, 0, about))
         self._shards.agree(facts, 0, about)
         parts = {}
         for name, module in modules.items():
-            new = Aggregator(chosen[name], self._transport, memory=memory, smallest=0, **self._settings)
-            part = known.get(name) or Part(self, name, layouts[name], module, chosen[name], new)
-            parts[name] = replace(part, module=module, method=chosen[name])
-        for name, part in parts.items():
-            part.aggregator.use(chosen[name], memory)
-            part.module.set_all_reduce_hook(part)
-        self.method, self.memory, self._parts = method, memory, parts
+            engine = known[name].engine if name in known else Engine(chosen[name], self._transport)
+            engine.use(chosen[name])
+            parts[name] = _ModuleHook(self, name, layouts[name], module, engine)
+            if name in known:
+                parts[name].numel, parts[name].unreduced = known[name].numel, known[name].unreduced
+            module.set_all_reduce_hook(parts[name])
+        self.settings, self._parts = settings, parts
 
-    def _together(self, check: Callable[[], T]) -> T:
-        """As `Workers.together`, over all shards of all replicas."""
-        return self._shards.together(lambda: self._peers.together(check))
+    def _run_on_all(self, check: Callable[[], T]) -> T:
+        """`Workers.run_on_all` over all shards of all replicas."""
+        return self._shards.run_on_all(lambda: self._peers.run_on_all(check))
 
     def _loss_scale(self) -> float:
-        """Read once in a backward pass: to ask a scaler is to wait for the device."""
+        """Loss scale, read once in a backward pass: reading a scaler waits for the device."""
         if self._scale is None:
             self._scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         return self._scale
 
-    def _finish(self) -> None:
-        """At the end of a backward pass, if any shard of it is bad on any rank: as if it had not been."""
-        staged, self._staged, self._scale = self._staged, [], None
-        if not staged or self._settings["nonfinite"] == "zero":
+    def _commit(self) -> None:
+        """At the end of a backward pass, keep its state, unless a shard was not finite on any worker."""
+        averaged, self._averaged, self._scale = self._averaged, [], None
+        if not averaged:
             return
-        if staged[-1].stream is not None:
-            torch.cuda.current_stream().wait_stream(staged[-1].stream)
-        bad = torch.cat([x.bad for x in staged]).any().int()
-        if self._shards.size > 1:  # the replicas of each shard know already
-            dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shards.group)
-        if any(x.keeps for x in staged) and bool(bad):
-            for x in reversed(staged):
-                x.part.take_back(x.before)
+        ok = None
+        stream = averaged[-1].stream
+        with torch.no_grad(), torch.cuda.stream(stream):  # where FSDP ran the hooks
+            if self.settings.nonfinite == "nan":
+                bad = (~torch.stack([part.finite for part in averaged]).all()).int()
+                if self._shards.size > 1:  # the replicas of each shard know already
+                    dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._shards.group)
+                ok = bad == 0
+            for part in averaged:
+                part.commit(ok)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text, by sharded module. Every rank has its own: save it on all of them."""
-        groups = {
-            name: {"layout": part.layout, "state": part.aggregator.state_dict()}
+        """Tensors, numbers and text, by sharded module. Every worker has its own: save it on all of them."""
+        modules = {
+            name: {"layout": part.layout, "state": part.engine.state_dict()}
             for name, part in self._parts.items()
         }
-        return {"shard": self._shards.rank, "shards": self._shards.size, "groups": groups}
+        return {"shard": self._shards.rank, "shards": self._shards.size, "modules": modules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on all ranks. What was kept of other shards or parameters is dropped, with a warning.
+        """Continue from a saved state, on all workers. State of other shards or parameters is dropped with a warning.
 
-        A state that knows none of this model's sharded modules is refused.
+        A state that has none of this model's sharded modules raises ValueError.
         """
-        missing = {"shard", "shards", "groups"} - state.keys()
+        missing = {"shard", "shards", "modules"} - state.keys()
         if missing:
-            raise ValueError(f"this is no sharded compressor's state: it lacks {', '.join(sorted(missing))}")
-        if state["groups"] and not state["groups"].keys() & self._parts.keys():
+            raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
+        if state["modules"] and not state["modules"].keys() & self._parts.keys():
             raise ValueError(
-                f"this compressor's state is of another model, with {', '.join(list(state['groups'])[:3])} …; here are "
-                f"{', '.join(list(self._parts)[:3])} …; load the state that was saved with this model"
+                f"this compression state belongs to another model, with {', '.join(list(state['modules'])[:3])} …; here "
+                f"are {', '.join(list(self._parts)[:3])} …; load the state that was saved with this model"
             )
         same = (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
-        anew = []
+        dropped = []
         for name, part in self._parts.items():
-            saved = state["groups"].get(name)
+            saved = state["modules"].get(name)
             if same and saved is not None and saved["layout"] == part.layout:
-                part.aggregator.load_state_dict(saved["state"])
+                part.engine.load_state_dict(saved["state"])
             else:
-                anew.append(name)
-                empty: dict[str, Any] = {"units": {}, "methods": {}, "shared": {}, "own": [{}]}
+                dropped.append(name)
+                empty: dict[str, Any] = {"units": {}, "methods": {}, "shared": {}, "own": {}}
                 steps = saved["state"]["steps"] if saved else 0
-                part.aggregator.load_state_dict(part.aggregator.state_dict() | empty | {"steps": steps})
-        if anew:
+                part.engine.load_state_dict(part.engine.state_dict() | empty | {"steps": steps})
+        if dropped:
             warnings.warn(
-                f"compression: {', '.join(anew[:5])}{' …' if len(anew) > 5 else ''} starts with empty memories: what "
-                f"was saved is of shard {state['shard']} of {state['shards']}, or of other parameters",
+                f"compression: {', '.join(dropped[:5])}{' …' if len(dropped) > 5 else ''} starts with empty error "
+                f"feedback: the saved one is that of shard {state['shard']} of {state['shards']}, or of other parameters",
                 stacklevel=2,
             )
+
+
+@dataclass(eq=False)
+class _ModuleHook:
+    """The all-reduce hook of one module that FSDP was applied to: averages the flat shard of its gradients in place."""
+
+    hook: FSDP2Hook
+    name: str
+    layout: str
+    module: Any
+    engine: Engine
+    numel: int | None = None  # of the last shard
+    unreduced: Tensor | None = None  # sum of passes that were not to be averaged yet
+    step: Step | None = None  # averaged, not committed yet
+    stream: torch.cuda.Stream | None = None
+
+    @property
+    def key(self) -> str:
+        """Name for the random generators: every shard has its own."""
+        return f"{self.name}[{self.hook._shards.rank}/{self.hook._shards.size}]"
+
+    @torch.no_grad()
+    def __call__(self, flat: Tensor) -> None:
+        self.stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        if self.stream is not None:  # FSDP may free it before this stream is done
+            flat.record_stream(self.stream)
+        # set_requires_all_reduce(False): on a 1-D mesh FSDP itself ignores it
+        if not group_of(self.module).all_reduce_grads:
+            self.unreduced = flat.clone() if self.unreduced is None else self.unreduced + flat
+            flat.zero_()
+            return
+        if self.unreduced is not None:
+            flat += self.unreduced
+            self.unreduced = None
+        if self.engine.state.has_tensors and self.numel not in (None, flat.numel()):
+            raise ValueError(
+                f"{self.name}: a shard of {flat.numel():,} gradients, after one of {self.numel:,}: other parameters were "
+                "used than before, and the state does not fit. Call set_reduce_scatter_unused_params(True) on the "
+                "model, or use a method without state, such as BFloat16; after freezing parameters, call attach(model) of "
+                "the hook"
+            )
+        self.numel = flat.numel()
+        if self.step is not None:  # left by a backward pass that raised
+            self.hook._averaged.remove(self)
+        units = self._units() if self.engine.keeps_units or self.engine.state.has_error else {}
+        self.engine.arrange({self.key: flat})
+        self.step = self.engine.begin(units, self.hook._scale or 1.0)
+        self.step.add({self.key: flat})
+        self.step.finish({self.key: flat})
+        self.hook._averaged.append(self)
+        Variable._execution_engine.queue_callback(self.hook._commit)  # the first call commits all
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the shard was finite on all replicas."""
+        assert self.step is not None
+        return self.step.finite
+
+    def commit(self, ok: Tensor | None) -> None:
+        """Keep the step's state if `ok`."""
+        assert self.step is not None
+        self.step.commit(ok)
+        self.step = None
+
+    def _units(self) -> dict[str, float]:
+        """Loss scale over learning rate; 0 where the module's parameters have several rates."""
+        rates = {
+            float(group["lr"])
+            for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
+            if isinstance(optimizer, optim.SGD)
+        }
+        if not rates and self.hook.scaler is None:
+            return {}
+        scale = self.hook._loss_scale()
+        rate = 1.0 if not rates else rates.pop() if len(rates) == 1 else 0.0
+        return {self.key: scale / rate if rate else 0.0}
+
+
+def _refuse_other_hook(name: str, present: Any, hook: FSDP2Hook) -> None:
+    """Raise ValueError if a module has an all-reduce hook that is not ours: it takes only one."""
+    if isinstance(present, _ModuleHook) and present.hook is not hook:
+        raise ValueError(
+            "compress: this model is compressed already; change its method by use() of that hook"
+        )
+    if present is not None and not isinstance(present, _ModuleHook):
+        raise ValueError(f"compress: {name} has an all-reduce hook already, and takes only one")

@@ -1,4 +1,4 @@
-"""`Meter`: what was handed to collectives, what that makes on the wire, and how long it took."""
+"""`Meter`: bytes given to collectives, the bytes they put on the wire, and the time they take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import pairwise
 
 import torch
 
-#: Bytes a rank sends for b bytes handed to a collective of p ranks, by the ring algorithms.
+#: Seconds, or an event on a GPU's stream.
+Timestamp = float | torch.cuda.Event
+#: Bytes that a worker sends when each of p workers gives b bytes to a collective, by the ring algorithms.
 _WIRE = {
     "all_reduce": lambda b, p: 2 * b * (p - 1) / p,
     "all_gather": lambda b, p: b * (p - 1),
@@ -19,93 +21,88 @@ _WIRE = {
 
 
 class Meter:
-    """Counts for one worker. Times on a GPU are events on its stream, read when asked for and not before.
+    """Counts for one worker. Times on a GPU are events on its stream, read only when asked for.
 
-    "encode" is all the work up to a step's last exchange, "decode" the work after it. An exchange counts while
-    somebody waits for it: what hides behind the backward pass does not. On a GPU it is timed on the device, also
-    where the host waits. `wire_bytes` leave the machine as far as the compression knows; what stays inside of
-    one, by `levels="node"`, is counted apart.
+    "encode" is the work up to a step's last exchange, "decode" the work after it. An exchange counts while the worker waits for
+    it: what is hidden behind the backward pass does not. `wire_bytes` leave the machine, as far as the compression
+    knows; bytes that stay inside a machine, by `hierarchy="node"`, are counted in `inside_wire_bytes`.
 
     >>> meter = Meter()
-    >>> meter.count("all_gather", 100, 4)
-    >>> meter.messages, meter.handed["all_gather"], meter.wire_bytes
+    >>> meter.sent("all_gather", 100, 4)
+    >>> meter.messages, meter.collective_bytes["all_gather"], meter.wire_bytes
     (1, 100, 300.0)
     """
 
     def __init__(self) -> None:
+        self._device = torch.device("cpu")
         self.reset()
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Start counting from zero."""
         self.steps = 0
         self.messages = 0
-        self.gradient_bytes = 0  # what would be handed over uncompressed
-        self.plain_wire_bytes = 0.0  # what a ring all-reduce would make of that
-        self.handed = dict.fromkeys(_WIRE, 0)
+        self.gradient_bytes = 0  # size of the gradients, uncompressed
+        self.plain_wire_bytes = 0.0  # what a ring all-reduce of them would send
+        self.collective_bytes = dict.fromkeys(_WIRE, 0)
         self.wire_bytes = 0.0
         self.inside_wire_bytes = 0.0
         self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0, "hidden": 0.0}
-        self._marks: list[float | torch.cuda.Event] = []
-        self._waiting: list[list[float | torch.cuda.Event]] = []  # marks of finished steps, not yet read
-        self._begun: float | torch.cuda.Event | None = (
-            None  # since when something is under way that nobody waits for
-        )
-        self._hidden: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []  # not yet read
+        self._marks: list[Timestamp] = []
+        self._unread: list[list[Timestamp]] = []  # marks of finished work
+        self._sent_at: Timestamp | None = None  # start of an exchange that nobody waits for yet
+        self._unread_hidden: list[tuple[Timestamp, Timestamp]] = []
 
-    def count(self, kind: str, nbytes: int, size: int, inside: bool = False) -> None:
-        """A collective of `size` ranks, all `inside` one machine or not, is handed so many bytes by each."""
+    def sent(self, kind: str, nbytes: int, size: int, inside: bool = False) -> None:
+        """Count a collective of `size` workers, each of which gives it `nbytes`, before it starts."""
         self.messages += 1
-        self.handed[kind] += nbytes
+        self.collective_bytes[kind] += nbytes
         if inside:
             self.inside_wire_bytes += _WIRE[kind](nbytes, size)
         else:
             self.wire_bytes += _WIRE[kind](nbytes, size)
+        if self._sent_at is None:
+            self._sent_at = timestamp(self._device)
 
     @contextmanager
-    def part(self, device: torch.device) -> Iterator[None]:
-        """Around work on one part of a step's gradients; what breaks off is not timed."""
-        self._marks = [self._now(device)]
+    def working(self, device: torch.device) -> Iterator[None]:
+        """Time work on some of a step's gradients. Work that raises is not timed."""
         self._device = device
+        self._marks = [timestamp(self._device)]
         yield
-        self._marks.append(self._now(device))
-        self._waiting.append(self._marks)
-        if len(self._waiting) > 100 and _over(self._waiting[0][-1]):
-            self._read(self._waiting.pop(0))
-        while len(self._hidden) > 100 and _over(self._hidden[0][1]):
-            self._seconds["hidden"] += _between(*self._hidden.pop(0))
+        self._marks.append(timestamp(self._device))
+        self._unread.append(self._marks)
+        if len(self._unread) > 100 and reached(self._unread[0][-1]):
+            self._read(self._unread.pop(0))
+        while len(self._unread_hidden) > 100 and reached(self._unread_hidden[0][1]):
+            self._seconds["hidden"] += elapsed(*self._unread_hidden.pop(0))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for one collective."""
+        self._marks.append(timestamp(self._device))
+        if self._sent_at is not None:
+            self._unread_hidden.append((self._sent_at, self._marks[-1]))
+            self._sent_at = None
+        yield
+        self._marks.append(timestamp(self._device))
 
     def step(self, gradient_bytes: int, size: int) -> None:
-        """A step of `size` workers with gradients of so many bytes is over."""
+        """Count a finished step of `size` workers with gradients of so many bytes."""
         self.steps += 1
         self.gradient_bytes += gradient_bytes
         self.plain_wire_bytes += _WIRE["all_reduce"](gradient_bytes, size)
 
-    def begin(self) -> None:
-        """A collective has begun."""
-        if self._begun is None:
-            self._begun = self._now(self._device)
-
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Around waiting for one collective."""
-        self._marks.append(self._now(self._device))
-        if self._begun is not None:
-            self._hidden.append((self._begun, self._marks[-1]))
-            self._begun = None
-        yield
-        self._marks.append(self._now(self._device))
-
     @property
     def seconds(self) -> dict[str, float]:
-        """Of encode, exchange and decode, in all. Waits for the device."""
-        while self._waiting:
-            self._read(self._waiting.pop(0))
-        while self._hidden:
-            self._seconds["hidden"] += _between(*self._hidden.pop(0))
+        """Total seconds of encode, exchange, decode and hidden. Waits for the device."""
+        while self._unread:
+            self._read(self._unread.pop(0))
+        while self._unread_hidden:
+            self._seconds["hidden"] += elapsed(*self._unread_hidden.pop(0))
         return dict(self._seconds)
 
     def as_dict(self) -> dict[str, float]:
-        """All of it, flat, for any logger.
+        """All counts and times, flat, for any logger.
 
         >>> Meter().as_dict()["wire_bytes"]
         0.0
@@ -115,35 +112,44 @@ class Meter:
             "messages": self.messages,
             "gradient_bytes": self.gradient_bytes,
             "plain_wire_bytes": self.plain_wire_bytes,
-            **{f"{kind}_bytes": nbytes for kind, nbytes in self.handed.items()},
+            **{f"{kind}_bytes": nbytes for kind, nbytes in self.collective_bytes.items()},
             "wire_bytes": self.wire_bytes,
             "inside_wire_bytes": self.inside_wire_bytes,
             **{f"{what}_seconds": seconds for what, seconds in self.seconds.items()},
         }
 
-    def _now(self, device: torch.device) -> float | torch.cuda.Event:
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    def _read(self, marks: list[float | torch.cuda.Event]) -> None:
-        """Start, then the begin and end of every exchange, then the end of all."""
-        laps = [_between(a, b) for a, b in pairwise(marks)]
+    def _read(self, marks: list[Timestamp]) -> None:
+        """Add up laps: the start, then begin and end of every exchange, then the end."""
+        laps = [elapsed(a, b) for a, b in pairwise(marks)]
         self._seconds["exchange"] += sum(laps[1::2])
         self._seconds["encode"] += sum(laps[:-1:2]) if len(laps) > 1 else laps[0]
         self._seconds["decode"] += laps[-1] if len(laps) > 1 else 0
 
 
-def _over(mark: float | torch.cuda.Event) -> bool:
-    return isinstance(mark, float) or bool(mark.query())
+def timestamp(device: torch.device) -> Timestamp:
+    """Record the current time on `device`; on a GPU, an event on its current stream.
+
+    >>> cpu = torch.device("cpu")
+    >>> elapsed(timestamp(cpu), timestamp(cpu)) >= 0
+    True
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
-def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
-    if isinstance(a, float):
-        assert isinstance(b, float)
-        return b - a
-    assert not isinstance(b, float)
-    b.synchronize()
-    return float(a.elapsed_time(b)) / 1000
+def reached(stamp: Timestamp) -> bool:
+    """Whether the device has reached `stamp`; does not wait."""
+    return isinstance(stamp, float) or bool(stamp.query())
+
+
+def elapsed(start: Timestamp, end: Timestamp) -> float:
+    """Seconds from `start` to `end`; waits until the device has reached `end`."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

@@ -1,28 +1,28 @@
-"""What a compression method is: settings, and one generator that says what the workers must exchange."""
+"""`Method`: the contract of a compression method: settings, messages to exchange, and what it may know of a step."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .turn import Turn
-
 
 @dataclass(frozen=True)
 class Sum:
-    """Answered with the sum over all workers: an all-reduce. The tensor is given away: the answer may lie in it."""
+    """All-reduce. Answered with the sum over all workers, which may reuse the memory of `tensor`."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Answered with a list over the workers of what each sent: an all-gather. Read the answers, never change them."""
+    """All-gather. Answered with a list over the workers of the tuples they sent; treat those as read-only."""
 
     tensors: tuple[Tensor, ...]
 
@@ -33,9 +33,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Scatter:
-    """`pieces[j]` goes to worker j; answered with a list over the workers of what each sent here: an all-to-all.
+    """All-to-all. `pieces[j]` goes to worker j; answered with a list over the workers of the tuples they sent here.
 
-    The pieces for one worker have the same shapes wherever they come from.
+    The pieces for one worker have the same shapes on all workers.
     """
 
     pieces: tuple[tuple[Tensor, ...], ...]
@@ -45,106 +45,159 @@ class Scatter:
             raise TypeError("Scatter takes a tuple of tensors for each worker, in a tuple")
 
 
-@dataclass(frozen=True)
-class Together:
-    """Answered with `work` on it. Nothing is sent: all batches that ask for the same work are done in one call.
+Message = Sum | Gather | Scatter
+#: Yields messages, receives the answers, returns the mean and what this worker did not send.
+Steps = Generator[Message, Any, tuple[Tensor, Tensor | None]]
 
-    `work` takes their tensors and the step's number and gives as many. For small things, whose time is that of the calls.
+
+def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+@dataclass
+class StepContext:
+    """One worker's view of one step, for one batch of tensors.
+
+    >>> mine = StepContext(worker=1, size=2, step=7, names=("fc.weight",))
+    >>> theirs = StepContext(worker=0, size=2, step=7, names=("fc.weight",))
+    >>> a, b = (torch.rand(3, generator=ctx.shared_rng) for ctx in (mine, theirs))
+    >>> torch.equal(a, b)
+    True
     """
 
-    work: Callable[[list[Tensor], int], list[Tensor]]
-    tensor: Tensor
+    worker: int
+    size: int  # number of workers
     step: int
+    names: tuple[str, ...]  # parameters in the batch
+    dtype: torch.dtype = torch.float32  # of the gradients, before they were converted to fp32
+    device: torch.device | str = "cpu"
+    seed: int = 0
+    #: Collective requested by the user, one of the method's `exchanges`; None: the method chooses.
+    exchange: str | None = None
+    #: Loss scale over learning rate of each parameter; 0, or an empty tuple, where unknown.
+    units: tuple[float, ...] = ()
+    error_feedback: bool = True  # whether the method's second result is kept and added to the next gradient
+    #: Tensors of leading dimension b, kept from step to step. Insert new tensors, never change old ones in place:
+    #: they take effect only if the step is finite on all workers.
+    state: dict[str, Tensor] = field(default_factory=dict)
+    #: `empty(shape, dtype)`: uninitialised memory on `device`, valid in this step only; never put it into `state`.
+    empty: Callable[..., Tensor] = _empty
 
+    @cached_property
+    def shared_rng(self) -> torch.Generator:
+        """Generator with the same seed on all workers."""
+        return self._generator("all")
 
-Message = Sum | Gather | Scatter | Together
-#: Yields messages, is sent the answers, returns the mean and the rest.
-Steps = Generator[Message, Any, tuple[Tensor, Tensor | None]]
+    @cached_property
+    def own_rng(self) -> torch.Generator:
+        """Generator with a seed of this worker's own."""
+        return self._generator(str(self.worker))
+
+    def _generator(self, stream: str) -> torch.Generator:
+        text = "\n".join([str(self.seed), str(self.step), stream, *self.names])
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def shards(self, x: Tensor, multiple: int = 1) -> Tensor:
+        """Cut x (b, d) into one piece of every tensor for each worker: (size, b, s).
+
+        Zero-padded, so that s is the same for all workers and a multiple of `multiple`.
+
+        >>> StepContext(worker=0, size=2, step=0, names=()).shards(torch.arange(1, 6)[None]).tolist()
+        [[[1, 2, 3]], [[4, 5, 0]]]
+        """
+        b, d = x.shape
+        s = -(-d // (self.size * multiple)) * multiple
+        return torch.nn.functional.pad(x, (0, s * self.size - d)).view(b, self.size, s).transpose(0, 1)
+
+    def whole(self, shards: Sequence[Tensor], d: int) -> Tensor:
+        """Join the workers' pieces (b, s) into the (b, d) that `shards` cut."""
+        return torch.cat(list(shards), 1)[:, :d]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to average gradients with fewer bytes. To add one: a frozen dataclass with `compress`.
+    """A way to average gradients with fewer bytes. To add one, write a frozen dataclass with `compress`.
 
     >>> import torch
-    >>> from pufferfish.compression import Aggregator, Simulated
+    >>> from pufferfish.compression import Settings, Simulated
     >>> @dataclass(frozen=True)
     ... class Int8(Method):  # one scale for each tensor
-    ...     def compress(self, x, turn):
+    ...     def compress(self, x, ctx):
     ...         scale = x.abs().amax(1, keepdim=True) / 127
     ...         q = (x / scale.clamp_min(1e-30)).round().to(torch.int8)
     ...         everyone = yield Gather((q, scale))
-    ...         mean = sum(q_ * scale_ for q_, scale_ in everyone) / turn.size
+    ...         mean = sum(q_ * scale_ for q_, scale_ in everyone) / ctx.size
     ...         return mean, x - q * scale
-    >>> two = Aggregator(Int8(), Simulated(2), smallest=0)
-    >>> two.together([{"w": torch.tensor([1.0, 0.5])}, {"w": torch.tensor([3.0, 0.0])}])[0]
+    >>> two = Simulated(Settings(Int8(), smallest=0), workers=2)
+    >>> two.average([{"w": torch.tensor([1.0, 0.5])}, {"w": torch.tensor([3.0, 0.0])}])[0]
     {'w': tensor([2.0, 0.252])}
     """
 
-    #: Whether x is (b, m, n), the matrix a gradient unrolls to, instead of (b, d).
+    #: Whether x is (b, m, n), the matrices that gradients unroll to, instead of (b, d).
     matrix: ClassVar[bool] = False
-    #: Element by element: all tensors, also 1-D and small ones, in one row, whatever their shapes.
+    #: Whether elements are independent: all tensors, also 1-D and small ones, go in one row, whatever their shapes.
     elementwise: ClassVar[bool] = False
-    #: Whether it may choose among all tensors at once (scope="global") and not only inside each.
+    #: Whether it can choose elements among all tensors at once (scope="global").
     sparse: ClassVar[bool] = False
-    #: What it keeps in `turn.state` that is equal on all workers and means something to another number of them.
+    #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
     shared_state: ClassVar[tuple[str, ...]] = ()
 
     @property
     def has_momentum(self) -> bool:
-        """Whether it has a momentum of its own, which an optimizer's would multiply."""
+        """Whether it has its own momentum, which an optimizer's momentum would multiply."""
         return False
 
     @property
     def in_scale(self) -> tuple[str, ...]:
-        """What it keeps there that follows the loss scale, but not the learning rate: momenta."""
+        """Keys of `ctx.state` that follow the loss scale but not the learning rate: momenta."""
         return ()
 
     @property
     def in_units(self) -> tuple[str, ...]:
-        """What it keeps there in the gradients' units, to be scaled with the memory when those change."""
+        """Keys of `ctx.state` in the gradients' units, rescaled with the error feedback when those change."""
         return ()
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Of "all_reduce", "all_gather", "all_to_all": what a user may ask for by `exchange=`, its own choice first.
+        """Collectives that a user may choose by `exchange=`, the default first.
 
-        The method follows `turn.exchange`.
+        Of "all_reduce", "all_gather", "all_to_all". The method reads the choice from `ctx.exchange`.
         """
         return ()
 
     @property
     def kind(self) -> str:
-        """Its row in `table.KINDS`: whether a memory goes with it."""
+        """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
         return "contraction"
 
-    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, rank: int, size: int) -> Tensor | None:
-        """What `state` holds of one parameter's gradients that was not sent yet, besides the memory.
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
+        """Return the part of one parameter's gradients that `state` holds and that was not sent yet.
 
-        It becomes a memory when another method follows.
+        It is added to the error feedback when another method takes over. None: there is no such part.
         """
         return None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape becomes smaller; else it travels as it is."""
+        """Whether a tensor of this shape becomes smaller; otherwise it is sent uncompressed."""
         return True
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
         """Average b tensors of one shape.
 
         Args:
-            x: gradients with the memory added: fp32 (fp64 for such gradients), finite, the method's own to change.
-            turn: who we are, which step it is, random streams, and what was kept from the step before.
+            x: Gradients plus error feedback: fp32 (fp64 for fp64 gradients), finite. The method may overwrite it.
+            ctx: The worker's number, the step, random generators, and the state kept from the step before.
 
         Returns:
-            The mean over the workers, in any float type, bit for bit the same on all of them, and the rest: the part of
-            x that this worker did not send, which becomes its memory. None for methods that go without.
+            The mean over the workers, in any float dtype, bit-identical on all of them; and the rest: the part of x
+            that this worker did not send, which becomes its error feedback. None for methods without.
         """
         raise NotImplementedError
 
 
 def count(k: float | int, d: int) -> int:
-    """How many of `d`: a share when `k` is a float, a number when it is an int; at least one.
+    """Number of elements out of `d`: a share if `k` is a float, a number if it is an int; at least 1.
 
     >>> count(0.01, 1000), count(0.01, 10), count(50, 20)
     (10, 1, 20)
@@ -152,11 +205,11 @@ def count(k: float | int, d: int) -> int:
     return min(d, max(1, math.ceil(k * d) if isinstance(k, float) else k))
 
 
-def check_count(who: str, k: float | int) -> None:
-    """Refuse what is neither a share nor a number of elements."""
+def check_count(method: str, k: float | int) -> None:
+    """Raise ValueError if `k` is neither a share nor a number of elements."""
     share = isinstance(k, float) and 0 < k <= 1
     number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
     if not (share or number):
         raise ValueError(
-            f"{who}: k={k!r} is neither a share (a float in (0, 1]) nor a number of elements (an int ≥ 1)"
+            f"{method}: k={k!r} is neither a share (a float in (0, 1]) nor a number of elements (an int ≥ 1)"
         )

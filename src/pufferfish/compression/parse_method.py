@@ -1,4 +1,4 @@
-"""Methods named in text, as on a command line: `TopK(0.001)`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
+"""`parse_method`: methods from text, as on a command line: `TopK(0.001)`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _CALL = r"[^\W\d]\w*\s*(?:\(.*\))?"
 _FORMS = "write Name, Name(setting=value), file.py:Name(…) or package.module:Name(…)"
 
 
-def method_from(text: str) -> Method:
-    """The method that is meant by `text`. It is read, never evaluated; a file or module that it names is imported.
+def parse_method(text: str) -> Method:
+    """Parse a method. Text is never evaluated; a file or module that it names is imported.
 
-    A name alone means the defaults. In `file.py:Mine(PowerSGD(2))` all names may be of the file or of the package.
+    A name alone means the defaults. In `file.py:Mine(PowerSGD(2))` names may come from the file or from this package.
 
-    >>> method_from("PowerSGD(2)"), method_from("BFloat16")
+    >>> parse_method("PowerSGD(2)"), parse_method("BFloat16")
     (PowerSGD(rank=2), BFloat16())
-    >>> method_from("Accordion(PowerSGD(rank=4), PowerSGD(rank=1), every=500)").low
+    >>> parse_method("Accordion(PowerSGD(rank=4), PowerSGD(rank=1), every=500)").low
     PowerSGD(rank=4)
-    >>> method_from("PowerSDG(rank=2)")
+    >>> parse_method("PowerSDG(rank=2)")
     Traceback (most recent call last):
     ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); there are ...
     """
@@ -41,21 +41,21 @@ def method_from(text: str) -> Method:
     try:
         tree = ast.parse(parts["call"], mode="eval").body
     except (SyntaxError, ValueError, RecursionError):
-        raise ValueError(f"method {text!r}: brackets, commas or quotes do not fit; {_FORMS}") from None
+        raise ValueError(f"method {text!r}: cannot be parsed; {_FORMS}") from None
     try:
-        names: dict[str, Any] = dict(known())
+        names: dict[str, Any] = dict(method_classes())
         if parts["place"] is not None:
-            names |= vars(module_at(parts["place"]))
+            names |= vars(import_path(parts["place"]))
         return _made(tree, names)
     except (ValueError, TypeError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"method {text!r}: {error}") from error
 
 
-def known() -> dict[str, type[Method]]:
-    """The package's own methods, by name.
+def method_classes() -> dict[str, type[Method]]:
+    """This package's methods, by name.
 
-    >>> "TopK" in known(), "Method" in known()
+    >>> "TopK" in method_classes(), "Method" in method_classes()
     (True, False)
     """
     package = importlib.import_module(__package__)
@@ -63,11 +63,11 @@ def known() -> dict[str, type[Method]]:
     return {name: x for name, x in found.items() if _is_method(x) and x is not Method}
 
 
-def settings(method: type[Method]) -> str:
-    """How a method is written, with its defaults.
+def signature(method: type[Method]) -> str:
+    """A method's call signature with its defaults.
 
     >>> from pufferfish.compression import Accordion
-    >>> settings(Accordion)
+    >>> signature(Accordion)
     'Accordion(low, high, every, change=0.5)'
     """
     fields = [
@@ -78,8 +78,8 @@ def settings(method: type[Method]) -> str:
     return f"{method.__name__}({', '.join(fields)})"
 
 
-def module_at(place: str) -> ModuleType:
-    """The module in `file.py`, or `package.module`. Imported once; its folder, or this one, joins `sys.path`."""
+def import_path(place: str) -> ModuleType:
+    """Import `file.py` or `package.module`, once. The file's folder, or the current one, is added to `sys.path`."""
     path = Path(place).resolve()
     if place.endswith(".py") and not path.is_file():
         raise ValueError(f"{place}: there is no such file")
@@ -108,7 +108,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
-    """The method of a name or a call."""
+    """Make a method from a name or a call."""
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     keys = [key.arg for key in call.keywords]
     if not isinstance(call.func, ast.Name) or None in keys or len(set(keys)) < len(keys):
@@ -119,7 +119,7 @@ def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
     try:
         inspect.signature(method).bind(*args, **kwargs)
     except TypeError as error:
-        raise ValueError(f"{method.__name__}: {error}; write {settings(method)}") from None
+        raise ValueError(f"{method.__name__}: {error}; write {signature(method)}") from None
     return method(*args, **kwargs)
 
 
@@ -131,9 +131,9 @@ def _class(name: str, names: Mapping[str, Any]) -> type[Method]:
         hint = f" (did you mean {methods[close[0]]}?)" if close else ""
         raise ValueError(f"there is no {name}{hint}; there are {', '.join(methods.values())}")
     if not _is_method(found) or found is Method:
-        raise TypeError(f"{name} is no class derived from pufferfish.compress.Method")
+        raise TypeError(f"{name} is not a subclass of pufferfish.compression.Method")
     if "__dataclass_fields__" not in vars(found):
-        raise TypeError(f"{name} is no dataclass; put @dataclass(frozen=True) before it")
+        raise TypeError(f"{name} is not a dataclass; decorate it with @dataclass(frozen=True)")
     return found  # type: ignore[no-any-return]
 
 
@@ -142,7 +142,7 @@ def _is_method(x: object) -> bool:
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A setting: a method, or a number, text, True, False, None, or a tuple or list of them."""
+    """A setting: a method, number, text, True, False, None, or a tuple or list of them."""
     if isinstance(node, ast.Call | ast.Name):
         return _made(node, names)
     try:

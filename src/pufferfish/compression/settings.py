@@ -1,4 +1,4 @@
-"""Which memory and scope go with which method: one table, and an error with the reason for what makes no sense."""
+"""`Settings`: everything a user can choose about compression, checked where it is built, and which method a name gets."""
 
 from __future__ import annotations
 
@@ -6,150 +6,189 @@ import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
 
 from .method import Method
 from .methods.casts import NoCompression
 
-#: What a method's error is like → why it has no memory; "" where it has one unless it is switched off.
+#: Property of a method's error → why it has no error feedback; "" where it has, unless switched off.
 KINDS = {
     "contraction": "",
     "exact": "it loses nothing",
-    "rounding": "what it loses is lost inside the sum, where no worker sees it",
-    "unbiased": "its errors average out by themselves; a memory would send them again and add their noise up",
-    "clipped": "what it cuts off is meant to be lost, and the rest averages out by itself",
-    "vote": "a vote says nothing about sizes, so there is no rest to keep",
-    "own": "it keeps one of its own",
+    "rounding": "the error is made inside the sum, where no worker sees it",
+    "unbiased": "its errors average out; error feedback would send them again and add their noise",
+    "clipped": "what it clips is meant to be lost, and the remaining error averages out",
+    "vote": "a vote has no magnitude, so there is no rest to keep",
+    "own": "it has its own",
 }
 
-#: Collective → why a method that does not name it cannot do with it.
+#: Collective → why a method that does not list it cannot use it.
 EXCHANGES = {
     "all_reduce": "its messages cannot be summed on the way",
-    "all_gather": "what it sends is summed on the way; gathering would cost more with every worker",
-    "all_to_all": "it has nothing that an owner of each shard could sum up",
+    "all_gather": "its messages are summed on the way; gathering would cost more with every worker",
+    "all_to_all": "it has nothing that the owner of a shard could sum",
 }
 
-#: One method, or name pattern → method.
+#: One method, or a mapping name pattern → method.
 Methods = Method | Mapping[str, Method]
+#: "flat", "node", or two process groups: (inside a machine, between machines).
+HierarchyLike = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
-def has_memory(method: Method, memory: bool | None) -> bool:
-    """Whether this method runs with a memory; None asks for what suits it.
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are averaged. Invalid combinations raise ValueError or TypeError here.
 
-    >>> from pufferfish.compression import QSGD, TopK
-    >>> has_memory(TopK(), None), has_memory(TopK(), False), has_memory(QSGD(), None)
-    (True, False, False)
-    >>> has_memory(QSGD(), True)
+    Args:
+        method: A method, or a mapping name pattern → method, in which the first match counts. Parameters that match
+            no pattern are sent uncompressed. Patterns match parameter or module names.
+        error_feedback: None: as suits the method. False: off.
+        scope: "layer", or "global": a sparsifier chooses among the elements of all tensors.
+        exchange: For methods that support several collectives: "all_to_all" (owners sum their shard, compress it again
+            and send it to all) or "all_gather" (everything goes to everyone, compressed once). None: the method's default.
+        hierarchy: "node": workers of one machine (LOCAL_WORLD_SIZE, consecutive ranks) average uncompressed, and one
+            compressed copy of each tensor is sent between machines. Error feedback then belongs to machines. Or two
+            process groups: (inside, between).
+        seed: Seed of the methods' random numbers. The global generators are never used.
+        smallest: 1-D tensors, and tensors with fewer elements, are sent uncompressed (except in 16-bit averages).
+            0 compresses everything that the method can.
+        nonfinite: "nan": if any worker's gradients are not finite, all results are NaN. "zero": all are zero, for loops
+            that do not check.
+        overlap: True: buckets of 25 MiB (the first: 1 MiB) are sent during the backward pass; methods with several rounds
+            finish after it. False: everything is sent after it, in the fewest messages. None: True for uncompressed
+            and 16-bit averages.
+
+    >>> from pufferfish.compression import QSGD
+    >>> Settings(QSGD(), error_feedback=True)
     Traceback (most recent call last):
-    ValueError: QSGD goes without a memory: its errors average out by themselves; ...
+    ValueError: QSGD works without error feedback: its errors average out; ...
     """
-    why_not = KINDS[method.kind]
-    if memory and why_not:
-        raise ValueError(f"{type(method).__name__} goes without a memory: {why_not}; leave memory=None")
-    return not why_not if memory is None else memory
 
+    method: Methods
+    _: dataclasses.KW_ONLY
+    error_feedback: bool | None = None
+    scope: Literal["layer", "global"] = "layer"
+    exchange: str | None = None
+    hierarchy: HierarchyLike = "flat"
+    seed: int = 0
+    smallest: int = 1024
+    nonfinite: Literal["nan", "zero"] = "nan"
+    overlap: bool | None = None
 
-def by_pattern(methods: Methods) -> dict[str, Method]:
-    """Name pattern → method, for one method or several."""
-    return dict(methods) if isinstance(methods, Mapping) else {"*": methods}
+    def __post_init__(self) -> None:
+        if self.exchange is not None and self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange={self.exchange!r} is not one of {', '.join(EXCHANGES)}")
+        for name, words in (("scope", ("layer", "global")), ("nonfinite", ("nan", "zero"))):
+            if getattr(self, name) not in words:
+                raise ValueError(f'{name}={getattr(self, name)!r} is neither "{words[0]}" nor "{words[1]}"')
+        for name in ("seed", "smallest"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not an integer ≥ 0")
+        two_groups = isinstance(self.hierarchy, tuple) and len(self.hierarchy) == 2
+        if not two_groups and self.hierarchy not in ("flat", "node"):
+            raise ValueError(
+                f'hierarchy={self.hierarchy!r} is neither "flat" nor "node" nor two groups: (inside, between)'
+            )
+        if self.overlap not in (None, True, False):
+            raise ValueError(f"overlap={self.overlap!r} is not None, True or False")
+        if self.overlap and (self.scope == "global" or self.hierarchy != "flat"):
+            raise ValueError(
+                'overlap=True: scope="global" and hierarchy="node" need all gradients at once; leave overlap=None'
+            )
+        if isinstance(self.method, Mapping) and not self.method:
+            raise ValueError(
+                "a mapping of methods needs at least one pattern; NoCompression() compresses nothing"
+            )
+        for pattern, method in self.by_pattern.items():
+            self._check(method, pattern)
 
-
-def check(methods: Methods, memory: bool | None, scope: str, exchange: str | None = None) -> None:
-    """Refuse combinations that make no sense, before anything runs."""
-    if exchange is not None and exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r} is not one of {', '.join(EXCHANGES)}")
-    if scope not in ("layer", "global"):
-        raise ValueError(f'scope={scope!r} is neither "layer" nor "global"')
-    if isinstance(methods, Mapping) and not methods:
-        raise ValueError(
-            "a mapping of methods needs at least one pattern; NoCompression() leaves all as it is"
-        )
-    for pattern, method in by_pattern(methods).items():
-        name: Any = getattr(method, "__name__", type(method).__name__)
+    def _check(self, method: Any, pattern: str) -> None:
+        name = getattr(method, "__name__", type(method).__name__)
         if not isinstance(method, Method) or not dataclasses.is_dataclass(method):
-            place = f", for {pattern!r}," if isinstance(methods, Mapping) else ""
+            place = f", for {pattern!r}," if isinstance(self.method, Mapping) else ""
             hint = f"; write {name}()" if isinstance(method, type) else ""
-            hint = "; write pf.compression.PowerSGD(…) or alike" if isinstance(method, str) else hint
+            hint = "; write pf.compression.PowerSGD(…) or another class" if isinstance(method, str) else hint
             raise TypeError(f"{name}{place} is not a compression method{hint}")
         if method.kind not in KINDS:
             raise ValueError(f"{name}: kind {method.kind!r} is not one of {', '.join(KINDS)}")
-        has_memory(method, memory)
-        if exchange is not None and exchange not in method.exchanges:
-            can = f"it has {', '.join(method.exchanges)}" if method.exchanges else "leave exchange=None"
-            raise ValueError(f"{name} does not go by {exchange}: {EXCHANGES[exchange]}; {can}")
-        if scope == "global" and not method.sparse:
+        if self.error_feedback and KINDS[method.kind]:
+            raise ValueError(
+                f"{name} works without error feedback: {KINDS[method.kind]}; leave error_feedback=None"
+            )
+        if self.exchange is not None and self.exchange not in method.exchanges:
+            hint = f"it supports {', '.join(method.exchanges)}" if method.exchanges else "leave exchange=None"
+            raise ValueError(f"{name} does not support {self.exchange}: {EXCHANGES[self.exchange]}; {hint}")
+        if self.scope == "global" and not method.sparse:
             raise ValueError(
                 f'{name} treats every tensor on its own; scope="global" is for methods that choose elements'
             )
 
+    @property
+    def by_pattern(self) -> dict[str, Method]:
+        """Name pattern → method, for one method or several."""
+        return dict(self.method) if isinstance(self.method, Mapping) else {"*": self.method}
 
-def check_numbers(**settings: Any) -> None:
-    """Refuse what is no count."""
-    for name, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name}={value!r} is not a whole number ≥ 0")
+    def has_error_feedback(self, method: Method) -> bool:
+        """Whether `method` runs with error feedback under these settings.
 
+        >>> from pufferfish.compression import QSGD, TopK
+        >>> settings = Settings(TopK())
+        >>> settings.has_error_feedback(TopK()), settings.has_error_feedback(QSGD())
+        (True, False)
+        """
+        return self.error_feedback is not False and not KINDS[method.kind]
 
-def check_words(nonfinite: Any, overlap: Any, at_once: bool) -> None:
-    """Refuse other words than there are, and overlap where all gradients are needed `at_once`."""
-    if nonfinite not in ("nan", "zero"):
-        raise ValueError(f'nonfinite={nonfinite!r} is neither "nan" nor "zero"')
-    if overlap not in (None, True, False):
-        raise ValueError(f"overlap={overlap!r} is none of None, True, False")
-    if overlap and at_once:
-        raise ValueError(
-            'overlap=True: scope="global" and levels="node" need all gradients at once; leave overlap=None'
-        )
+    def choose(self, names: Iterable[str]) -> dict[str, Method]:
+        """Return the method of each parameter: that of the first pattern that matches, or `NoCompression`.
+
+        >>> from pufferfish.compression import PowerSGD, TopK
+        >>> settings = Settings({"embed": TopK(), "*": PowerSGD(2)})
+        >>> settings.choose(["embed.weight", "fc.weight"])["fc.weight"]
+        PowerSGD(rank=2)
+        """
+        patterns = self.by_pattern
+        return {
+            name: next((m for pattern, m in patterns.items() if matches(name, pattern)), NoCompression())
+            for name in names
+        }
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Raise ValueError if a pattern matches none of `names`, or only names that earlier patterns match."""
+        names = list(names)
+        left = set(names)
+        for pattern in self.by_pattern if names and isinstance(self.method, Mapping) else ():
+            mine = {name for name in names if matches(name, pattern)}
+            if mine and not mine & left and pattern != "*":  # "*" may be for what is left, if anything
+                raise ValueError(
+                    f"the pattern {pattern!r} comes after patterns that match the same parameters, and the first match "
+                    "counts; put it first"
+                )
+            left -= mine
+            if not mine:
+                raise ValueError(
+                    f"the pattern {pattern!r} matches no parameter; there are {', '.join(names[:5])} …"
+                )
+
+    def warn_unused(self, used: Set[Method], stacklevel: int) -> None:
+        """Warn about methods that compress no parameter of the model."""
+        for method in self.by_pattern.values():
+            if method not in used:
+                warnings.warn(
+                    f"{method!r} compresses nothing here: its parameters are 1-D, have fewer than "
+                    f"smallest={self.smallest} elements or would not become smaller, and are sent uncompressed",
+                    stacklevel=stacklevel,
+                )
 
 
 def matches(name: str, pattern: str) -> bool:
-    """A pattern names a parameter or a module that it is in.
+    """Whether a pattern matches a parameter's name or that of a module around it.
 
     >>> [matches("block.fc.weight", pattern) for pattern in ("block.fc.weight", "*.fc", "block", "fc")]
     [True, True, True, False]
     """
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
-
-
-def choose(methods: Methods, names: Iterable[str]) -> dict[str, Method]:
-    """The method for each parameter: that of the first pattern that matches, or none.
-
-    >>> from pufferfish.compression import PowerSGD, TopK
-    >>> chosen = choose({"embed": TopK(), "*": PowerSGD(2)}, ["embed.weight", "fc.weight"])
-    >>> chosen["fc.weight"]
-    PowerSGD(rank=2)
-    """
-    patterns = by_pattern(methods)
-    return {
-        name: next((m for pattern, m in patterns.items() if matches(name, pattern)), NoCompression())
-        for name in names
-    }
-
-
-def refuse_unmatched(methods: Methods, names: Iterable[str]) -> None:
-    """A pattern that means nothing here is a mistake."""
-    names = list(names)
-    left = set(names)
-    for pattern in by_pattern(methods) if names and isinstance(methods, Mapping) else ():
-        mine = {name for name in names if matches(name, pattern)}
-        if mine and not mine & left and pattern != "*":  # which is for what others have left, if anything
-            raise ValueError(
-                f"the pattern {pattern!r} comes after others that match all it does, and the first counts; put it before"
-            )
-        left -= mine
-        if not mine:
-            raise ValueError(
-                f"the pattern {pattern!r} matches no parameter; there are {', '.join(names[:5])} …"
-            )
-
-
-def warn_of_idle(methods: Methods, used: Set[Method], smallest: int) -> None:
-    """A method that nothing goes through is a mistake too, but of what a model has."""
-    for method in by_pattern(methods).values():
-        if method not in used:
-            warnings.warn(
-                f"{method!r} compresses nothing here: what it is for is 1-D, below smallest={smallest} elements or would "
-                "not become smaller, and travels as it is",
-                stacklevel=5,
-            )

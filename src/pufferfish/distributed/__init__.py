@@ -1,1 +1,1 @@
-"""Work that several processes do together: agreeing, sharing out SVDs, re-wrapping DDP, exact averages."""
+"""Cooperation of the workers of a job: agreement, shared SVDs, DDP re-wrapping, exact averages, the finite guard."""

@@ -1,4 +1,4 @@
-"""`FiniteGuard`: a loss or gradient that is not finite, found out together, before the optimizer takes it."""
+"""`FiniteGuard`: detects losses and gradients that are not finite, on all workers, before the optimizer uses them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.names import own_name, unwrap
-from ..switching.job import Job
+from .job import Job
 
 
 class FiniteGuard:
-    """Asked between `backward` and `optimizer.step`: may this update be made?
+    """Call it between `backward` and `optimizer.step`: it returns whether loss and gradients are finite.
 
-    The answer is the same on every rank of the DDP or sharded model, so none steps or stops alone. It costs a
-    pass over the gradients, an all-reduce of one byte a parameter tensor, and a wait for the device.
+    The answer is the same on every worker of the DDP or sharded model, so that all of them skip an update or none. It
+    costs a pass over the gradients, an all-reduce of one byte per parameter tensor, and a synchronization with the
+    device.
 
-    A skipped update changes neither parameters nor moments. What the forward pass has changed already, such
-    as the running statistics of a batch norm, stays changed. With a `GradScaler` unscale first, take "skip",
-    and call `scaler.update()` in any case, so that the scale comes down.
+    A skipped update changes neither parameters nor optimizer state. Changes by the forward pass, such as the running
+    statistics of a batch norm, remain. With a `GradScaler`, call `unscale_` first, use "skip", and call
+    `scaler.update()` in any case, so that the scale is reduced.
 
     Args:
-        model: plain, DDP, compiled or sharded. Its parameters are looked up at every call.
-        on_bad: "raise" a FloatingPointError on all ranks, or "skip" the update with a warning.
-        limit: so many skipped in a row raise all the same; a model that is lost does not come back.
+        model: Plain, DDP, compiled or sharded. Its parameters are looked up at every call.
+        on_bad: "raise" a FloatingPointError on all workers, or "skip" the update with a warning.
+        limit: Number of consecutive skipped updates that raises an error in any case.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,19 +47,23 @@ class FiniteGuard:
         if on_bad not in ("raise", "skip"):
             raise ValueError(f'FiniteGuard: on_bad={on_bad!r} is neither "raise" nor "skip"')
         if limit < 1:
-            raise ValueError(f"FiniteGuard: limit={limit} allows no update to be skipped; take 1 or more")
+            raise ValueError(f"FiniteGuard: limit={limit} is not a number of updates; use 1 or more")
         self.model = model
         self.on_bad = on_bad
         self.limit = limit
         self.calls = 0
-        self.skipped = 0  # in all
-        self.in_a_row = 0  # up to now
+        self.skipped = 0  # in total
+        self.in_a_row = 0  # consecutive skips until now
 
     def __call__(self, loss: Tensor | None = None) -> bool:
-        """True on all ranks or on none. Call it on every rank; without a loss the gradients alone are looked at."""
+        """Whether the update can be made: True on all workers or on none. Call it on every worker.
+
+        Args:
+            loss: checked together with the gradients, if given.
+        """
         workers = Job(self.model).workers
         named = [(own_name(name), p) for name, p in unwrap(self.model).named_parameters()]
-        # A byte for each parameter, for each rank's loss and for each rank's gradients: 1 is bad.
+        # A byte for each parameter, for the loss of each worker and for the gradients of each worker: 1 is bad.
         sizes = [len(named), workers.size, workers.size]
         message = torch.zeros(sum(sizes), dtype=torch.uint8, device=workers.device)
         parameters, losses, gradients = message.split(sizes)
@@ -66,22 +71,22 @@ class FiniteGuard:
         gradients[workers.rank] = parameters.any()
         if loss is not None:
             losses[workers.rank] = ~torch.isfinite(loss.detach()).all()
-        message = workers.largest(message)
+        message = workers.max(message)
         self.calls += 1
         if not message.any():
             self.in_a_row = 0
             return True
         parameters, losses, gradients = message.split(sizes)
         names = [name for (name, _), bad in zip(named, parameters.tolist(), strict=True) if bad]
-        told = f"FiniteGuard, call {self.calls}: {_words(names, losses.tolist(), gradients.tolist())}"
+        problem = f"FiniteGuard, call {self.calls}: {_describe(names, losses.tolist(), gradients.tolist())}"
         if self.on_bad == "raise":
-            raise FloatingPointError(f'{told}; on_bad="skip" leaves such updates out')
+            raise FloatingPointError(f'{problem}; use on_bad="skip" to skip such updates')
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
-            raise FloatingPointError(f"{told}; so it was {self.in_a_row} times in a row, which is the limit")
+            raise FloatingPointError(f"{problem}; {self.in_a_row} times in a row, which is the limit")
         self.skipped += 1
         if workers.rank == 0:
-            warnings.warn(f"{told}; update skipped", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{problem}; update skipped", RuntimeWarning, stacklevel=2)
         return False
 
     def state_dict(self) -> dict[str, int]:
@@ -89,13 +94,13 @@ class FiniteGuard:
         return {"calls": self.calls, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there."""
+        """Load the counts."""
         self.calls, self.skipped, self.in_a_row = state["calls"], state["skipped"], state["in_a_row"]
 
 
 @torch.no_grad()
 def _bad_gradients(params: list[nn.Parameter], device: torch.device) -> Tensor:
-    """For each parameter whether its gradient holds an infinity or NaN."""
+    """Whether the gradient of each parameter contains an infinity or NaN."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for i, p in enumerate(params):
         if p.grad is not None:
@@ -105,19 +110,19 @@ def _bad_gradients(params: list[nn.Parameter], device: torch.device) -> Tensor:
                 kinds.setdefault((g.device, g.dtype), {})[i] = g
     bad = torch.zeros(len(params), dtype=torch.bool, device=device)
     for gradients in kinds.values():
-        # The largest entry, not the length: squares of finite numbers may overflow.
+        # The maximum norm: the Euclidean norm of finite numbers may overflow.
         largest = torch._foreach_norm(list(gradients.values()), math.inf)
         where = torch.tensor(list(gradients), device=device)
         bad[where] = ~torch.isfinite(torch.stack(list(largest))).to(device)
     return bad
 
 
-def _words(names: list[str], losses: list[int], gradients: list[int]) -> str:
-    """What is bad where. A process that is alone need not be told its rank."""
+def _describe(names: list[str], losses: list[int], gradients: list[int]) -> str:
+    """Text of what is not finite, and on which ranks if there are several."""
 
-    def on(ranks: list[int]) -> str:
-        which = ", ".join(str(rank) for rank, bad in enumerate(ranks) if bad)
-        return f" on rank {which}" if len(ranks) > 1 else ""
+    def on(bad: list[int]) -> str:
+        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad)
+        return f" on rank {ranks}" if len(bad) > 1 else ""
 
     parts = []
     if any(losses):

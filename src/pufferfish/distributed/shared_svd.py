@@ -1,69 +1,120 @@
-"""The layers' spectra and SVDs, each computed once in the whole job: shared out by cost, then sent to all."""
+"""Spectra and SVDs of a model's weights, each computed by one worker and broadcast to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..layers import Matrix
 from ..layers.names import named_modules
-from ..lowrank.factorize import Fill, by_svd, empty_factors
-from ..planning import svd
-from ..planning.candidates import candidates
+from ..lowrank.factorize import Fill, empty_factors, svd_factors
 from ..planning.plan import Entry, Plan
-from .workers import Workers, balanced, svd_cost
+from ..planning.planner import factorizable, matrix_spectrum
+from .workers import Workers
+
+#: Given all matrices and the rank that owns each of them, by entry name: calls a function with the matrices of this
+#: worker and their whole weights, and returns the results by entry name.
+Compute = Callable[[list[Entry], dict[str, int], Callable[[Entry, Tensor], Tensor]], dict[str, Tensor]]
 
 
-def spectra(model: nn.Module, workers: Workers, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """`planning.spectra` on many ranks."""
-    entries, live = candidates(model, None)
-    wanted = None if names is None else set(names)
-    entries = [
-        e for e in entries if e.matrix is not None and not e.reason and (wanted is None or e.name in wanted)
-    ]
-    owned = owners(entries, workers.size)
-    found = {}
-    for e, owner in owned:  # all ranks compute at once
+def spectra(
+    model: nn.Module,
+    workers: Workers,
+    names: Iterable[str] | None = None,
+    compute: Compute | None = None,
+) -> dict[str, Tensor]:
+    """Compute `pufferfish.spectra` on all workers of a job.
+
+    Args:
+        model: dense model, the same on all workers.
+        names: entries to compute, if not all.
+        compute: supplies the weights where `model` is only an outline of a sharded model.
+    """
+    weights = factorizable(model, names)
+    entries = [e for e, _ in weights]
+    owner = owners(entries, workers.size)
+
+    def on_this_worker() -> dict[str, Tensor]:
+        if compute is not None:
+            return compute(entries, owner, matrix_spectrum)
+        return {e.name: matrix_spectrum(e, weight) for e, weight in weights if owner[e.name] == workers.rank}
+
+    own = workers.run_on_all(on_this_worker)
+    result = {}
+    for e in entries:
         assert e.matrix is not None
-        weight = live[e.layer].get_parameter(e.matrix.weight).detach()
-        found[e.name] = torch.full((e.matrix.full_rank,), torch.nan, dtype=torch.float64)
-        if owner == workers.rank and torch.isfinite(weight).all():
-            found[e.name] = svd.spectrum(e.matrix.unroll(weight))
-    for e, owner in owned:  # and then tell
-        found[e.name] = workers.share(found[e.name].to(workers.device), owner).cpu()
-    for name, values in found.items():  # after the last message: every rank raises, none waits
-        if values.isnan().any():
-            raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
-    return found
+        values = own.get(e.name, torch.empty(e.matrix.full_rank, dtype=torch.float64))
+        result[e.name] = workers.broadcast_tensor(values.to(workers.device), owner[e.name]).cpu()
+    return result
 
 
 def factors(model: nn.Module, plan: Plan, workers: Workers) -> Fill:
-    """What `convert` fills the factors with."""
-    layers = {name: m for name, _, m in named_modules(model)}
+    """The factors of a resolved plan, for `replace_layers_`. Each worker computes its share of the SVDs at once."""
+    layers = {name: module for name, _, module in named_modules(model)}
     entries = [e for e in plan if e.rank is not None]
-    owner = {e.name: rank for e, rank in owners(entries, workers.size)}
-    mine = {
-        e.name: by_svd(e, layers[e.layer].get_parameter(e.matrix.weight))
+    owner = owners(entries, workers.size)
+    own = {
+        e.name: svd_factors(e, layers[e.layer].get_parameter(e.matrix.weight))
         for e in entries
         if e.matrix is not None and owner[e.name] == workers.rank
     }
-    del layers  # no reference to a dense layer outlives the switch
+    del layers  # keep no reference to dense layers, so that they are freed when they are replaced
 
     def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        if e.name in mine:
-            down, up, error = mine.pop(e.name)
-            down, up = (x.to(weight.dtype).contiguous() for x in (down, up))
-        else:
-            (down, up), error = empty_factors(e, weight), None
-        lost = torch.tensor([error or 0.0], dtype=torch.float64, device=weight.device)
-        for x in (down, up, lost):
-            workers.share(x, owner[e.name])
-        return down, up, float(lost)
+        return broadcast_factors(e, own.pop(e.name, None), weight, workers, owner[e.name])
 
     return fill
 
 
-def owners(entries: list[Entry], size: int) -> list[tuple[Entry, int]]:
-    """Which rank takes which matrix."""
-    return list(zip(entries, balanced([svd_cost(e.matrix) for e in entries if e.matrix], size), strict=True))
+def broadcast_factors(
+    e: Entry, own: tuple[Tensor, Tensor, float | None] | None, weight: Tensor, workers: Workers, source: int
+) -> tuple[Tensor, Tensor, float]:
+    """Broadcast the factors and the relative error of one matrix.
+
+    Args:
+        own: from `svd_factors`, on the worker `source`.
+        weight: gives dtype and device.
+    """
+    if own is None:
+        (down, up), error = empty_factors(e, weight), None
+    else:
+        down, up, error = own
+        down, up = (x.to(weight.dtype).contiguous() for x in (down, up))
+    error_tensor = torch.tensor([error or 0.0], dtype=torch.float64, device=weight.device)
+    for x in (down, up, error_tensor):
+        workers.broadcast_tensor(x, source)
+    return down, up, float(error_tensor)
+
+
+def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:
+    """Rank of the worker that computes each matrix, by entry name; all matrices of one parameter have the same."""
+    costs: dict[str, float] = {}
+    parameter: dict[str, str] = {}
+    for e in entries:
+        assert e.matrix is not None
+        parameter[e.name] = f"{e.layer}.{e.matrix.weight}"
+        costs[parameter[e.name]] = costs.get(parameter[e.name], 0.0) + svd_cost(e.matrix)
+    owner = dict(zip(costs, balance(list(costs.values()), size), strict=True))
+    return {name: owner[weight] for name, weight in parameter.items()}
+
+
+def svd_cost(x: Matrix) -> float:
+    """Approximate FLOPs of one truncated SVD: the Gram matrix and its eigenvectors."""
+    short, long = sorted((x.m, x.n))
+    return x.blocks * (2.0 * short * short * long + 9.0 * short**3)
+
+
+def balance(costs: Sequence[float], workers: int) -> list[int]:
+    """Assign tasks to workers: the largest first, each to the worker with the least load.
+
+    >>> balance([5, 4, 3, 3], 2)
+    [0, 1, 1, 0]
+    """
+    load = [0.0] * workers
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner[i] = min(range(workers), key=load.__getitem__)
+        load[owner[i]] += costs[i]
+    return owner

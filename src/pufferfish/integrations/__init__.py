@@ -1,1 +1,1 @@
-"""Thin adapters to training libraries. Each file needs its library, and nothing else here imports it."""
+"""Thin adapters to training libraries. Each module needs its library; no other module imports it."""

@@ -1,6 +1,6 @@
-"""Accelerate: the switch in `save_state` and `load_state`, and a communication hook given to `prepare`.
+"""Accelerate: save the switch with `save_state` and `load_state`, and register a communication hook in `prepare`.
 
-`switch.step(model, optimizer, …)` itself takes what `accelerator.prepare` returned.
+`switch.step(model, optimizer, …)` accepts the objects that `accelerator.prepare` returns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FILE = "switch.json"
 def checkpoint_with(
     accelerator: Accelerator, switch: Switch, model: nn.Module, optimizer: Optimizers
 ) -> None:
-    """Make `accelerator.save_state` keep the switch, and `load_state` give the model its structure first.
+    """Make `accelerator.save_state` save the switch, and `load_state` restore the model's structure first.
 
-    Call it once, with what `accelerator.prepare` returned. A checkpoint from after the switch then loads into
-    the dense model that the script builds.
+    Call it once, with the objects that `accelerator.prepare` returns. A checkpoint saved after the switch then
+    loads into the dense model that the script builds.
 
     >>> import pufferfish as pf, tempfile, torch
     >>> def build():
@@ -48,13 +48,13 @@ def checkpoint_with(
     """
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        everywhere = accelerator.project_configuration.save_on_each_node
-        if accelerator.is_local_main_process if everywhere else accelerator.is_main_process:
+        each_node = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
             Path(folder, _FILE).write_text(json.dumps(switch.state_dict()))
 
     def load(models: list[nn.Module], folder: str) -> None:
         file = Path(folder, _FILE)
-        # A checkpoint without our file comes from an ordinary dense run.
+        # A checkpoint without this file comes from a dense run without a switch.
         state = json.loads(file.read_text()) if file.is_file() else Switch().state_dict()
         switch.restore_(model, optimizer, state)
 
@@ -64,7 +64,7 @@ def checkpoint_with(
 
 @dataclass
 class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
-    """Arguments for DDP, and `register`, which is called with the wrapper as soon as `prepare` has made it.
+    """Keyword arguments for DDP, and `register`, which `prepare` calls with the new DDP wrapper.
 
     >>> import pufferfish as pf
     >>> kwargs = HookKwargs(register=print, bucket_cap_mb=50)
@@ -77,13 +77,13 @@ class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Accelerate looks handlers up by their exact class and would not know this one."""
+        """Accelerate finds handlers by their exact class, so this one reports the base class."""
         return DistributedDataParallelKwargs
 
     def to_dict(self, ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
-        """What DDP itself is given; without copying what `register` may hold on to."""
-        ours = {"register", "comm_hook", "comm_wrapper", "comm_state_option", *ignore_keys}
-        return {name: value for name, value in vars(self).items() if name not in ours}
+        """Return the arguments for DDP itself, without copying objects that `register` refers to."""
+        excluded = {"register", "comm_hook", "comm_wrapper", "comm_state_option", *ignore_keys}
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         if self.register is None:

@@ -1,4 +1,4 @@
-"""Lightning: a callback that switches between two updates, for one device and DDP."""
+"""Lightning: a callback that runs the switch between two updates, on one device or under DDP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.rewrap import find_ddp
+from ..distributed.job import find_ddp
 from ..lowrank.factorize import merge_
 from ..switching.moments import AtFraction, AtStep
 from ..switching.switch import Switch
@@ -20,17 +20,18 @@ except ImportError:
 
 
 class SwitchCallback(Callback):  # type: ignore[misc]
-    """Gives every `trainer.fit` the switch: `Trainer(callbacks=[SwitchCallback(switch)])`.
+    """Calls the switch in `trainer.fit`: `Trainer(callbacks=[SwitchCallback(switch)])`.
 
-    Checkpoints from before and from after the switch can be resumed, and the latter also evaluated, with
-    the module built dense as always. Strategies that start their workers from a running process (`ddp_spawn`,
-    `ddp_fork`, `ddp_notebook`) bring the multiplied-out weights back to it.
+    Build the module dense as usual: checkpoints from before and after the switch can be resumed and evaluated.
+    Strategies that start workers from a running process (`ddp_spawn`, `ddp_fork`, `ddp_notebook`) return merged,
+    dense weights to it.
 
     Args:
-        by: whether `switch.when` is asked at every epoch or every update. By default updates for `AtStep`
-            and `AtFraction`, epochs for all others.
-        register: registers a communication hook, given the DDP wrapper; `pufferfish.exact_` for one. Lightning's
-            own `ddp_comm_hook` works on CUDA only.
+        switch: the switch to call.
+        by: call the switch at every "epoch" or "step". The default is "step" for `AtStep` and `AtFraction`, and
+            "epoch" otherwise.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+            Lightning's own `ddp_comm_hook` works only on CUDA.
 
     >>> import pufferfish as pf
     >>> switch = pf.Switch(rank=0.25, when=pf.AtFraction(0.1))
@@ -50,23 +51,22 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         self.by = by or ("step" if isinstance(switch.when, AtStep | AtFraction) else "epoch")
         self.register = register
         self._saved: dict[str, Any] | None = None
-        self._epoch: int | None = None  # the last one asked about
+        self._epoch: int | None = None  # last epoch for which the switch was called
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.strategy.restore_checkpoint_after_setup:
             raise ValueError(
-                f"SwitchCallback: the switch changes plain and DDP models; a {type(trainer.strategy).__name__} "
-                "shards them"
+                f"SwitchCallback: a {type(trainer.strategy).__name__} shards the model; use one device or DDP"
             )
 
-        # Callbacks are told of a checkpoint after the weights are loaded; only the module hears of it before.
-        def with_structure(checkpoint: dict[str, Any]) -> None:
+        # Lightning calls callbacks after it loads the weights, and only the module before.
+        def restore_structure(checkpoint: dict[str, Any]) -> None:
             type(pl_module).on_load_checkpoint(pl_module, checkpoint)
             saved = checkpoint.get("callbacks", {}).get(self.state_key)
-            # The structure only: there are no optimizers yet. Without our state it is an ordinary dense run's.
+            # Optimizers do not exist yet. A checkpoint without our state comes from a dense run without a switch.
             Switch().restore_(pl_module, None, saved["switch"] if saved else Switch().state_dict())
 
-        pl_module.on_load_checkpoint = with_structure
+        pl_module.on_load_checkpoint = restore_structure
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(pl_module).pop("on_load_checkpoint", None)
@@ -88,7 +88,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Not on_train_epoch_start: after some checkpoints Lightning leaves it out, though the epoch is new.
+        # Not in on_train_epoch_start, which Lightning skips after resuming from some checkpoints.
         epoch: int | None = None
         if self.by == "step":
             total = trainer.estimated_stepping_batches
@@ -101,13 +101,13 @@ class SwitchCallback(Callback):  # type: ignore[misc]
             if batch_idx % trainer.accumulate_grad_batches:
                 return
             for optimizer in trainer.optimizers:
-                optimizer.zero_grad()  # as Lightning is about to do; what they hold is used up
+                optimizer.zero_grad()  # as Lightning is about to do: these gradients are already used
         self.switch.step(
             trainer.strategy.model, trainer.optimizers, epoch=epoch, step=trainer.global_step,
             total=int(total) if math.isfinite(total) else None,
         )  # fmt: skip
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The process that started the workers has the dense module, takes what fits and says nothing.
+        # The process that started the workers loads the result into its dense module, ignoring other keys.
         if getattr(trainer.strategy, "_start_method", "popen") != "popen" and self.switch.low_rank:
             merge_(pl_module)

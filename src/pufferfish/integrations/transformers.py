@@ -1,8 +1,8 @@
 """The transformers Trainer: `train(trainer, switch)` in place of `trainer.train()`.
 
-The switch changes the Trainer's model, its DDP wrapper and its optimizer in place between two updates, so one
-run goes through: schedule, step count, data order and loggers see nothing. Only checkpoints need care: the
-Trainer loads one before any callback runs, and the model must have its structure by then.
+The switch changes the Trainer's model, its DDP wrapper and its optimizer in place between two updates; schedule,
+step count, data order and loggers are not affected. The Trainer loads a checkpoint before it calls any callback,
+so `train` gives the model the structure of the checkpoint first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from ..distributed.rewrap import find_ddp
+from ..distributed.job import find_ddp
 from ..switching.moments import AtFraction, AtStep
 from ..switching.switch import Switch
 
-_KEY = "pufferfish"  # in trainer_state.json, which is the last file of a checkpoint to be written
+_KEY = "pufferfish"  # in trainer_state.json, the last file of a checkpoint to be written
 
 
 def train(
@@ -32,17 +32,22 @@ def train(
     by: Literal["epoch", "step"] | None = None,
     register: Callable[[DistributedDataParallel], Any] | None = None,
 ) -> TrainOutput:
-    """`trainer.train`, with the switch in it, on one process or under DDP.
+    """Run `trainer.train` with the switch, in one process or under DDP.
 
-    Checkpoints from before and from after the switch can be resumed, with the model built dense as always.
-    `load_best_model_at_end` chooses among those since the switch. At the end the model is low-rank: call
-    `pufferfish.merge_(trainer.model)` before you save or publish it as an ordinary one.
+    Build the model dense as usual: checkpoints from before and after the switch can be resumed.
+    `load_best_model_at_end` considers only checkpoints after the switch. The trained model is low-rank: call
+    `pufferfish.merge_(trainer.model)` to save or publish it as a dense one.
 
     Args:
-        resume_from_checkpoint: as in `trainer.train`; True takes the last one in the output folder.
-        by: whether `switch.when` is asked at every epoch or every update. By default updates for `AtStep`
-            and `AtFraction`, epochs for all others.
-        register: registers a communication hook, given the DDP wrapper; `pufferfish.exact_` for one.
+        trainer: runs on one process or under DDP, not FSDP or DeepSpeed.
+        switch: the switch to call.
+        resume_from_checkpoint: as in `trainer.train`; True resumes from the last one in the output folder.
+        by: call the switch at every "epoch" or "step". The default is "step" for `AtStep` and `AtFraction`, and
+            "epoch" otherwise.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+
+    Returns:
+        The result of `trainer.train`.
 
     >>> import pufferfish as pf, tempfile, torch
     >>> from transformers import Trainer, TrainingArguments
@@ -63,7 +68,7 @@ def train(
     (4, {'layers.0': {'': 16}})
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("train: the switch changes plain and DDP models; FSDP and DeepSpeed shard them")
+        raise ValueError("train: FSDP and DeepSpeed shard the model; use one process or DDP")
     folder = resume_from_checkpoint
     if folder is True:
         folder = get_last_checkpoint(trainer.args.output_dir) or True
@@ -78,7 +83,7 @@ def train(
 
 
 class SwitchCallback(TrainerCallback):  # type: ignore[misc]
-    """What `train` adds to the Trainer. By hand, for a run that is not resumed: `trainer.add_callback(…)`."""
+    """Callback that `train` adds to the Trainer. A run that is not resumed may also add it by `add_callback`."""
 
     def __init__(
         self,
@@ -96,22 +101,22 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
         self._inside_epoch = False
 
     def load(self, folder: Path) -> None:
-        """Give the model the structure that the checkpoint has, before the Trainer loads it.
+        """Give the model the structure of the checkpoint, before the Trainer loads it.
 
-        The Trainer does not mind missing weights, so a difference must not get past here.
+        The Trainer ignores missing weights, so a difference must raise here.
         """
         file = folder / "trainer_state.json"
         if not file.is_file():
-            raise ValueError(f"{folder}: it has no {file.name}; give a folder that the Trainer saved")
-        # A checkpoint without our state comes from an ordinary dense run.
-        noted = json.loads(file.read_text()).get("stateful_callbacks") or {}
-        saved = noted.get(_KEY, Switch().state_dict())
+            raise ValueError(f"{folder}: {file.name} is missing; pass a folder that the Trainer saved")
+        # A checkpoint without our state comes from a dense run without a switch.
+        callbacks = json.loads(file.read_text()).get("stateful_callbacks") or {}
+        saved = callbacks.get(_KEY, Switch().state_dict())
         if saved["switched"] and self.trainer.model_init is not None:
             raise ValueError(
-                f"{folder}: it was saved after the switch, and model_init would build a dense model for it; "
-                "give the Trainer a model instead"
+                f"{folder}: saved after the switch, but model_init would build a dense model for it; pass model= to the "
+                "Trainer instead"
             )
-        # The structure only: the optimizer that the switch goes on with may not be there yet.
+        # Restores only the structure: the Trainer may not have created the optimizer yet.
         Switch().restore_(self.trainer.model, self.trainer.optimizer, saved)
         self._saved = saved
 
@@ -128,7 +133,7 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        # A run that resumes inside an epoch has been asked at its start already.
+        # A run that resumes inside an epoch has called the switch at its start.
         if self.by == "epoch" and not self._inside_epoch:
             self._step(state, epoch=math.ceil(state.epoch), total=state.num_train_epochs)
         self._inside_epoch = False
@@ -142,20 +147,22 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if control.should_save or control.should_evaluate:  # evaluation may find that this is the best one
-            self._note(state)
+        if (
+            control.should_save or control.should_evaluate
+        ):  # evaluation may select this checkpoint as the best
+            self._store(state)
 
     on_epoch_end = on_step_end
 
     def _step(self, state: TrainerState, epoch: int | None, total: int) -> None:
         model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
-        seen = len(self.switch.history)
+        recorded = len(self.switch.history)
         if self.switch.step(model, optimizer, epoch=epoch, step=state.global_step, total=total):
-            # The best checkpoint so far has another structure: it cannot be loaded at the end.
+            # The best checkpoint so far has another structure and cannot be loaded at the end.
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-            seen = -1
-        if seen != len(self.switch.history) or _KEY not in state.stateful_callbacks:
-            self._note(state)
+            recorded = -1
+        if recorded != len(self.switch.history) or _KEY not in state.stateful_callbacks:
+            self._store(state)
 
-    def _note(self, state: TrainerState) -> None:
+    def _store(self, state: TrainerState) -> None:
         state.stateful_callbacks[_KEY] = self.switch.state_dict()

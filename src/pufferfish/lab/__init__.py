@@ -1,1 +1,1 @@
-"""The laboratory: the paper's models and what is needed to train and compare them."""
+"""Experiments: the paper's models and tasks, and the tools to train, compare and advise."""

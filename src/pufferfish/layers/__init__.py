@@ -1,14 +1,14 @@
-"""Low-rank layers: ordinary modules with two ordinary children, and the registry that finds them."""
+"""Low-rank layers: ordinary modules with two ordinary children, `down` and `up`."""
 
 from .attention import LowRankMultiheadAttention
-from .base import LowRank, hollow
+from .base import LowRank, low_rank_type, meta_copy, register
 from .conv import LowRankConv, LowRankConvTranspose
 from .linear import LowRankConv1D, LowRankLinear
-from .matrix import Matrix
+from .matrix import FactorMap, Matrix
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
-from .registry import low_rank_type, register
 
 __all__ = [
+    "FactorMap",
     "GateFactors",
     "LowRank",
     "LowRankConv",
@@ -20,7 +20,7 @@ __all__ = [
     "LowRankMultiheadAttention",
     "LowRankRNN",
     "Matrix",
-    "hollow",
     "low_rank_type",
+    "meta_copy",
     "register",
 ]

@@ -1,4 +1,4 @@
-"""Low-rank `nn.MultiheadAttention`: q, k, v and out each have their own two factors, over all heads."""
+"""Low-rank `nn.MultiheadAttention`: q, k, v and out each have two factors, shared by all heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import LowRank, wants_gradient
+from .base import LowRank, any_requires_grad, register
 from .linear import LowRankLinear
 from .matrix import Matrix
 
@@ -17,21 +17,21 @@ _INPUTS = {"q": "query", "k": "key", "v": "value"}  # in the order of `forward`'
 
 
 class LowRankMultiheadAttention(LowRank):
-    """Called like, and returns like, `nn.MultiheadAttention`, in training and in evaluation.
+    """Low-rank `nn.MultiheadAttention` with the same arguments and outputs.
 
     `q`, `k`, `v` and `out` are low-rank or plain Linear layers. The dense parameters can still be read
-    (`in_proj_weight`, `out_proj.weight` …): that is how the fused kernel of `nn.TransformerEncoderLayer`
-    goes on working in evaluation mode, on multiplied-out weights; `merge_` for fast inference.
+    (`in_proj_weight`, `out_proj.weight` …): in evaluation mode the fused kernel of
+    `nn.TransformerEncoderLayer` runs on these products. Call `merge_` for fast inference.
     """
 
-    # Copied from the dense layer:
+    # Copied from the dense layer by the base class.
     embed_dim: int
     num_heads: int
     head_dim: int
     dropout: float
     batch_first: bool
     add_zero_attn: bool
-    # Set by name below:
+    # Registered by name in __init__.
     q: nn.Linear | LowRankLinear
     k: nn.Linear | LowRankLinear
     v: nn.Linear | LowRankLinear
@@ -51,51 +51,40 @@ class LowRankMultiheadAttention(LowRank):
         for name in ("bias_k", "bias_v"):
             value = getattr(dense, name)
             meta = None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
-            self.__dict__.pop(name, None)  # copied as a plain None by the base class
+            self.__dict__.pop(name, None)  # the base class copied it as a plain None
             self.register_parameter(name, meta)
 
     @classmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:
         dense = cast(nn.MultiheadAttention, dense)
-        found = []
         E = dense.embed_dim
+
+        def matrix(name: str, n: int, **place: Any) -> Matrix:
+            return Matrix(name=name, dense=f"{name}.weight", shape=(E, n), m=E, n=n, down_row=(n,), **place)
+
+        matrices = []
+        bias = None if dense.in_proj_bias is None else "in_proj_bias"
         for i, (name, n) in enumerate((("q", E), ("k", dense.kdim), ("v", dense.vdim))):
             shared = dense._qkv_same_embed_dim
-            found.append(
-                Matrix(
-                    name=name,
-                    weight="in_proj_weight" if shared else f"{name}_proj_weight",
-                    start=i * E if shared else 0,
-                    bias=None if dense.in_proj_bias is None else "in_proj_bias",
-                    bias_start=i * E,
-                    dense=f"{name}.weight",
-                    shape=(E, n),
-                    m=E,
-                    n=n,
-                    down_row=(n,),
-                )
-            )
+            weight, start = ("in_proj_weight", i * E) if shared else (f"{name}_proj_weight", 0)
+            matrices.append(matrix(name, n, weight=weight, start=start, bias=bias, bias_start=i * E))
         bias = None if dense.out_proj.bias is None else "out_proj.bias"
-        out = Matrix(
-            name="out", weight="out_proj.weight", bias=bias, dense="out.weight",
-            shape=(E, E), m=E, n=E, down_row=(E,),
-        )  # fmt: skip
-        return [*found, out]
+        return [*matrices, matrix("out", E, weight="out_proj.weight", bias=bias)]
 
     @classmethod
     def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        given = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
-        source: Tensor = given[_INPUTS.get(matrix.name, "query")]
+        arguments = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
+        source: Tensor = arguments[_INPUTS.get(matrix.name, "query")]
         return source.numel() // source.shape[-1]
 
     @classmethod
     def grad_positions(
         cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        given = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
-        inside = (args, kwargs, list(dense.parameters()))  # `out` sees what the layer has computed
-        source = given[_INPUTS[matrix.name]] if matrix.name in _INPUTS else inside
-        return cls.positions(matrix, args, kwargs, output) if wants_gradient(source) else 0
+        arguments = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
+        everything = (args, kwargs, list(dense.parameters()))  # the input of `out` depends on all of these
+        source = arguments[_INPUTS[matrix.name]] if matrix.name in _INPUTS else everything
+        return cls.positions(matrix, args, kwargs, output) if any_requires_grad(source) else 0
 
     @property
     def in_proj_weight(self) -> Tensor | None:
@@ -110,7 +99,7 @@ class LowRankMultiheadAttention(LowRank):
     def out_proj(self) -> nn.Module:
         return self.out
 
-    # Combines attn_mask and key_padding_mask for the fused kernel, from the module's settings alone.
+    # Called by the fused path of nn.TransformerEncoderLayer; uses only the module's settings.
     merge_masks = nn.MultiheadAttention.merge_masks
 
     def forward(
@@ -125,10 +114,10 @@ class LowRankMultiheadAttention(LowRank):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            raise RuntimeError("MultiheadAttention: is_causal is a hint about attn_mask, which is missing")
+            raise RuntimeError("MultiheadAttention: is_causal=True needs attn_mask as well")
         if query.is_nested:
-            # What nn.TransformerEncoder makes of padded batches in evaluation. Torch has one kernel for it,
-            # which its own forward calls with the multiplied-out weights above.
+            # nn.TransformerEncoder makes nested tensors of padded batches in evaluation mode. Only torch's own
+            # forward supports them, on the multiplied-out weights above.
             dense = cast(nn.MultiheadAttention, self)
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
             return nn.MultiheadAttention.forward(dense, query, key, value, *rest)
@@ -139,7 +128,7 @@ class LowRankMultiheadAttention(LowRank):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
-        # From here on (batch, time, E), then (batch, heads, time, head_dim).
+        # Shapes: (batch, time, E), then (batch, heads, time, head_dim).
         q, k, v = self.q(query), self.k(key), self.v(value)
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
@@ -150,7 +139,8 @@ class LowRankMultiheadAttention(LowRank):
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             extra += 1
-        # As torch: where nothing else is masked, the hint replaces the mask (it would hide the extra keys).
+        # Like torch, use the causal hint instead of the mask only where nothing else is masked: the hint would
+        # also hide the extra keys.
         causal = is_causal and key_padding_mask is None and not need_weights and not extra
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q, extra)
         dropout = self.dropout if self.training else 0.0
@@ -169,7 +159,7 @@ class LowRankMultiheadAttention(LowRank):
         return (output if self.batch_first else output.transpose(0, 1)), weights
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
-        """Both masks as one additive mask that broadcasts to (batch, heads, queries, keys)."""
+        """Combine both masks into one additive mask that broadcasts to (batch, heads, queries, keys)."""
         parts = []
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
@@ -184,6 +174,9 @@ class LowRankMultiheadAttention(LowRank):
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         if not mask.is_floating_point():
-            raise TypeError(f"MultiheadAttention: a mask is bool or floating-point, not {mask.dtype}")
+            raise TypeError(f"MultiheadAttention: masks must be bool or floating-point, not {mask.dtype}")
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+register(nn.MultiheadAttention, LowRankMultiheadAttention)

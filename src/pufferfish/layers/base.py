@@ -1,4 +1,4 @@
-"""What every low-rank layer shares: how it is made from its dense layer and how it becomes dense again."""
+"""`LowRank`, the base class of all low-rank layers, and the registry that maps dense types to low-rank types."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .matrix import Matrix
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class LowRank(nn.Module, ABC):
-    """A dense layer of which some matrices are two thin ones, `down` (first) and `up` (second).
+    """A layer in which some weight matrices are products of two thin ones, `down` (first) and `up` (second).
 
-    A subclass says which matrices a dense layer has (`matrices`), builds the children in `__init__` and
-    computes with them in `forward`. The constructor makes the *structure* only, on the meta device;
-    `pufferfish.factorize_`, `reshape_` and `load` put the tensors in.
+    A subclass lists the matrices of its dense layer (`matrices`), builds the children in `__init__` and
+    computes with them in `forward`. The constructor builds the structure only, on the meta device;
+    `pufferfish.factorize_`, `reshape_` and `load` fill in the tensors.
+
+    Args:
+        dense: Layer to replace. Its public attributes are copied.
+        ranks: Rank of each factorized matrix, by `Matrix.name`.
     """
 
     ranks: dict[str, int]
@@ -27,12 +35,11 @@ class LowRank(nn.Module, ABC):
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__()
         if "forward" in vars(dense):
-            # Copied below like any attribute, it would go on computing with the dense weights.
-            raise ValueError(
-                f"{type(dense).__name__}: its forward was replaced; restore it before factorizing"
-            )
-        # The dense layer without its tensors: what `merge_` fills again. In a tuple, so that it is not a child.
-        self._dense = (hollow(dense),)
+            # Copied below like any attribute, it would still compute with the dense weights.
+            kind = type(dense).__name__
+            raise ValueError(f"{kind}: its forward was replaced; restore it before factorizing")
+        # The dense layer without its tensors, which `merge_` fills again. In a tuple, so that it is not a child.
+        self._dense = (meta_copy(dense),)
         self.ranks = dict(ranks)
         for name, value in vars(dense).items():
             if not name.startswith("_"):  # in_features, stride, training, …
@@ -41,23 +48,22 @@ class LowRank(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:
-        """The matrices of `dense` that may be factorized."""
+        """Weight matrices of `dense` that can be factorized."""
 
     @classmethod
     def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-        """How many vectors `matrix` was multiplied with in one call: MACs = positions × weights."""
-        count: int = output.numel() // (matrix.blocks * matrix.m)
-        return count
+        """Number of vectors multiplied by `matrix` in one call of the layer: MACs = positions × weights."""
+        return int(output.numel() // (matrix.blocks * matrix.m))
 
     @classmethod
     def grad_positions(
         cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """How many of those vectors backward wants the gradient of."""
-        return cls.positions(matrix, args, kwargs, output) if wants_gradient((args, kwargs)) else 0
+        """Number of these vectors whose gradient is computed in backward."""
+        return cls.positions(matrix, args, kwargs, output) if any_requires_grad((args, kwargs)) else 0
 
     def factors(self) -> dict[Matrix, tuple[Tensor, Tensor]]:
-        """The (down, up) weights of every matrix that is factorized."""
+        """(down, up) weights of every factorized matrix."""
         return {
             x: (self.get_parameter(x.down), self.get_parameter(x.up))
             for x in self.matrices(self._dense[0])
@@ -65,36 +71,102 @@ class LowRank(nn.Module, ABC):
         }
 
     def product(self, name: str = "") -> Tensor:
-        """The dense parameter that the factors of one matrix stand for."""
+        """Product of the factors of one matrix, in the shape of the dense parameter."""
         return next(x.product(*pair) for x, pair in self.factors().items() if x.name == name)
 
     def extra_repr(self) -> str:
         return f"rank={self.ranks['']}" if list(self.ranks) == [""] else f"ranks={self.ranks}"
 
 
-def wants_gradient(values: Any) -> bool:
+class LowRankSingle(LowRank):
+    """Base class of layers with a single matrix: `up` is applied to the output of `down`."""
+
+    down: nn.Module
+    up: nn.Module
+
+    @property
+    def weight(self) -> Tensor:
+        """Product of the factors, in the shape of the dense weight. Read-only."""
+        return self.product()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return cast("Tensor | None", self.up.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, self.up(self.down(input)))
+
+
+#: Low-rank type of each dense type, or of its dotted name.
+_REGISTRY: dict[type[nn.Module] | str, type[LowRank]] = {}
+
+
+def register(dense: type[nn.Module] | str, low_rank: type[LowRank]) -> None:
+    """Register the low-rank form of a dense layer type.
+
+    Types match exactly: a subclass of `nn.Linear` may compute something else, so it stays dense until it is
+    registered itself. `dense` may be a dotted name, so that its module need not be imported.
+
+    >>> import torch, pufferfish as pf
+    >>> class MyLinear(nn.Linear):
+    ...     pass
+    >>> model = nn.Sequential(MyLinear(64, 64))
+    >>> pf.plan(model).entries[0].reason
+    'unsupported: no low-rank form is registered for MyLinear'
+    >>> pf.register(MyLinear, pf.layers.LowRankLinear)
+    >>> pf.plan(model).entries[0].rank
+    16
+    """
+    if not (isinstance(low_rank, type) and issubclass(low_rank, LowRank)):
+        raise TypeError(f"register: {low_rank!r} is not a subclass of pufferfish.layers.LowRank")
+    if not (isinstance(dense, str) or (isinstance(dense, type) and issubclass(dense, nn.Module))):
+        raise TypeError(f"register: {dense!r} is neither a subclass of nn.Module nor its dotted name")
+    _REGISTRY[dense] = low_rank
+
+
+def low_rank_type(dense: type[nn.Module]) -> type[LowRank] | None:
+    """Low-rank type registered for a dense type, or None."""
+    return _REGISTRY.get(dense) or _REGISTRY.get(f"{dense.__module__}.{dense.__qualname__}")
+
+
+def unfit_reason(module: nn.Module) -> str:
+    """Reason why a layer of a registered type cannot be factorized as it is; "" if it can."""
+    if "forward" in vars(module):
+        return "unsupported: its forward was replaced"
+    for child in module.modules():
+        if hasattr(child, "parametrizations"):
+            return "parametrized: remove the parametrization first"
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and any(x.startswith(f"{name}_") for x in child._parameters):
+                return f"unsupported: its {name} is computed (weight_norm, spectral_norm, pruning)"
+    for parameter in module.parameters():
+        if is_lazy(parameter):
+            return "lazy: run one batch through the model first"
+        if parameter.dtype not in _FLOATS:
+            return f"quantized or unusual dtype {str(parameter.dtype).removeprefix('torch.')}"
+        if type(parameter.data) is not Tensor and type(parameter.data).__name__ != "DTensor":
+            return f"unsupported: its weight is a {type(parameter.data).__name__}, not a plain tensor"
+    return ""
+
+
+def any_requires_grad(values: Any) -> bool:
     """Whether any tensor in nested containers requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(values))
 
 
-#: Where `nn.Module` keeps the hooks that see a module's inputs and outputs: they mean the same for the
-#: low-rank layer and move to it.
+#: Attributes of `nn.Module` with the hooks that see inputs and outputs. These hooks mean the same for the
+#: low-rank layer, so they move to it.
 CALL_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-    "_backward_pre_hooks",
-)
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_is_full_backward_hook", "_backward_pre_hooks",
+)  # fmt: skip
 
 
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy of `module` with meta tensors and without hooks.
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Copy of `module` with meta tensors and without hooks.
 
-    >>> layer = hollow(nn.Linear(4, 2))
+    >>> layer = meta_copy(nn.Linear(4, 2))
     >>> layer.weight.device, layer.in_features
     (device(type='meta'), 4)
     """
@@ -104,8 +176,7 @@ def hollow(module: nn.Module) -> nn.Module:
             if name.endswith("_hooks") or "_hooks_" in name:
                 memo[id(value)] = OrderedDict()
     for parameter in module.parameters():
-        meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        memo[id(parameter)] = meta
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)

@@ -7,12 +7,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from .base import LowRank
+from .base import LowRankSingle, register
 from .matrix import Matrix
 
 
-class LowRankLinear(LowRank):
-    """`y = U (V x) + b`, as two plain `nn.Linear`: `down` holds V (r × n), `up` holds U (m × r) and b.
+class LowRankLinear(LowRankSingle):
+    """`y = U (V x) + b`, as two plain `nn.Linear` layers: `down` holds V (r × n), `up` holds U (m × r) and b.
 
     >>> import torch
     >>> layer = LowRankLinear(nn.Linear(64, 32), {"": 8})
@@ -24,6 +24,8 @@ class LowRankLinear(LowRank):
     )
     """
 
+    _transposed = False  # whether the dense weight is stored n × m
+
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__(dense, ranks)
         (matrix,) = self.matrices(dense)
@@ -33,32 +35,20 @@ class LowRankLinear(LowRank):
 
     @classmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:
-        m, n = cast(Tensor, dense.weight).shape
+        shape, transposed = tuple(cast(Tensor, dense.weight).shape), cls._transposed
+        m, n = shape[::-1] if transposed else shape
         bias = None if dense.bias is None else "bias"
-        return [Matrix(name="", weight="weight", bias=bias, shape=(m, n), m=m, n=n, down_row=(n,))]
-
-    @property
-    def weight(self) -> Tensor:
-        """The product of the factors, shaped like the dense layer's weight. Read-only."""
-        return self.product()
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.up.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.up(self.down(input))
-        return output
+        matrix = Matrix(
+            name="", weight="weight", bias=bias, shape=shape, m=m, n=n, down_row=(n,), transposed=transposed
+        )
+        return [matrix]
 
 
 class LowRankConv1D(LowRankLinear):
-    """The same for the `Conv1D` of Hugging Face's GPT-2: a Linear whose weight is stored n × m."""
+    """Low-rank form of `Conv1D` of Hugging Face's GPT-2: a Linear whose weight is stored n × m."""
 
-    @classmethod
-    def matrices(cls, dense: nn.Module) -> list[Matrix]:
-        n, m = cast(Tensor, dense.weight).shape
-        return [
-            Matrix(
-                name="", weight="weight", bias="bias", shape=(n, m), m=m, n=n, down_row=(n,), transposed=True
-            )
-        ]
+    _transposed = True
+
+
+register(nn.Linear, LowRankLinear)
+register("transformers.pytorch_utils.Conv1D", LowRankConv1D)  # by name: transformers is not imported

@@ -1,41 +1,48 @@
-"""Where the weight matrices of a dense layer lie, and where their two factors go."""
+"""`Matrix`: layout of a weight matrix in a dense layer and of its factors; `FactorMap`: the parameters of a layer in both forms."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .names import join_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One weight matrix `W` (m × n, `y = W x`) of a dense layer, and its factors `W ≈ U V`.
 
-    A layer has one (Linear, convolution) or several (recurrent layers, attention). A matrix may be a
-    stack of `blocks` equal ones (groups of a convolution, gates of a recurrent layer): every block has
-    its own factors of the same rank. The fields are plain data, so that a plan can carry them and files
-    can be converted without building the model.
+    A layer has one (Linear, convolution) or several (recurrent layers, attention). A matrix may be a stack
+    of equal `blocks` (groups of a convolution, gates of a recurrent layer); every block has its own factors
+    of the same rank. The fields are plain data: plans save them, and files are converted without building
+    the model.
     """
 
-    name: str  # module that holds `down` and `up`, inside the layer; "" is the layer itself
-    weight: str  # the dense layer's parameter that holds the matrix
-    shape: tuple[int, ...]  # that parameter's shape, or that of our rows of it
+    name: str  # submodule of the low-rank layer that holds `down` and `up`; "" is the layer itself
+    weight: str  # parameter of the dense layer that holds the matrix
+    shape: tuple[int, ...]  # shape of that parameter, or of the matrix' rows in it
     m: int  # outputs of one block
     n: int  # inputs of one block
     blocks: int = 1
-    bias: str | None = None  # the dense parameter that becomes `up.bias`
-    start: int = 0  # first of our rows in the weight, where several matrices share the parameter
-    bias_start: int = 0  # the same in the bias
-    dense: str | None = None  # the matrix' name in the low-rank layer when it is not factorized
+    bias: str | None = None  # dense parameter that becomes `up.bias`
+    start: int = 0  # first row of the matrix in `weight`, where several matrices share the parameter
+    bias_start: int = 0  # the same in `bias`
+    dense: str | None = None  # parameter of the low-rank layer that holds the matrix if it is not factorized
     transposed: bool = False  # the parameter stores inputs × outputs
     down_row: tuple[int, ...] = ()  # shape of one row of `down.weight`
-    up_tail: tuple[int, ...] = ()  # what follows (m, r) in `up.weight`, or r when `up_transposed`
+    up_tail: tuple[int, ...] = ()  # dimensions after (m, r) in `up.weight`, or after r if `up_transposed`
     up_transposed: bool = False  # `up.weight` stores r × outputs (transposed convolutions)
+
+    def __post_init__(self) -> None:
+        assert math.prod(self.shape) == self.numel, f"{self.shape} is not {self.blocks} × {self.m} × {self.n}"
 
     @property
     def numel(self) -> int:
-        """Weights of the dense matrix, all blocks."""
+        """Number of weights of the dense matrix, all blocks."""
         return self.blocks * self.m * self.n
 
     @property
@@ -43,70 +50,111 @@ class Matrix:
         return min(self.m, self.n)
 
     def factor_numel(self, r: int) -> int:
-        """Weights of both factors at rank `r`, all blocks."""
+        """Number of weights of both factors at rank `r`, all blocks."""
         return self.blocks * r * (self.m + self.n)
 
     @property
     def down(self) -> str:
-        return _join(self.name, "down.weight")
+        return join_name(self.name, "down.weight")
 
     @property
     def up(self) -> str:
-        return _join(self.name, "up.weight")
+        return join_name(self.name, "up.weight")
 
-    def moves(self, factorized: bool) -> list[tuple[str, slice, str]]:
-        """(dense parameter, its rows, name in the low-rank layer) of what is carried over as it is."""
-        found = []
+    def copied_slices(self, factorized: bool) -> list[tuple[str, slice, str]]:
+        """Slices that are copied unchanged: (dense parameter, its rows, name in the low-rank layer)."""
+        slices = []
         if not factorized:
-            found.append((self.weight, self.rows, self.dense or self.weight))
+            slices.append((self.weight, self.rows, self.dense or self.weight))
         if self.bias is not None:
             rows = slice(self.bias_start, self.bias_start + self._outputs)
-            found.append((self.bias, rows, _join(self.name, "up.bias" if factorized else "bias")))
-        return found
+            slices.append((self.bias, rows, join_name(self.name, "up.bias" if factorized else "bias")))
+        return slices
 
     @property
     def rows(self) -> slice:
-        """Our part of the dense weight parameter."""
+        """Rows of the dense parameter that hold this matrix."""
         return slice(self.start, self.start + self.shape[0])
 
     @property
     def _outputs(self) -> int:
-        """Output channels: the bias' length. A transposed convolution's m counts the kernel too."""
+        """Length of the bias. `m` of a transposed convolution counts the kernel too."""
         return self.blocks * (self.up_tail[0] if self.up_transposed else self.m)
 
-    def unroll(self, weight: Tensor) -> Tensor:
-        """The dense parameter as W: (blocks, m, n)."""
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """Convert the dense parameter to W (blocks, m, n)."""
         weight = weight[self.rows]
         if self.transposed:
             return weight.reshape(self.blocks, self.n, self.m).mT
         return weight.reshape(self.blocks, self.m, self.n)
 
-    def roll(self, W: Tensor) -> Tensor:
-        """W back in the shape of the dense parameter (or our rows of it)."""
+    def from_matrix(self, W: Tensor) -> Tensor:
+        """Convert W (blocks, m, n) to the shape of the dense parameter, or of this matrix' rows in it."""
         return (W.mT if self.transposed else W).reshape(self.shape)
 
-    def fold(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """U (blocks, m, r) and V (blocks, r, n) as (`down.weight`, `up.weight`)."""
-        down = V.reshape(-1, *self.down_row)
-        if self.up_transposed:
-            return down, U.mT.reshape(-1, *self.up_tail)
-        return down, U.reshape(self.blocks * self.m, -1, *self.up_tail)
-
-    def unfold(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """(`down.weight`, `up.weight`) as U (blocks, m, r) and V (blocks, r, n)."""
+    def to_factors(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert (`down.weight`, `up.weight`) to U (blocks, m, r) and V (blocks, r, n)."""
         V = down.reshape(self.blocks, -1, self.n)
         if self.up_transposed:
             return up.reshape(self.blocks, -1, self.m).mT, V
         return up.reshape(self.blocks, self.m, -1), V
 
+    def from_factors(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert U (blocks, m, r) and V (blocks, r, n) to (`down.weight`, `up.weight`)."""
+        down = V.reshape(-1, *self.down_row)
+        if self.up_transposed:
+            return down, U.mT.reshape(-1, *self.up_tail)
+        return down, U.reshape(self.blocks * self.m, -1, *self.up_tail)
+
     def product(self, down: Tensor, up: Tensor) -> Tensor:
-        """The dense parameter that the two factors stand for."""
-        U, V = self.unfold(down, up)
-        return self.roll(U @ V)
+        """Product of the factors in their dtype, in the shape of the dense parameter."""
+        U, V = self.to_factors(down, up)
+        return self.from_matrix(U @ V)
 
-    def __post_init__(self) -> None:
-        assert math.prod(self.shape) == self.numel, f"{self.shape} is not {self.blocks} × {self.m} × {self.n}"
+    def product_fp32(self, down: Tensor, up: Tensor) -> Tensor:
+        """Product U V (blocks, m, n), computed in fp32, or in fp64 for fp64 factors."""
+        U, V = map(at_least_fp32, self.to_factors(down, up))
+        return U @ V
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+@dataclass
+class FactorMap:
+    """Parameters of one layer in its dense and its low-rank form, by their names in the layer."""
+
+    matrices: list[Matrix]
+    ranks: Mapping[str, int]  # of the factorized matrices, by `Matrix.name`
+    dense: dict[str, Tensor]
+    low_rank: dict[str, Tensor]
+
+    @property
+    def targets(self) -> dict[str, list[str]]:
+        """Low-rank parameters that each dense parameter becomes. A single one means that it is only renamed."""
+        targets: dict[str, list[str]] = {}
+        for x in self.matrices:
+            factorized = x.name in self.ranks
+            if factorized:
+                targets.setdefault(x.weight, []).extend((x.down, x.up))
+            for source, _, target in x.copied_slices(factorized):
+                targets.setdefault(source, []).append(target)
+        return targets
+
+    def assemble(
+        self, name: str, out: Tensor, product: Callable[[Matrix], Tensor], copied: Callable[[str], Tensor]
+    ) -> Tensor:
+        """Fill the dense tensor `out` of parameter `name`.
+
+        `product` gives W (blocks, m, n) of a matrix, `copied` a slice by its name in the low-rank layer.
+        """
+        for x in self.matrices:
+            factorized = x.name in self.ranks
+            if factorized and x.weight == name:
+                out[x.rows] = x.from_matrix(product(x)).to(out.dtype)
+            for source, rows, target in x.copied_slices(factorized):
+                if source == name:
+                    out[rows] = copied(target).to(out.dtype)
+        return out
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Convert to fp32; fp64 stays."""
+    return x if x.dtype == torch.float64 else x.float()

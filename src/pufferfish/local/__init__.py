@@ -1,1 +1,1 @@
-"""Local steps: workers train alone and average now and then."""
+"""Local steps: workers train separately and average their models every few updates."""

@@ -1,44 +1,46 @@
-"""Everything that can go wrong when a plan is applied, found before anything is changed."""
+"""Checks made before a model is changed: the plan fits it, no gradient is pending, and no optimizer is missing."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..layers import LowRank, Matrix, low_rank_type
-from ..layers.base import CALL_HOOKS
+from ..layers.base import CALL_HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
-from ..planning.candidates import unfit
 from ..planning.plan import Plan
-from ..planning.planner import check_values
+from ..planning.svd import check_values
 
 
-def refuse_wrapped(model: nn.Module, verb: str) -> None:
+def check_unwrapped(model: nn.Module, function: str) -> None:
+    """Raise ValueError if the model is inside a wrapper such as DDP, or compiled."""
     if unwrap(model) is not model:
         raise ValueError(
-            f"{verb}: this is a {type(model).__name__} around the model; apply it to the model inside, "
-            "then wrap that"
+            f"{function}: the model is wrapped in {type(model).__name__}; call it on the inner model, then wrap"
         )
     for module in model.modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             raise ValueError(
-                f"{verb}: {type(module).__name__} is compiled already; compile after this, not before"
+                f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
             )
 
 
-def belongs(model: nn.Module, plan: Plan) -> None:
-    """Check that the plan is for this model: its layers are there, with their types and shapes."""
+def check_structure(model: nn.Module, plan: Plan) -> None:
+    """Raise ValueError unless the model has the plan's layers, with the same types and shapes."""
     layers = {name: module for name, _, module in named_modules(model)}
     for e in plan.entries:
         if e.matrix is None:
             continue
         module = layers.get(e.layer)
         if module is None:
-            raise ValueError(f"{e.name}: the plan has this layer, the model does not")
+            raise ValueError(f"{e.name}: the plan has this layer, but the model does not")
         if type(module).__name__ != e.type:
-            hint = "; it is low-rank already" if isinstance(module, LowRank) else ""
+            hint = "; it is already low-rank" if isinstance(module, LowRank) else ""
             raise ValueError(
                 f"{e.name}: the plan is for a {e.type}, the model has a {type(module).__name__}{hint}"
             )
@@ -47,16 +49,20 @@ def belongs(model: nn.Module, plan: Plan) -> None:
             raise ValueError(
                 f"{e.name}: no low-rank form is registered for {e.type}; call pufferfish.register first"
             )
-        if reason := unfit(module):
+        if reason := unfit_reason(module):
             raise ValueError(f"{e.name}: {reason}")
-        now = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
-        if now != e.matrix:
-            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(now)}")
+        matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
+        if matrix != e.matrix:
+            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
 
 
-def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
-    """First pass: check everything that can fail, for all layers. Changes nothing and holds on to nothing."""
-    belongs(model, plan)
+def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
+    """Raise ValueError unless every layer of the plan can be replaced. Keeps no reference to the model.
+
+    Args:
+        finite: also check that the weights to factorize are finite.
+    """
+    check_structure(model, plan)
     layers = {name: module for name, _, module in named_modules(model)}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     chosen: dict[str, list[str]] = {}
@@ -67,14 +73,14 @@ def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
         if finite and not (weight := module.get_parameter(e.matrix.weight)).is_meta:
             check_values(e.name, weight)
         if e.layer == "":
-            raise ValueError("the model itself is the layer to replace; put it into an nn.Sequential")
+            raise ValueError("the model itself is the layer to replace; wrap it in an nn.Sequential")
         chosen.setdefault(e.layer, []).append(e.matrix.name)
     for layer, names in chosen.items():
         module = layers[layer]
         kind = low_rank_type(type(module))
         assert kind is not None
-        gone, _ = replaced(kind.matrices(module), names, module)
-        for name in gone:
+        replaced, _ = replaced_parameters(kind.matrices(module), names, module)
+        for name in replaced:
             parameter = module.get_parameter(name)
             if uses[id(parameter)] > 1:
                 raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
@@ -82,7 +88,7 @@ def fit(model: nn.Module, plan: Plan, finite: bool = False) -> None:
                 raise ValueError(
                     f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor"
                 )
-        refuse_hooks(layer, module, gone)
+        check_hooks(layer, module, replaced)
 
 
 def _text(matrix: Matrix | None) -> str:
@@ -92,34 +98,131 @@ def _text(matrix: Matrix | None) -> str:
     return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
 
 
-def replaced(matrices: list[Matrix], names: Collection[str], dense: nn.Module) -> tuple[list[str], list[str]]:
-    """The parameters, of the dense layer and of the low-rank one, that are no longer the same afterwards."""
-    gone: tuple[list[str], list[str]] = ([], [])
+def replaced_parameters(
+    matrices: list[Matrix], names: Collection[str], dense: nn.Module
+) -> tuple[list[str], list[str]]:
+    """Names of the dense and of the low-rank parameters that are not the same object in both layers.
+
+    Args:
+        matrices: all matrices of the layer.
+        names: those that are factorized.
+    """
+    replaced: tuple[list[str], list[str]] = ([], [])
     for x in matrices:
         pieces = [(x.weight, x.down), (x.weight, x.up)] if x.name in names else []
-        for source, rows, target in x.moves(x.name in names):
+        for source, rows, target in x.copied_slices(x.name in names):
             if (rows.start, rows.stop) != (0, len(dense.get_parameter(source))):
                 pieces.append((source, target))
         for dense_name, low_rank_name in pieces:
-            gone[0].append(dense_name)
-            gone[1].append(low_rank_name)
-    return gone
+            replaced[0].append(dense_name)
+            replaced[1].append(low_rank_name)
+    return replaced
 
 
-def refuse_hooks(name: str, module: nn.Module, gone: list[str]) -> None:
-    """Hooks that see parameters or state dicts mean something else once the parameters are others."""
+def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
+    """Raise ValueError for hooks that depend on the replaced parameters or on the state dict."""
     for child in module.modules():
         for hooks, value in vars(child).items():
             if not ("_hooks" in hooks and value and hooks not in CALL_HOOKS):
                 continue
             raise ValueError(
-                f"{name}: it has hooks ({hooks.strip('_')}) that cannot be carried over; remove them"
+                f"{name}: its hooks ({hooks.strip('_')}) cannot be moved to the new layer; remove them"
             )
         if child is not module and any(getattr(child, hooks, None) for hooks in CALL_HOOKS):
-            raise ValueError(f"{name}: there are hooks inside it that cannot be carried over; remove them")
-    for label in gone:
+            raise ValueError(f"{name}: hooks of its children cannot be moved to the new layer; remove them")
+    for label in replaced:
         parameter = module.get_parameter(label)
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name}.{label}: it has gradient hooks that cannot be carried over; remove them"
+                f"{name}.{label}: its gradient hooks cannot be moved to the new parameter; remove them"
             )
+
+
+class UsedGradients:
+    """Records which gradients an optimizer step has used.
+
+    A loop may call `zero_grad` only after the switch, so a gradient that exists is not always a pending one.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[
+            int, tuple[int, int]
+        ] = {}  # id(parameter) → stamp of the gradient of its last update
+        self._handles: list[Any] = []
+
+    def watch(self, optimizers: list[Optimizer]) -> None:
+        """Register hooks with the optimizers, once."""
+        if not self._handles:
+            self._handles = [optimizer.register_step_post_hook(self._record) for optimizer in optimizers]
+
+    def stop(self) -> None:
+        """Remove the hooks and all records."""
+        self._used = {}
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check_none_pending(self, model: nn.Module) -> None:
+        """Raise ValueError if a parameter has a gradient that no optimizer step has used."""
+        for name, p in model.named_parameters():
+            if p.grad is not None and self._used.get(id(p)) != _stamp(p.grad) and p.grad.any():
+                raise ValueError(
+                    f"{name}: its gradient is pending: no optimizer.step has used it; switch between updates, or "
+                    "call optimizer.zero_grad() first"
+                )
+
+    def _record(self, optimizer: Optimizer, *_: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._used |= {id(p): _stamp(p.grad) for p in params if p.grad is not None}
+
+
+def _stamp(gradient: Tensor) -> tuple[int, int]:
+    """Changes whenever the gradient is modified in place or replaced."""
+    gradient = getattr(gradient, "_local_tensor", gradient)
+    return gradient.data_ptr(), gradient._version
+
+
+def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:
+    """Names of the parameters that the plan factorizes, by id."""
+    layers = {name: module for name, _, module in named_modules(model)}
+    return {
+        id(layers[e.layer].get_parameter(e.matrix.weight)): f"{e.layer}.{e.matrix.weight}"
+        for e in plan
+        if e.matrix is not None and (e.rank or e.rule)
+    }
+
+
+def check_optimizers_complete(weights: Mapping[int, str], optimizers: list[Optimizer]) -> None:
+    """Raise ValueError if another optimizer holds one of the weights: it would keep updating the replaced parameter.
+
+    Optimizers have no registry, so this searches the objects that the garbage collector tracks.
+
+    Args:
+        weights: names of the parameters that will be replaced, by id.
+        optimizers: those that will be updated.
+    """
+    if not _held_by_others(weights, optimizers):
+        return
+    gc.collect()  # an optimizer without references does not count
+    for name, kind in _held_by_others(weights, optimizers):
+        raise ValueError(
+            f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
+            "optimizers as a list"
+        )
+
+
+def _held_by_others(weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[tuple[str, str]]:
+    """(parameter name, type of optimizer) of every weight that an optimizer not in `optimizers` holds."""
+    passed = {id(optimizer.param_groups) for optimizer in optimizers}
+    kinds = _subclasses(Optimizer)
+    # Compare types: isinstance reads `__class__`, which makes lazy objects load what they stand for.
+    others = [x for x in gc.get_objects() if type(x) in kinds]
+    groups = [(x, getattr(x, "param_groups", ())) for x in others]
+    held = [
+        (p, type(x).__name__) for x, own in groups if id(own) not in passed for g in own for p in g["params"]
+    ]
+    return [(weights[id(p)], kind) for p, kind in held if id(p) in weights]
+
+
+def _subclasses(kind: type) -> set[type]:
+    children: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_subclasses, children))

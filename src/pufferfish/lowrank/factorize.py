@@ -1,4 +1,4 @@
-"""`factorize_`, `reshape_`, `merge_`: a model made low-rank and dense again, in place."""
+"""`factorize_`, `reshape_` and `merge_`: make a model low-rank, and dense again, in place."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layers import LowRank, hollow, low_rank_type
+from ..layers import FactorMap, LowRank, low_rank_type, meta_copy
 from ..layers.base import CALL_HOOKS
-from ..layers.names import named_modules, own_name, unwrap
-from ..optim.carry import Carrier, Optimizers, as_list, check
-from ..optim.factor_map import Change, multiplied
+from ..layers.names import named_modules, unwrap
+from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
 from ..planning import svd
 from ..planning.plan import Entry, Plan
 from ..planning.planner import plan, resolve
-from .checks import fit, refuse_hooks, refuse_wrapped, replaced
+from .checks import check_hooks, check_plan, check_unwrapped, replaced_parameters
 
-#: Gives down.weight, up.weight and the relative error for one matrix of one dense layer.
+#: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
 
 
 def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
     """Replace the planned layers by low-rank ones through a truncated SVD, in place.
 
-    Everything that can fail is checked for all layers first, so that an error leaves the model as it
-    was. Then layer by layer: factor, replace, free. On a freshly initialised model this is spectral
-    initialisation, the way to start low-rank without a warm-up.
+    All layers are checked before the first one is replaced, so an error leaves the model unchanged. Dense weights
+    are freed layer by layer. On a newly initialized model this is spectral initialization, for low-rank training
+    without a warm-up.
 
     Args:
-        model: the plain model. Factorize before DDP or `torch.compile` wrap it.
-        plan: from `pufferfish.plan`. Rules in it are answered from the weights as they are now.
-        optimizer: one or several, whose groups and state follow the parameters.
+        model: Model without wrappers: factorize it before DDP and `torch.compile`.
+        plan: From `pufferfish.plan`. Rank rules in it are resolved with the current weights.
+        optimizer: One or several. Their parameter groups and states are updated.
 
     Returns:
-        The plan with all ranks, and each layer's relative error ‖W − UV‖ / ‖W‖.
+        The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -48,33 +47,37 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
       (up): Linear(in_features=16, out_features=64, bias=True)
     )
     """
+    check_unwrapped(model, "factorize_")
+    check_plan(model, plan, finite=True)
+    return replace_layers_(model, resolve(plan, model), optimizer, svd_factors)
 
-    refuse_wrapped(model, "factorize_")
-    fit(model, plan, finite=True)
-    return convert(model, resolve(plan, model), optimizer, by_svd)
 
-
-def by_svd(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """The factors of one matrix; on the meta device only their shapes."""
+def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors of one matrix by truncated SVD, and the relative error; without values on the meta device."""
     assert e.matrix is not None
     assert e.rank is not None
     if weight.is_meta:
         return *empty_factors(e, weight), None
-    U, V, error = svd.split(e.matrix.unroll(weight.detach()), e.rank)
-    return *e.matrix.fold(U, V), error
+    U, V, error = svd.split(e.matrix.to_matrix(weight.detach()), e.rank)
+    return *e.matrix.from_factors(U, V), error
 
 
-def by_nan(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """Factors to be loaded later: NaN until then."""
+def nan_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors filled with NaN, to be loaded later."""
     down, up = empty_factors(e, weight)
     return down.fill_(float("nan")), up.fill_(float("nan")), e.error
 
 
 def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
-    """Give a freshly built dense model the low-rank structure, without any SVD, in place.
+    """Give a newly built dense model the low-rank structure of a plan, in place, without an SVD.
 
-    For `load_state_dict` of a checkpoint that was saved after the switch. The factors hold NaN until
-    something is loaded, so that forgetting it cannot go unseen. Works on the meta device.
+    Use it before `load_state_dict` with a checkpoint of a low-rank model. The factors are NaN until they are
+    loaded, so a missing load is noticed. Works on the meta device.
+
+    Args:
+        model: Model without wrappers.
+        plan: With all ranks, as returned by `factorize_`.
+        optimizer: One or several. Their parameter groups are updated.
 
     >>> import pufferfish as pf
     >>> build = lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -85,18 +88,22 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     >>> fresh.load_state_dict(trained.state_dict())
     <All keys matched successfully>
     """
-    refuse_wrapped(model, "reshape_")
+    check_unwrapped(model, "reshape_")
     if not plan.resolved:
-        waiting = next(e.name for e in plan.entries if e.rule is not None)
+        unresolved = next(e.name for e in plan.entries if e.rule is not None)
         raise ValueError(
-            f"{waiting}: the plan still holds a rule here, not a rank; give the plan that factorize_ returned"
+            f"{unresolved}: the plan has a rule instead of a rank; pass the plan that factorize_ returned"
         )
-    fit(model, plan)
-    return convert(model, plan, optimizer, by_nan)
+    check_plan(model, plan)
+    return replace_layers_(model, plan, optimizer, nan_factors)
 
 
 def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
-    """Multiply the factors out: every low-rank layer becomes its dense layer again, in place.
+    """Replace every low-rank layer by the dense layer with the product of its factors, in place.
+
+    Args:
+        model: Model without wrappers.
+        optimizer: One or several. Their parameter groups and states are updated.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -107,47 +114,51 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
       (0): Linear(in_features=64, out_features=64, bias=True)
     )
     """
-    refuse_wrapped(model, "merge_")
-    multiply_out(model, optimizer)
+    check_unwrapped(model, "merge_")
+    merge_layers_(model, optimizer)
 
 
-def multiply_out(model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
-    """`merge_` for a model that may be compiled; what wraps it is the caller's affair."""
+def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
+    """`merge_` for the inner model of a wrapper, which the caller updates.
+
+    Args:
+        carry: whether optimizer state is carried over to the new parameters, or dropped.
+    """
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
             if path == "":
-                raise ValueError("the model itself is the low-rank layer; put it into an nn.Sequential")
+                raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
             dense = module._dense[0]
-            _, gone = replaced(type(module).matrices(dense), module.ranks, dense)
-            refuse_hooks(name, module, gone)
+            _, replaced = replaced_parameters(type(module).matrices(dense), module.ranks, dense)
+            check_hooks(name, module, replaced)
             paths.append(path)
     optimizers = as_list(optimizer)
-    check(optimizers)
+    check_optimizers(optimizers)
     carrier = Carrier(optimizers, model, carry)
-    for path in paths:  # no reference to a replaced layer outlives its turn
+    for path in paths:  # keep no reference to a replaced layer, so that it is freed at once
         low_rank = model.get_submodule(path)
         assert isinstance(low_rank, LowRank)
         dense = copy.deepcopy(low_rank._dense[0])
         matrices = type(low_rank).matrices(dense)
-        change = Change(own_name(path), matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
+        mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
         for name, meta in list(dense.named_parameters()):
-            change.dense[name] = _dense_parameter(name, meta, change)
-            set_parameter(dense, name, change.dense[name])
+            mapping.dense[name] = _dense_parameter(name, meta, mapping)
+            set_parameter(dense, name, mapping.dense[name])
         if isinstance(dense, nn.RNNBase):
             dense.flatten_parameters()
-        carrier.to_dense(change)
+        carrier.to_dense(mapping)
         _replace(model, path, low_rank, dense)
     carrier.finish()
 
 
 def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Layer → matrix → rank, of every low-rank layer."""
+    """Ranks of all low-rank layers, by layer and matrix name."""
     return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that would make a dense model what this one is now: the ranks of its low-rank layers.
+    """The plan that gives the dense model the ranks that this model has now.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -156,46 +167,57 @@ def plan_of(model: nn.Module) -> Plan:
     {'0': {'': 8}}
     """
     ranks = ranks_of(model)
-    dense = hollow(unwrap(model))
+    dense = meta_copy(unwrap(model))
     merge_(dense)
-    made = plan(dense, multiple=1)
+    dense_plan = plan(dense, multiple=1)
     entries = []
-    for e in made.entries:
+    for e in dense_plan.entries:
         rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
         reason = e.reason if e.matrix is None else "not factorized"
-        entries.append(e.ranked(rank) if rank else e.stays(reason))
-    return made.replace(entries)
+        entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
+    return dense_plan.replace(entries)
 
 
-def convert(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill, carry: bool = True) -> Plan:
-    """Second pass: layer by layer, once everything that can fail has not."""
+def replace_layers_(
+    model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill, carry: bool = True
+) -> Plan:
+    """Replace dense layers by low-rank ones, after `check_plan`.
+
+    Args:
+        plan: with all ranks.
+        fill: gives the factors of each matrix.
+        carry: whether optimizer state is carried over to the factors, or dropped.
+
+    Returns:
+        The plan with the errors that `fill` returned.
+    """
     optimizers = as_list(optimizer)
-    check(optimizers)
+    check_optimizers(optimizers)
     carrier = Carrier(optimizers, model, carry)
     paths = {name: path for name, path, _ in named_modules(model)}
-    # The structures cost nothing (meta tensors) and come first: a user's own layer type may refuse.
+    # All structures first, on the meta device: the constructor of a registered layer type may raise.
     structures = {layer: _structure(model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()}
     errors: dict[str, float | None] = {}
     for layer, low_rank in structures.items():
         dense, ranks = model.get_submodule(paths[layer]), low_rank.ranks
-        change = Change(layer, low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
+        mapping = FactorMap(low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
         for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
             assert e.matrix is not None
-            weight = change.dense[e.matrix.weight]
+            weight = mapping.dense[e.matrix.weight]
             down, up, errors[e.name] = fill(e, weight)
             for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
-                change.low_rank[name] = _parameter(value, weight)
-        for x in change.matrices:
-            for source, rows, target in x.moves(x.name in ranks):
-                old = change.dense[source]
+                mapping.low_rank[name] = _parameter(value, weight)
+        for x in mapping.matrices:
+            for source, rows, target in x.copied_slices(x.name in ranks):
+                old = mapping.dense[source]
                 whole = (rows.start, rows.stop) == (0, len(old))
-                change.low_rank[target] = old if whole else _parameter(old.detach()[rows].clone(), old)
+                mapping.low_rank[target] = old if whole else _parameter(old.detach()[rows].clone(), old)
         for name, _ in list(low_rank.named_parameters()):
-            # What no matrix names (a recurrent layer's biases …) is carried over under its own name.
-            if name not in change.low_rank:
-                change.low_rank[name] = change.dense[name]
-            set_parameter(low_rank, name, change.low_rank[name])
-        carrier.to_factors(change)
+            # Parameters of no matrix, such as the biases of a recurrent layer, keep their names.
+            if name not in mapping.low_rank:
+                mapping.low_rank[name] = mapping.dense[name]
+            set_parameter(low_rank, name, mapping.low_rank[name])
+        carrier.to_factors(mapping)
         _replace(model, paths[layer], dense, low_rank)
     carrier.finish()
     return plan.replace(
@@ -210,18 +232,19 @@ def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
 
 
 def empty_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized factors with the dtype and device of `weight`."""
     assert e.matrix is not None
     assert e.rank is not None
     x = e.matrix
     U = weight.new_empty(x.blocks, x.m, e.rank, requires_grad=False)
     V = weight.new_empty(x.blocks, e.rank, x.n, requires_grad=False)
-    return x.fold(U, V)
+    return x.from_factors(U, V)
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    """`value` as a parameter with the dtype, memory format, flags and attributes of `like`."""
+    """A parameter with the values of `value` and the dtype, memory format, flags and attributes of `like`."""
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
-    # Strides tell: a 1 × 1 convolution's weight is contiguous in both orders, its gradient is not.
+    # Compare strides: the weight of a 1 × 1 convolution is contiguous in both formats, but its gradient is not.
     if (
         like.dim() != value.dim()
         or like.stride() != torch.empty_like(like, device="meta", memory_format=order).stride()
@@ -231,34 +254,35 @@ def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
-    made = nn.Parameter(value, like.requires_grad)
-    vars(made).update(vars(like))
-    return made
+    parameter = nn.Parameter(value, like.requires_grad)
+    vars(parameter).update(vars(like))
+    return parameter
 
 
-def _dense_parameter(name: str, meta: Tensor, change: Change) -> Tensor:
-    """One dense parameter from the factors, slices and unchanged parameters of a low-rank layer."""
-    parts = [change.low_rank[part] for part in change.parts.get(name, [name])]
+def _dense_parameter(name: str, meta: Tensor, mapping: FactorMap) -> Tensor:
+    """One dense parameter, computed from the parameters of a low-rank layer."""
+    parts = [mapping.low_rank[part] for part in mapping.targets.get(name, [name])]
     if len(parts) == 1:
-        return parts[0]  # unchanged or only renamed: the very same parameter
+        return parts[0]  # unchanged or only renamed: the same object
     whole = torch.empty_like(meta, device=parts[0].device, dtype=parts[0].dtype)
     with torch.no_grad():
-        change.assemble(
+        mapping.assemble(
             name,
             whole,
-            lambda x: multiplied(x, change.low_rank[x.down], change.low_rank[x.up]),
-            lambda part: change.low_rank[part],
+            lambda x: x.product_fp32(mapping.low_rank[x.down], mapping.low_rank[x.up]),
+            lambda part: mapping.low_rank[part],
         )
-    return _with_flags(whole, parts[-1])  # in the dense weight's memory format, which `meta` remembers
+    return _with_flags(whole, parts[-1])  # in the memory format of `meta`
 
 
 def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """Assign a parameter by its dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def _replace(model: nn.Module, path: str, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` where `old` was, with its mode and hooks."""
+    """Replace a submodule, and copy its training mode and call hooks to the new one."""
     new.train(old.training)
     for hooks in CALL_HOOKS:
         if hooks in vars(old):

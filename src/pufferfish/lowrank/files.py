@@ -1,4 +1,4 @@
-"""Models in files: `save` and `load` a low-rank model. safetensors and JSON, nothing is pickled."""
+"""`save` and `load`: low-rank models in safetensors and JSON files. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..layers import LowRank, hollow
+from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
 from ..planning.plan import Plan
 from .factorize import plan_of, reshape_, set_parameter
@@ -27,9 +27,12 @@ _VERSION = 1
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Write a model, low-rank or not, to `folder`: its weights, and the plan that gives a dense one its shape.
+    """Write a model, low-rank or dense, to `folder`: its weights, and the plan with the ranks of its layers.
 
-    The folder appears whole or not at all; an older one of ours is replaced.
+    The folder appears when it is complete. A folder that `save` has written before is replaced.
+
+    Args:
+        model: With or without wrappers.
 
     >>> import pufferfish as pf, tempfile, torch
     >>> build = lambda: nn.Sequential(nn.Linear(64, 64))
@@ -50,7 +53,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         value = state[key].detach()
         place = value.data_ptr(), value.storage_offset(), value.shape
         if value.numel() and place in seen:
-            continue  # a tied weight is written once
+            continue  # write a tied weight once
         seen.add(place)
         tensors[name] = value.contiguous()
     with new_folder(Path(folder)) as fresh:
@@ -59,52 +62,55 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def load(model: nn.Module, folder: str | Path) -> Plan:
-    """Give a freshly built dense model the structure and the weights of `save`'s folder, in place.
+    """Load structure and weights from a folder that `save` has written, in place.
 
-    Everything is read and compared first: after an error the model is as it was. A model on the meta
-    device receives the tensors themselves.
+    Everything is read and compared first, so an error leaves the model unchanged. The tensors are assigned to a model
+    on the meta device, and copied to others.
+
+    Args:
+        model: A newly built dense model, or one that already has the low-rank structure.
 
     Returns:
-        The plan the model now has.
+        The plan of the loaded model.
     """
     folder, model = Path(folder), unwrap(model)
     plan = read_manifest(folder)
-    shadow = hollow(model)  # the trial: same names and shapes, no memory
+    trial = meta_copy(model)  # to compare names and shapes before the model is changed
     dense = not any(isinstance(m, LowRank) for m in model.modules())
     try:
         if dense:
-            reshape_(shadow, plan)
+            reshape_(trial, plan)
         file = load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: {error}") from None
-    state = shadow.state_dict(keep_vars=True)
-    wanted = {own: state[key] for key, own in own_keys(state).items()}
+    state = trial.state_dict(keep_vars=True)
+    expected = {own: state[key] for key, own in own_keys(state).items()}
     # A tied weight was written under one of its names.
-    values = {id(wanted[name]): value for name, value in file.items() if name in wanted}
+    values = {id(expected[name]): value for name, value in file.items() if name in expected}
     for name in file:
-        if name not in wanted:
-            raise ValueError(f"{folder}: it has {name}, which the model does not")
-    for name, tensor in wanted.items():
+        if name not in expected:
+            raise ValueError(f"{folder}: it has the tensor {name}, which the model does not have")
+    for name, tensor in expected.items():
         value = values.get(id(tensor))
         if value is None:
-            raise ValueError(f"{folder}: it lacks {name}, which the model has")
+            raise ValueError(f"{folder}: it does not have the tensor {name} of the model")
         if value.shape != tensor.shape:
             there, here = ("×".join(map(str, x.shape)) for x in (value, tensor))
-            raise ValueError(f"{folder}: {name} is {there} there and {here} in the model")
+            raise ValueError(f"{folder}: {name} is {there} in the file and {here} in the model")
     if dense:
         reshape_(model, plan)
     meta = any(p.is_meta for p in model.parameters())
     own = own_keys(model.state_dict())
-    model.load_state_dict({key: values[id(wanted[name])] for key, name in own.items()}, assign=meta)
-    if meta:  # assigning gave each name a parameter of its own: tie again what was tied
+    model.load_state_dict({key: values[id(expected[name])] for key, name in own.items()}, assign=meta)
+    if meta:  # assigning created a parameter for each name: tie them again
         first: dict[int, nn.Parameter] = {}
         for key, parameter in list(model.named_parameters(remove_duplicate=False)):
-            set_parameter(model, key, first.setdefault(id(wanted[own[key]]), parameter))
+            set_parameter(model, key, first.setdefault(id(expected[own[key]]), parameter))
     return plan
 
 
 def write_manifest(folder: Path, plan: Plan) -> None:
-    """The plan, and by what to know that the weights beside it are whole."""
+    """Write the plan, and the size and SHA-256 of the weights."""
     weights = folder / WEIGHTS
     data = {
         "pufferfish": _VERSION,
@@ -115,12 +121,12 @@ def write_manifest(folder: Path, plan: Plan) -> None:
 
 
 def read_manifest(folder: Path) -> Plan:
-    """The plan of a saved folder, after checking that its weights are whole."""
+    """Read the plan of a saved folder, and check that its weights are complete."""
     manifest, weights = folder / MANIFEST, folder / WEIGHTS
     for path in (manifest, weights):
         if not path.is_file():
             raise ValueError(
-                f"{folder}: there is no {path.name}; this is not a folder that pufferfish.save wrote"
+                f"{folder}: {path.name} is missing; this is not a folder that pufferfish.save wrote"
             )
     try:
         data = json.loads(manifest.read_text())
@@ -129,13 +135,13 @@ def read_manifest(folder: Path) -> Plan:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish.save") from None
     if version != _VERSION:
-        raise ValueError(f"{manifest}: format {version}, this pufferfish reads {_VERSION}")
+        raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
     if weights.stat().st_size != size:
         raise ValueError(
             f"{weights}: {weights.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete"
         )
     if sha256(weights) != digest:
-        raise ValueError(f"{weights}: damaged, its SHA-256 is not the one in {MANIFEST}")
+        raise ValueError(f"{weights}: damaged, its SHA-256 differs from the one in {MANIFEST}")
     try:
         return Plan.from_json(json.dumps(data.get("plan")))
     except ValueError as error:
@@ -144,15 +150,15 @@ def read_manifest(folder: Path) -> Plan:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that takes the name `path` only when it is complete."""
+    """A temporary folder that is renamed to `path` when it is complete."""
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path}: it exists and pufferfish did not write it; choose another name")
+        raise ValueError(f"{path}: it already exists and was not written by pufferfish; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         yield fresh
         for file in fresh.iterdir():
-            file.chmod(0o644)  # safetensors lets nobody else read
+            file.chmod(0o644)  # safetensors writes files that only the owner can read
             sync(file)
         fresh.chmod(0o755)
         if path.exists():
@@ -167,7 +173,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or the names in a folder, on disk and not only in memory."""
+    """Flush the content of a file, or the names in a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -176,6 +182,7 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

@@ -1,31 +1,17 @@
-"""What a training job costs here: where a step's time goes, what the link gives, what would pay, and a log of it."""
+"""Measurement: where a step's time goes, the link between workers, predicted speed-ups, and logs of runs."""
 
 from .breakdown import Breakdown
-from .cost_model import CostModel, Prediction, Work, buckets
+from .cost_model import CostModel, Prediction, Work
 from .diagnose import diagnose
 from .diagnosis import Diagnosis
-from .dry_run import Sent, dry_run
-from .link import Line, Link
+from .dry_run import Traffic, dry_run
+from .link import AlphaBeta, Link
 from .probe import probe
-from .ranking import Choice
 from .run_log import RunLog
-from .saved_run import Run, read
+from .saved_run import Run, read_run
+from .speedup_estimate import SpeedupEstimate
 
 __all__ = [
-    "Breakdown",
-    "Choice",
-    "CostModel",
-    "Diagnosis",
-    "Line",
-    "Link",
-    "Prediction",
-    "Run",
-    "RunLog",
-    "Sent",
-    "Work",
-    "buckets",
-    "diagnose",
-    "dry_run",
-    "probe",
-    "read",
-]
+    "AlphaBeta", "Breakdown", "CostModel", "Diagnosis", "Link", "Prediction", "Run", "RunLog", "SpeedupEstimate",
+    "Traffic", "Work", "diagnose", "dry_run", "probe", "read_run",
+]  # fmt: skip

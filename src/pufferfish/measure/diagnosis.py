@@ -1,4 +1,4 @@
-"""`Diagnosis`: what a step costs in a job and what would pay, to print or to keep."""
+"""`Diagnosis`: the result of `diagnose`, to print or to save."""
 
 from __future__ import annotations
 
@@ -6,70 +6,70 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .estimate_table import estimate_table, format_seconds
 from .link import Link
-from .ranking import WORTH, Choice, lap, table
-
-__all__ = ["Choice", "Diagnosis"]
+from .speedup_estimate import MIN_SPEEDUP, SpeedupEstimate
 
 
 @dataclass(kw_only=True)
 class Diagnosis:
-    """What `diagnose` found, once its block is left. Equal on all ranks: means over them."""
+    """Result of `diagnose`, filled when its block ends. Means over all workers, so equal on all of them."""
 
     workers: int = 1
-    steps: int = 0  # that were timed
-    parts: dict[str, float] = field(default_factory=dict)  # mean seconds a step, as in `Breakdown`
-    waiting: float = 0.0  # seconds of the exchange in which the slowest worker was waited for
+    steps: int = 0  # timed steps
+    parts: dict[str, float] = field(default_factory=dict)  # mean seconds per step, as in `Breakdown`
+    waiting: float = 0.0  # seconds of the exchange spent waiting for the slowest worker
     link: Link | None = None
-    predicted: float = 0.0  # seconds of the step as it is, by the cost model
-    ceiling: float = 1.0  # speed-up of a step if there were no exchange at all
-    hours: float | None = None  # of the whole run as it is
-    wire_bytes: float = 0.0  # a worker sends in a step as it is
-    choices: list[Choice] = field(default_factory=list)
+    predicted: float = 0.0  # seconds of the current step, by the cost model
+    ceiling: float = 1.0  # speed-up of a step without any exchange
+    hours: float | None = None  # of the whole run at the current speed
+    wire_bytes: float = 0.0  # sent by a worker in the current step
+    options: list[SpeedupEstimate] = field(default_factory=list)
 
     @property
     def exposed(self) -> float:
-        """Seconds a step that the exchange costs: waiting for it, and what compression computes."""
+        """Seconds per step that communication costs: waiting for the exchange, encoding and decoding."""
         return self.parts["encode"] + self.parts["exchange"] + self.parts["decode"]
 
     @property
     def error(self) -> float:
-        """Of the prediction for the step as it is, as a share of the measured one."""
+        """Relative error of the cost model's prediction for the current step."""
         return self.predicted / self.parts["step"] - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict that JSON can hold."""
         return asdict(self)
 
     def __str__(self) -> str:
         if not self.parts:
-            return "diagnose: not done yet"
-        return "\n".join([*self._head(), "", self._table()])
+            return "diagnose: no result yet; it is filled when the block ends"
+        return "\n".join([*self._head(), "", *self._table()])
 
     def _head(self) -> Iterator[str]:
-        p = self.parts
-        yield (
-            f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.steps} steps: {lap(p['step'])} a step = "
-            f"{lap(p['step'] - self.exposed)} computing (data {lap(p['data'])}, forward {lap(p['forward'])}, "
-            f"backward {lap(p['backward'])}, optimizer {lap(p['optimizer'])}) + {lap(self.exposed)} exposed exchange"
-        )
+        p = {name: format_seconds(seconds) for name, seconds in self.parts.items()}
+        compute, exposed = format_seconds(self.parts["step"] - self.exposed), format_seconds(self.exposed)
+        yield f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.steps} timed steps"
+        yield f"step:      {p['step']} = {compute} compute + {exposed} exposed exchange"
+        names = ("data", "forward", "backward", "optimizer")
+        yield "compute:   " + ", ".join(f"{name} {p[name]}" for name in names)
         if self.link is None:
-            yield "one process: nothing to exchange"
+            yield "exchange:  none, one process"
             return
-        coding = (
-            f"encode {lap(p['encode'])}, decode {lap(p['decode'])}; " if p["encode"] + p["decode"] else ""
-        )
-        yield f"in it {coding}{lap(self.waiting)} waiting for the slowest; hidden behind backward {lap(p['hidden'])}"
-        yield f"link got: {self.link}; the cost model says {lap(self.predicted)} a step ({self.error:+.0%})"
-        yield f"no exchange at all, else as it is: {self.ceiling:.2f}×"
+        compressed = self.parts["encode"] + self.parts["decode"] > 0
+        coding = f"encode {p['encode']}, decode {p['decode']}, " if compressed else ""
+        waiting = f"waiting for the slowest worker {format_seconds(self.waiting)}"
+        yield f"exchange:  {coding}{waiting}; hidden behind backward {p['hidden']}"
+        yield f"link:      {self.link}"
+        predicted = f"{format_seconds(self.predicted)} per step ({self.error:+.0%})"
+        yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}×"
 
-    def _table(self) -> str:
-        now = Choice(
-            kind="", name="as it is", step=self.predicted, speedup=1.0, run_speedup=1.0, hours=self.hours,
+    def _table(self) -> Iterator[str]:
+        current = SpeedupEstimate(
+            kind="", name="current", step=self.predicted, speedup=1.0, run_speedup=1.0, hours=self.hours,
             wire_bytes=self.wire_bytes,
         )  # fmt: skip
-        best = max(self.choices, key=lambda c: c.run_speedup, default=None)
-        told = "predicted, from this step, this link and dry runs on this device; quality is another matter"
-        if best is None or best.run_speedup < WORTH:
-            told = f"nothing here makes the run 5 % shorter: stay with what you have\n{told}"
-        return f"{table([now, *self.choices])}\n\n{told}"
+        yield estimate_table([current, *self.options])
+        yield ""
+        if all(e.run_speedup < MIN_SPEEDUP for e in self.options):
+            yield "No option makes the run 5 % shorter: keep the current setup."
+        yield "Predicted from this step, this link and dry runs on this device. Model quality is not predicted."

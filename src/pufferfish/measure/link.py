@@ -1,4 +1,4 @@
-"""`Link`: what joins the workers of a job, as latency and bandwidth of each collective."""
+"""`Link`: the connection between the workers of a job, as latency and inverse bandwidth of each collective."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-#: Messages one after the other in a collective of p ranks, and bytes that a rank sends in it for each byte handed to
-#: it, by the ring algorithms.
+#: Sequential messages in a collective of p workers, for ring algorithms (broadcast: a tree).
 HOPS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1),
     "all_gather": lambda p: p - 1,
@@ -17,162 +16,172 @@ HOPS: Mapping[str, Callable[[int], float]] = {
     "reduce_scatter": lambda p: p - 1,
     "broadcast": lambda p: math.ceil(math.log2(p)),
 }
-WIRE: Mapping[str, Callable[[int], float]] = {
+#: Bytes that a worker sends in a collective of p workers for each byte passed to it.
+WIRE_FACTOR: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "all_gather": lambda p: p - 1,
     "all_to_all": lambda p: (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
-    "broadcast": lambda p: math.ceil(math.log2(p)),  # the root's, in a tree
+    "broadcast": lambda p: math.ceil(math.log2(p)),  # sent by the root
 }
-#: Of a line's bits, what is left for data: TCP/IP in Ethernet frames of 1500 bytes.
-GOODPUT = 0.949
+GOODPUT = 0.949  # fraction of the nominal bandwidth for data: TCP/IP in Ethernet frames of 1500 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A collective's time: α for each hop and β for each byte on the wire.
+class AlphaBeta:
+    """Cost of a collective: α seconds for each hop and β seconds for each byte on the wire.
 
-    >>> Line(alpha=1e-4, beta=8e-9).seconds("all_reduce", 10**6, 4)
+    >>> AlphaBeta(alpha=1e-4, beta=8e-9).seconds("all_reduce", 10**6, 4)
     0.0126
     """
 
     alpha: float  # seconds
-    beta: float  # seconds a byte
-    error: float = 0.0  # of the fit: mean relative deviation
-    #: What was measured, (bytes, seconds) by size: lines let small messages through faster, and TCP large ones slower.
+    beta: float  # seconds per byte
+    error: float = 0.0  # mean relative deviation of the fit
+    #: Measurements (bytes, seconds), by size: real links are faster than the fit for small messages, TCP slower for large ones.
     points: tuple[tuple[int, float], ...] = ()
 
-    def between_points(self, nbytes: float) -> float | None:
-        """Seconds by the measured sizes next to it, among as many workers as were measured; None: it is beyond them.
-
-        >>> Line(alpha=0.0, beta=1.0, points=((100, 0.1), (200, 0.3))).between_points(150)
-        0.2
-        """
-        for (x0, y0), (x1, y1) in pairwise(self.points):
-            if x0 <= nbytes <= x1:
-                return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
-        return None
-
     def seconds(self, kind: str, nbytes: float, size: int) -> float:
-        """For `nbytes` handed over by each of `size` workers."""
-        return HOPS[kind](size) * self.alpha + WIRE[kind](size) * nbytes * self.beta
+        """Seconds of a collective to which each of `size` workers passes `nbytes` bytes."""
+        return HOPS[kind](size) * self.alpha + WIRE_FACTOR[kind](size) * nbytes * self.beta
 
     @staticmethod
-    def fit(kind: str, size: int, times: Sequence[tuple[int, float]]) -> Line:
-        """β by least squares over (bytes, seconds), which large messages decide; then α by the relative deviations,
-        which small ones decide. Neither is negative.
+    def fit(kind: str, size: int, times: Sequence[tuple[int, float]]) -> AlphaBeta:
+        """Fit α and β to `times`, pairs (bytes, seconds). Neither is negative.
 
-        >>> true = Line(alpha=1e-4, beta=8e-9)
-        >>> fit = Line.fit("all_gather", 3, [(b, true.seconds("all_gather", b, 3)) for b in (10, 10**4, 10**7)])
+        β is the least-squares fit, dominated by large messages; α then minimizes the relative deviations, dominated by
+        small ones.
+
+        >>> true = AlphaBeta(alpha=1e-4, beta=8e-9)
+        >>> times = [(b, true.seconds("all_gather", b, 3)) for b in (10, 10**4, 10**7)]
+        >>> fit = AlphaBeta.fit("all_gather", 3, times)
         >>> f"{fit.alpha:.1e} {fit.beta:.1e}"
         '1.0e-04 8.0e-09'
         """
         if size < 2 or len(times) < 2:
-            raise ValueError(f"Line.fit: {len(times)} sizes among {size} workers; it takes two of each")
-        # In plain arithmetic: all ranks get the same bits.
+            raise ValueError(
+                f"AlphaBeta.fit needs at least 2 message sizes and 2 workers, got {len(times)} and {size}"
+            )
+        # Plain Python arithmetic, so that all workers compute bit-identical results.
         hops, n = HOPS[kind](size), len(times)
-        wires = [WIRE[kind](size) * nbytes for nbytes, _ in times]
-        laps = [seconds for _, seconds in times]
-        wire, lap = sum(wires) / n, sum(laps) / n
-        apart = [x - wire for x in wires]
-        beta = max(0.0, _dot(apart, [t - lap for t in laps]) / _dot(apart, apart))
-        shares = [hops / t for t in laps]
-        left = [1 - beta * x / t for x, t in zip(wires, laps, strict=True)]
+        wires = [WIRE_FACTOR[kind](size) * nbytes for nbytes, _ in times]
+        seconds = [t for _, t in times]
+        mean_wire, mean_seconds = sum(wires) / n, sum(seconds) / n
+        centered = [x - mean_wire for x in wires]
+        beta = max(0.0, _dot(centered, [t - mean_seconds for t in seconds]) / _dot(centered, centered))
+        shares = [hops / t for t in seconds]
+        left = [1 - beta * x / t for x, t in zip(wires, seconds, strict=True)]
         alpha = _dot(shares, left) / _dot(shares, shares)
         if alpha < 0:
-            alpha, beta = 0.0, _dot(wires, laps) / _dot(wires, wires)
-        error = sum(abs(hops * alpha + beta * x - t) / t for x, t in zip(wires, laps, strict=True)) / n
-        least = list(accumulate(reversed(laps), min))  # a smaller message never takes longer
-        points = tuple(zip((nbytes for nbytes, _ in times), reversed(least), strict=True))
-        return Line(alpha=alpha, beta=beta, error=error, points=points)
+            alpha, beta = 0.0, _dot(wires, seconds) / _dot(wires, wires)
+        error = sum(abs(hops * alpha + beta * x - t) / t for x, t in zip(wires, seconds, strict=True)) / n
+        monotone = list(accumulate(reversed(seconds), min))  # a smaller message never takes longer
+        points = tuple(zip((nbytes for nbytes, _ in times), reversed(monotone), strict=True))
+        return AlphaBeta(alpha=alpha, beta=beta, error=error, points=points)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins the workers. Kinds of collectives → lines; one that is missing is taken for the all-reduce."""
+    """Connection between workers. A collective that is missing from a mapping is predicted from the all-reduce."""
 
-    size: int  # workers it was measured among
-    lines: Mapping[str, Line]
-    per_node: int = 1  # of them on each machine
-    inside: Mapping[str, Line] | None = None  # among those of one machine
-    between: Mapping[str, Line] | None = None  # among one worker of each machine, all of them at once
-    extrapolated: bool = False  # not measured as it is
-    toll: float = 0.0  # seconds of computing that are lost for each byte on the wire while both go on
+    size: int  # number of workers it was measured with
+    collectives: Mapping[str, AlphaBeta]  # among all workers, by collective
+    per_node: int = 1  # workers on each machine
+    intra_node: Mapping[str, AlphaBeta] | None = None  # among the workers of one machine
+    inter_node: Mapping[str, AlphaBeta] | None = None  # among one worker per machine, all such groups at once
+    extrapolated: bool = False  # whether it differs from a measured link
+    contention: float = 0.0  # seconds of computation lost for each byte on the wire while both run
 
-    def seconds(self, kind: str, nbytes: float, size: int | None = None, level: str = "flat") -> float:
-        """Of one collective among all workers, those "inside" one machine, or one of each machine ("between").
+    def seconds(self, kind: str, nbytes: float, size: int | None = None, scope: str = "all") -> float:
+        """Seconds of a collective, such as "all_reduce", to which each worker passes `nbytes` bytes.
 
-        Among as many as were measured, or `size`. Levels that were not measured are taken for the flat one.
+        Args:
+            size: number of workers (default: as many as were measured).
+            scope: "all" workers, those of one machine ("intra_node"), or one worker per machine ("inter_node"). A
+                scope that was not measured is taken to be like "all".
 
-        >>> Link.of(bandwidth=1e9, latency=0, size=2).seconds("all_reduce", 10**6)
+        >>> Link.nominal(bandwidth=1e9, latency=0, size=2).seconds("all_reduce", 10**6)
         0.00843
         """
-        sizes = {"flat": self.size, "inside": self.per_node, "between": self.size // self.per_node}
-        measured = size is None or size == sizes[level]
-        size = sizes[level] if size is None else size
+        sizes = {"all": self.size, "intra_node": self.per_node, "inter_node": self.size // self.per_node}
+        measured = size is None or size == sizes[scope]
+        size = sizes[scope] if size is None else size
         if size < 2 or not nbytes:
             return 0.0
-        lines = {"flat": self.lines, "inside": self.inside, "between": self.between}[level] or self.lines
-        found = lines[kind].between_points(nbytes) if measured and kind in lines else None
-        return (
-            (lines.get(kind) or lines["all_reduce"]).seconds(kind, nbytes, size) if found is None else found
-        )
+        scopes = {"all": self.collectives, "intra_node": self.intra_node, "inter_node": self.inter_node}
+        costs = scopes[scope] or self.collectives
+        if measured and kind in costs and (seconds := interpolate(costs[kind].points, nbytes)) is not None:
+            return seconds
+        return (costs.get(kind) or costs["all_reduce"]).seconds(kind, nbytes, size)
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second that each worker sends in a large all-reduce."""
-        return 8 / self.lines["all_reduce"].beta if self.lines["all_reduce"].beta else float("inf")
+        """Bits per second that each worker sends in a large all-reduce."""
+        beta = self.collectives["all_reduce"].beta
+        return 8 / beta if beta else float("inf")
 
     @property
     def latency(self) -> float:
         """Seconds of one hop of an all-reduce."""
-        return self.lines["all_reduce"].alpha
+        return self.collectives["all_reduce"].alpha
 
     @staticmethod
-    def of(*, bandwidth: float, latency: float, size: int, goodput: float = GOODPUT) -> Link:
-        """One that nobody measured: bits a second of the line, seconds one way.
+    def nominal(*, bandwidth: float, latency: float, size: int, goodput: float = GOODPUT) -> Link:
+        """Return a link that was not measured, from its nominal bandwidth (bit/s) and one-way latency (seconds).
 
-        >>> round(Link.of(bandwidth=1e9, latency=1e-4, size=4).bandwidth / 1e6)
+        >>> round(Link.nominal(bandwidth=1e9, latency=1e-4, size=4).bandwidth / 1e6)
         949
         """
         if not bandwidth > 0 or latency < 0:
             raise ValueError(
-                f"a link of {bandwidth} bit/s and {latency} s: the first must be above 0, the second not below"
+                f"Link: bandwidth={bandwidth} bit/s must be above 0 and latency={latency} s must not be negative"
             )
-        line = Line(alpha=latency, beta=8 / (bandwidth * goodput))
-        return Link(size=size, lines={"all_reduce": line}, extrapolated=True)
+        cost = AlphaBeta(alpha=latency, beta=8 / (bandwidth * goodput))
+        return Link(size=size, collectives={"all_reduce": cost}, extrapolated=True)
 
-    def at(self, *, bandwidth: float, latency: float = 0.0, goodput: float = GOODPUT) -> Link:
-        """This link as it would be on a line of so many bits a second with so much added latency.
+    def limited_to(self, *, bandwidth: float, latency: float = 0.0, goodput: float = GOODPUT) -> Link:
+        """Return this link as it would be at a nominal bandwidth (bit/s) with added latency (seconds).
 
-        What the software needs for a message and a byte was measured here; the slower of it and the line counts.
+        The software's cost of a message and of a byte were measured here; the slower of software and network counts.
 
-        >>> here = Link(size=2, lines={"all_reduce": Line(alpha=1e-4, beta=1e-9)})
-        >>> there = here.at(bandwidth=1e8, latency=1e-3)
+        >>> here = Link(size=2, collectives={"all_reduce": AlphaBeta(alpha=1e-4, beta=1e-9)})
+        >>> there = here.limited_to(bandwidth=1e8, latency=1e-3)
         >>> there.latency, round(there.bandwidth / 1e6, 1), there.extrapolated
         (0.0011, 94.9, True)
         """
-        line = Link.of(bandwidth=bandwidth, latency=latency, size=self.size, goodput=goodput)
+        nominal = Link.nominal(bandwidth=bandwidth, latency=latency, size=self.size, goodput=goodput)
 
-        def slower(lines: Mapping[str, Line], sharing: int) -> dict[str, Line]:
-            beta = sharing * line.lines["all_reduce"].beta
+        def slower(costs: Mapping[str, AlphaBeta], senders: int) -> dict[str, AlphaBeta]:
+            beta = senders * nominal.collectives["all_reduce"].beta
             return {
                 kind: replace(x, alpha=x.alpha + latency, beta=max(x.beta, beta), points=())
-                for kind, x in lines.items()
+                for kind, x in costs.items()
             }
 
-        between = (
-            slower(self.between, self.per_node) if self.between else None
-        )  # all of a machine send at once
-        return replace(self, lines=slower(self.lines, 1), between=between, extrapolated=True)
+        # All workers of a machine send at once and share its bandwidth.
+        inter_node = slower(self.inter_node, self.per_node) if self.inter_node else None
+        collectives = slower(self.collectives, 1)
+        return replace(self, collectives=collectives, inter_node=inter_node, extrapolated=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict that JSON can hold."""
         return asdict(self)
 
     def __str__(self) -> str:
         mbit = self.bandwidth / 1e6
-        return f"{mbit:{',.0f' if mbit >= 100 else '.3g'}} Mbit/s, {1e3 * self.latency:.3g} ms a message"
+        return f"{mbit:{',.0f' if mbit >= 100 else '.3g'}} Mbit/s, {1e3 * self.latency:.3g} ms per message"
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """Piecewise linear interpolation between `points`, in the order of x; None outside their range.
+
+    >>> interpolate(((100, 0.1), (200, 0.3)), 150)
+    0.2
+    """
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
+    return None
 
 
 def _dot(x: Sequence[float], y: Sequence[float]) -> float:

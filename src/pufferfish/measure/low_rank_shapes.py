@@ -1,4 +1,4 @@
-"""Low rank as it would be: a plan for a model, by what is known of its calls, and the model's shape after it."""
+"""Low rank before it is applied: a plan from a recorded call, and the shapes of the model after that plan."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers import hollow
+from ..layers import meta_copy
 from ..lowrank.factorize import reshape_
 from ..planning.plan import Plan
 from ..planning.planner import plan
 
-RATIO = 0.25
+RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper
 
 
-def shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call's arguments without their values, as `plan` takes an example; nothing of the batch is kept.
-
-    >>> import torch
-    >>> shapes(nn.Linear(4, 2), (torch.ones(3, 4),), {})
-    {'input': tensor(..., device='meta', size=(3, 4))}
-    """
+def example_from_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert the arguments of a call to an example for `plan`; tensors become meta tensors, so no batch is kept alive."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -37,24 +32,25 @@ def shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return named
 
 
-def planned(model: nn.Module, call: Any, measure: bool) -> tuple[Plan, str]:
-    """A plan at the ratio of the paper, and what to know of it."""
+def plan_for_example(model: nn.Module, example: Any, measure: bool) -> tuple[Plan, str]:
+    """Plan `model` at `RANK_RATIO`; returns the plan and a note on how its compute time is known."""
     warm_up = "a third of the run is warm-up"
     try:
-        made = plan(model, RATIO, example=call, measure=measure and call is not None)
-        note = f"{'layers timed' if measure else 'if time follows MACs'}; {warm_up}"
-    except Exception:  # on shapes alone a model that looks at values may fail in any way
-        made, note = plan(model, RATIO), f"MACs unknown, computing taken as unchanged; {warm_up}"
+        low_rank = plan(model, RANK_RATIO, example=example, measure=measure and example is not None)
+        note = f"{'layers timed' if measure else 'time assumed proportional to MACs'}; {warm_up}"
+    except Exception:  # a model that reads values may fail in any way on meta tensors
+        low_rank = plan(model, RANK_RATIO)
+        note = f"MACs unknown, compute time assumed unchanged; {warm_up}"
     try:
-        reshaped(model, made)
+        low_rank_shapes(model, low_rank)
     except ValueError as error:
-        made = made.replace(e.stays(str(error)) for e in made)
-    return made, note
+        low_rank = low_rank.replace(e.keep_dense(str(error)) for e in low_rank)
+    return low_rank, note
 
 
-def reshaped(model: nn.Module, made: Plan) -> nn.Module:
-    """The model as a plan makes it, without its numbers."""
-    shadow = hollow(model)
-    if made.ranks:
-        reshape_(shadow, made)
-    return shadow
+def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy of the model after `plan`, with shapes but without values."""
+    copy = meta_copy(model)
+    if plan.ranks:
+        reshape_(copy, plan)
+    return copy

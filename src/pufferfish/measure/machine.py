@@ -1,11 +1,10 @@
-"""What a run ran on: versions and hardware, for its records."""
+"""Software versions and hardware of a run, for its log."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +12,31 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Of what a run's numbers depend on.
+    """Versions of Python, torch and pufferfish, and the git commit of the working directory."""
+    from .. import __version__
 
-    >>> sorted(versions())
-    ['commit', 'pufferfish', 'python', 'torch']
-    """
-    try:
-        own: str | None = version("pufferfish-torch")
-    except PackageNotFoundError:
-        own = None
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "pufferfish": own,
+        "pufferfish": __version__,
         "commit": _commit(),
     }
 
 
 def _commit() -> str | None:
-    """Of the code in this folder, with a + where files were changed since."""
+    """Commit of the working directory, followed by + if files have changed since."""
     try:
-        told = subprocess.run(
+        described = subprocess.run(
             ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip()
+    return described.stdout.strip()
 
 
 def hardware() -> dict[str, Any]:
-    """Of this process.
-
-    >>> hardware()["cores"] >= 1
-    True
-    """
+    """CPU, cores, torch threads, GPU and host name of this process."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),

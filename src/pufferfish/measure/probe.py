@@ -1,4 +1,4 @@
-"""`probe`: measures the link between the workers of a job."""
+"""`probe`: measures the link between the workers of a job, with real collectives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression.hierarchy import nodes
-from ..compression.transport import Group
+from ..compression.exchange import Group
+from ..compression.hierarchy import machines_of
+from ..compression.meter import elapsed, timestamp
 from ..distributed.workers import Workers
-from .clock import between, now, typical, wait
-from .link import WIRE, Line, Link
+from .clock import pause, trimmed_mean
+from .link import WIRE_FACTOR, AlphaBeta, Link
 
-KINDS = ("all_reduce", "all_gather", "all_to_all")
-#: Seconds of an all-reduce beside which computing is timed.
-_BESIDE = 0.15
-#: Laps of one size: more of short ones, until they fill so many seconds, but at most so many.
-_SECONDS, _MOST = 0.1, 20
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+_CONTENTION_SECONDS = 0.15  # of the all-reduce during which computation is timed
+#: Short collectives are repeated for about so many seconds, up to the maximum number.
+_SECONDS, _MAX_REPEATS = 0.1, 20
 
 
 def probe(
@@ -33,112 +33,108 @@ def probe(
     seconds: float = 0.25,
     rounds: int = 5,
 ) -> Link:
-    """Measure the link between all workers of a group (by default, the whole job). Call it on all of them.
+    """Measure the link between the workers of a group. Call it on all of them.
 
-    All-reduces, all-gathers and all-to-alls of 1 KiB, four times that and so on, until one takes longer than `seconds`
-    or `largest` bytes are sent in each direction; typical ones of `rounds` or, of short ones, more, of the slowest worker. Where LOCAL_WORLD_SIZE says that several
-    workers share a machine, those inside one, and one worker of each, are measured on their own as well. On CPUs, also
-    how much computing is lost while an all-reduce goes on beside it.
+    Times all-reduces, all-gathers and all-to-alls of 1 KiB, 4 KiB and so on, as the slowest worker sees them. If
+    LOCAL_WORLD_SIZE says that several workers share a machine, the workers inside one machine, and one worker of each machine,
+    are measured separately as well. On CPUs, also measures how much computation is lost during an all-reduce.
+
+    Args:
+        group: process group (default: the whole job).
+        device: device of the tensors.
+        largest: maximum bytes sent in each direction by one collective.
+        seconds: sizes grow until one collective takes longer than this.
+        rounds: minimum number of repetitions; short collectives are repeated more often. Times are trimmed means.
 
     >>> probe()
     Traceback (most recent call last):
-    ValueError: probe: one process has no link; start two or more with torchrun
+    ValueError: probe: needs at least 2 processes; start them with torchrun
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
-        raise ValueError("probe: one process has no link; start two or more with torchrun")
-    device = torch.device(device)
+        raise ValueError("probe: needs at least 2 processes; start them with torchrun")
+    workers = Workers(group or dist.group.WORLD, torch.device(device), "probe")
+    size = workers.size
 
-    whole = group or dist.group.WORLD
-
-    def lines(group: dist.ProcessGroup | None) -> dict[str, Line]:
+    def measure(group: dist.ProcessGroup | None) -> dict[str, AlphaBeta]:
         size = dist.get_world_size(group)
-        return {
-            kind: Line.fit(kind, size, _times(kind, group, whole, device, largest, seconds, rounds))
-            for kind in KINDS
-        }
+        times = {kind: _times(kind, group, workers, largest, seconds, rounds) for kind in COLLECTIVES}
+        return {kind: AlphaBeta.fit(kind, size, times[kind]) for kind in COLLECTIVES}
 
-    size = dist.get_world_size(group)
-    link = Link(size=size, lines=lines(whole))
-    if device.type == "cpu":
-        link = replace(link, toll=_toll(whole, link, largest, rounds))
+    link = Link(size=size, collectives=measure(workers.group))
+    if workers.device.type == "cpu":
+        link = replace(link, contention=_contention(workers.group, link, largest, rounds))
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     per_node = int(local) if local.isdigit() else 1
     if not 1 < per_node < size or size % per_node:
         return replace(link, per_node=size if per_node == size else 1)
-    two = nodes(group)
-    # The groups stay until the job ends: torch gives later ones of the same ranks the same name, and would look for
-    # their peers where those of a destroyed group were.
-    levels = [lines(two.inside.group), lines(two.between.group)]
-    return replace(link, per_node=per_node, inside=levels[0], between=levels[1])
+    two = machines_of(group)
+    # The groups are not destroyed: torch reuses the name for a later group of the same workers, which would then look
+    # for its peers at the addresses of the destroyed one.
+    scopes = [measure(two.inside.group), measure(two.between.group)]
+    return replace(link, per_node=per_node, intra_node=scopes[0], inter_node=scopes[1])
 
 
 def _times(
-    kind: str,
-    group: dist.ProcessGroup | None,
-    whole: dist.ProcessGroup | None,
-    device: torch.device,
-    largest: int,
-    limit: float,
-    rounds: int,
+    kind: str, group: dist.ProcessGroup | None, workers: Workers, largest: int, limit: float, rounds: int
 ) -> list[tuple[int, float]]:
-    """Bytes and seconds, the same on all ranks. Groups that share a line use it at the same time, as in a step."""
-    workers = Workers(whole, device, "probe")
+    """Pairs (bytes, seconds), equal on all workers. Groups that share a network run at the same time, as in a step."""
     sends = Group(group)
-    wire = WIRE[kind](sends.size)
-    found: list[tuple[int, float]] = []
+    wire = WIRE_FACTOR[kind](sends.size)
+    times: list[tuple[int, float]] = []
     nbytes, last = 1024, 0.0
-    while len(found) < 2 or (last <= limit and nbytes * wire <= 2 * largest):
-        buffer = torch.zeros(nbytes // 4, device=device)
+    while len(times) < 2 or (last <= limit and nbytes * wire <= 2 * largest):
+        buffer = torch.zeros(nbytes // 4, device=workers.device)
 
-        def laps(n: int, buffer: Tensor = buffer) -> Tensor:
-            mine = torch.tensor([_lap(kind, sends, whole, buffer) for _ in range(n)], dtype=torch.float64)
-            return workers.largest(mine)
+        def repeat(n: int, buffer: Tensor = buffer) -> Tensor:
+            own = [_time_collective(kind, sends, workers.group, buffer) for _ in range(n)]
+            return workers.max(torch.tensor(own, dtype=torch.float64))
 
-        last = float(laps(1))  # connections are made in it
-        often = max(rounds, min(_MOST, int(_SECONDS / last)))
-        last = typical(laps(often).tolist())
-        found.append((nbytes, last))
+        last = float(repeat(1))  # opens the connections
+        repeats = max(rounds, min(_MAX_REPEATS, int(_SECONDS / last)))
+        last = trimmed_mean(repeat(repeats).tolist())
+        times.append((nbytes, last))
         nbytes *= 4
-    return found
+    return times
 
 
-def _lap(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
-    """Seconds of one collective, which all begin together as well as a barrier and a short sleep can tell, on a line that has rested."""
+def _time_collective(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
+    """Seconds of one collective, started by all workers at about the same time on an idle network."""
     dist.barrier(whole)
-    wait()
-    start = now(buffer.device)
+    pause()
+    start = timestamp(buffer.device)
     if kind == "all_reduce":
-        sends._sum([buffer])()
+        done: Callable[[], object] = sends._sum(buffer)[0]
     elif kind == "all_gather":
-        sends._gather([buffer])()
+        done = sends._gather(buffer)[0]
     else:
-        sends._scatter([list(buffer.tensor_split(sends.size))])()
-    return between(start, now(buffer.device))
+        done = sends._scatter(list(buffer.tensor_split(sends.size)))[0]
+    done()
+    return elapsed(start, timestamp(buffer.device))
 
 
-def _toll(group: Any, link: Link, largest: int, rounds: int) -> float:
-    """Seconds of computing that each byte on the wire costs beside it: the median of rounds with and without."""
-    line, wire = link.lines["all_reduce"], WIRE["all_reduce"](link.size)
-    nbytes = int(min(largest, _BESIDE / line.beta / wire if line.beta else largest)) // 4 * 4
+def _contention(group: Any, link: Link, largest: int, rounds: int) -> float:
+    """Seconds of computation lost for each byte on the wire: median over rounds with and without an all-reduce."""
+    cost, wire = link.collectives["all_reduce"], WIRE_FACTOR["all_reduce"](link.size)
+    nbytes = int(min(largest, _CONTENTION_SECONDS / cost.beta / wire if cost.beta else largest)) // 4 * 4
     buffer, x = torch.zeros(nbytes // 4), torch.ones(128, 128)
 
-    def computing(until: Callable[[int], bool]) -> tuple[int, float]:
+    def compute(until: Callable[[int], bool]) -> tuple[int, float]:
         start, n = time.perf_counter(), 0
         while n == 0 or not until(n):
             x @ x
             n += 1
         return n, time.perf_counter() - start
 
-    n, seconds = computing(lambda n: n == 100)
-    often = max(100, int(_BESIDE * n / seconds))
+    n, seconds = compute(lambda n: n == 100)
+    products = max(100, int(_CONTENTION_SECONDS * n / seconds))
     lost = []
     for _ in range(rounds):
         dist.barrier(group)
-        n, quiet = computing(lambda n: n == often)
+        n, idle = compute(lambda n: n == products)
         dist.barrier(group)
-        sent = dist.all_reduce(buffer, group=group, async_op=True)
-        done, loud = computing(lambda n, sent=sent: bool(sent.is_completed()))  # type: ignore[misc]
-        lost.append(max(0.0, loud - done * quiet / n))
-    each = torch.tensor(lost, dtype=torch.float64) / link.size
-    dist.all_reduce(each, group=group)
-    return float(each.median()) / (wire * nbytes)
+        sending = dist.all_reduce(buffer, group=group, async_op=True)
+        done, busy = compute(lambda n, sending=sending: bool(sending.is_completed()))  # type: ignore[misc]
+        lost.append(max(0.0, busy - done * idle / n))
+    mean = torch.tensor(lost, dtype=torch.float64) / link.size
+    dist.all_reduce(mean, group=group)
+    return float(mean.median()) / (wire * nbytes)

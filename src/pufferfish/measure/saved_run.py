@@ -1,4 +1,4 @@
-"""`read`: a run's folder, as `RunLog` wrote it."""
+"""`read_run`: reads a run's folder as `RunLog` writes it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-JSON, CSV = "run.json", "metrics.csv"
+RUN_FILE, METRICS_FILE = "run.json", "metrics.csv"
 VERSION = 1
-HEAD = ["seconds", "step", "epoch", "name", "value"]
+COLUMNS = ["seconds", "step", "epoch", "name", "value"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder as `read` finds it."""
+    """Contents of a run's folder."""
 
     folder: Path
     name: str
@@ -33,69 +33,69 @@ class Run:
     results: dict[str, Any]
     predicted: dict[str, Any]
     layers: list[dict[str, Any]]
-    metrics: dict[str, list[tuple[float, int, float]]]  # by name: seconds, step, value
+    metrics: dict[str, list[tuple[float, int, float]]]  # by name: (seconds, step, value)
 
 
-def read(folder: str | Path) -> Run:
-    """What a `RunLog` has written, finished or not.
+def read_run(folder: str | Path) -> Run:
+    """Read the folder of a run, finished or not.
 
-    >>> read("/nowhere")
+    >>> read_run("/nowhere")
     Traceback (most recent call last):
-    ValueError: /nowhere: there is no run.json; this is not the folder of a run
+    ValueError: /nowhere has no run.json: it is not the folder of a run
     """
     folder = Path(folder)
-    if not (folder / JSON).is_file():
-        raise ValueError(f"{folder}: there is no {JSON}; this is not the folder of a run")
-    data = fields_of(folder / JSON)
+    if not (folder / RUN_FILE).is_file():
+        raise ValueError(f"{folder} has no {RUN_FILE}: it is not the folder of a run")
+    fields = read_run_file(folder / RUN_FILE)
     metrics: dict[str, list[tuple[float, int, float]]] = {}
-    for _, (seconds, step, _, name, value) in rows_of(folder / CSV):
+    for seconds, step, _, name, value in read_metrics(folder / METRICS_FILE):
         metrics.setdefault(name, []).append((float(seconds), int(step), float(value)))
-    return Run(folder=folder, metrics=metrics, **data)
+    return Run(folder=folder, metrics=metrics, **fields)
 
 
-_KINDS: dict[str, Any] = dict.fromkeys(("settings", "versions", "hardware", "results", "predicted"), dict) | {
+_TYPES: dict[str, Any] = dict.fromkeys(("settings", "versions", "hardware", "results", "predicted"), dict) | {
     "workers": int, "hosts": int, "seed": int | None, "link": dict | None, "layers": list,
 }  # fmt: skip
 
 
-def fields_of(path: Path) -> dict[str, Any]:
-    """A run.json's fields, all there."""
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Read the fields of a `run.json`; a missing or invalid one is a ValueError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: this is not JSON: {error.msg}") from None
+        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not text") from None
-    found = data.pop("pufferfish_run", None) if isinstance(data, dict) else None
-    if found != VERSION:
-        raise ValueError(f"{path}: this is no run of version {VERSION}, the one that this pufferfish knows")
+        raise ValueError(f"{path} is not a text file") from None
+    version = data.pop("pufferfish_run", None) if isinstance(data, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{path} is not a run of format version {VERSION}, the only one supported")
     fields = [name for name in Run.__dataclass_fields__ if name not in ("folder", "metrics")]
     missing = [name for name in fields if name not in data]
     if missing:
-        raise ValueError(f"{path}: it lacks {', '.join(missing)}")
-    for name, kind in _KINDS.items():
-        if not isinstance(data[name], kind):
-            raise ValueError(f"{path}: {name} is a {type(data[name]).__name__}; runs do not have it so")
+        raise ValueError(f"{path}: missing fields: {', '.join(missing)}")
+    for name, expected in _TYPES.items():
+        if not isinstance(data[name], expected):
+            raise ValueError(f"{path}: field {name!r} must not be of type {type(data[name]).__name__}")
     return {name: data[name] for name in fields}
 
 
-def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Line numbers and rows. A last line without its end is one that a crash cut off, or a run is writing."""
+def read_metrics(path: Path) -> Iterator[list[str]]:
+    """Rows of a `metrics.csv`. An incomplete last line, cut off by a crash or still being written, is skipped."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file beside {JSON}")
+        raise ValueError(f"{path} is missing beside {RUN_FILE}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: this is not text") from None
+        raise ValueError(f"{path} is not a text file") from None
     reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     for row in reader:
         if reader.line_num == 1:
-            if row != HEAD:
-                raise ValueError(f"{path}:1: the columns are not {','.join(HEAD)}")
+            if row != COLUMNS:
+                raise ValueError(f"{path}:1: the columns must be {','.join(COLUMNS)}")
             continue
         try:
             seconds, step, epoch, _, value = row
             float(seconds), int(step), float(epoch or 0), float(value)
         except ValueError:
-            raise ValueError(f"{path}:{reader.line_num}: {','.join(row)!r} is no row of a run") from None
-        yield reader.line_num, row
+            raise ValueError(f"{path}:{reader.line_num}: {','.join(row)!r} is not a valid row") from None
+        yield row

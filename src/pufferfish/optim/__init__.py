@@ -1,1 +1,1 @@
-"""Optimizers through a change of parameters: state carried to factors, Frobenius decay, learning rates."""
+"""Optimizers of models whose layers change: carried state, Frobenius decay, learning-rate changes."""

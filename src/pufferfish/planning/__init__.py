@@ -1,1 +1,1 @@
-"""Plans: which layers become low-rank, at which ranks, and what that costs."""
+"""Plans: which layers become low-rank, at which ranks, and their cost."""

@@ -1,4 +1,4 @@
-"""Sharing a budget among matrices: rank goes where the singular values say it keeps most for its cost."""
+"""`allocate`: share a budget among matrices so that the ranks keep the most energy for their cost."""
 
 from __future__ import annotations
 
@@ -13,46 +13,53 @@ from torch import Tensor
 from ..layers import Matrix
 from .rules import largest_rank
 
+Ranks = list[int | None]  # None: the matrix stays dense
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A matrix that competes for a budget."""
+    """A matrix that takes part in sharing out a budget."""
 
     matrix: Matrix
-    spectrum: Tensor
-    cost_per_weight: float  # 1 for parameters, positions for MACs, bytes an element for bytes
+    spectrum: Tensor  # singular values, largest first
+    cost_per_weight: float  # 1 for parameters, positions for MACs, bytes per element for bytes
 
 
 def allocate(
     candidates: Sequence[Candidate], budget: float, multiple: int, min_saving: float, spare: float = 0.0
-) -> list[int | None]:
-    """Ranks (None: stays dense) whose cost is below `budget`, by no more than `spare` where the steps allow.
+) -> Ranks:
+    """Choose ranks whose total cost stays below a budget.
 
-    Greedy: the next step goes to the matrix that gains most relative energy σ²/‖W‖² for its cost. Singular
-    values fall, so for one matrix the steps come in the right order by themselves. Where too much is left
-    over, a step or two are taken back for others that fill the budget better, if that costs little energy.
+    Greedy: the next step of `multiple` ranks goes to the matrix that gains most relative energy σ²/‖W‖² for
+    its cost. Singular values are sorted, so the steps of one matrix come in the right order. If more than
+    `spare` is left, one or two steps are exchanged for others that fill the budget better, if that costs
+    little energy.
+
+    Args:
+        budget: Largest total cost, in units of `cost_per_weight`.
+        min_saving: Share of its weights that a factorized matrix must save.
+        spare: Part of the budget that may stay unused.
     """
     tops = [largest_rank(c.matrix, min_saving) // multiple * multiple for c in candidates]
-    kept = []
+    cumulative = []  # relative energy of the first r singular values
     for c in candidates:
         squares = c.spectrum.double().square()
         sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-        kept.append((sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist())
+        cumulative.append((sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist())
 
     def cost(i: int, rank: int | None) -> float:
         c = candidates[i]
         return c.cost_per_weight * (c.matrix.numel if rank is None else c.matrix.factor_numel(rank))
 
     def energy(i: int, rank: int | None) -> float:
-        return 1.0 if rank is None else kept[i][rank]
+        return 1.0 if rank is None else cumulative[i][rank]
 
-    def spend(
-        ranks: list[int | None], left: float, frozen: tuple[int, ...] = ()
-    ) -> tuple[float, list[int | None]]:
+    def spend(ranks: Ranks, left: float, frozen: tuple[int, ...] = ()) -> tuple[float, Ranks]:
+        """Spend the remaining budget `left` in steps; the ranks of `frozen` matrices do not change."""
         ranks = list(ranks)
 
         def step(i: int) -> tuple[float, int, int | None] | None:
-            """(−gain per cost, matrix, next rank), or None when it is dense already."""
+            """Next step of a matrix: (−gain per cost, matrix, next rank), or None if it is dense already."""
             now = ranks[i]
             if now is None or i in frozen:
                 return None
@@ -66,43 +73,41 @@ def allocate(
             _, i, after = heapq.heappop(steps)
             extra = cost(i, after) - cost(i, ranks[i])
             if extra > left:
-                continue  # this matrix is done; a cheaper step of another may still fit
+                continue  # a cheaper step of another matrix may still fit
             left -= extra
             ranks[i] = after
             if following := step(i):
                 heapq.heappush(steps, following)
         return left, ranks
 
-    def otherwise(
-        ranks: list[int | None], left: float, matrices: tuple[int, ...]
-    ) -> tuple[float, list[int | None]]:
-        """Without the last step of some matrices, what it cost spent on the others."""
-        before = list(ranks)
+    def exchange(ranks: Ranks, left: float, matrices: tuple[int, ...]) -> tuple[float, Ranks]:
+        """Take back the last step of some matrices and spend its cost on the others."""
+        lowered = list(ranks)
         for i in matrices:
-            before[i] = tops[i] if (now := ranks[i]) is None else now - multiple
-            left += cost(i, ranks[i]) - cost(i, before[i])
-        return spend(before, left, frozen=matrices)
+            lowered[i] = tops[i] if (now := ranks[i]) is None else now - multiple
+            left += cost(i, ranks[i]) - cost(i, lowered[i])
+        return spend(lowered, left, frozen=matrices)
 
-    ranks: list[int | None] = [multiple if top else None for top in tops]
+    ranks: Ranks = [multiple if top else None for top in tops]
     left = budget - sum(cost(i, rank) for i, rank in enumerate(ranks))
     if left < 0:
         raise ValueError(
-            f"the budget is too small: at rank {multiple} everywhere the factorized layers are "
-            f"{-left:,.0f} above what it leaves them; raise it, or lower `multiple`"
+            f"the budget is too small: at rank {multiple} everywhere the factorized layers exceed their share by "
+            f"{-left:,.0f}; raise the budget, or lower `multiple`"
         )
     left, ranks = spend(ranks, left)
 
-    def total(ranks: list[int | None]) -> float:
+    def total_energy(ranks: Ranks) -> float:
         return sum(energy(i, rank) for i, rank in enumerate(ranks))
 
-    at_once = 1
-    while left > spare and at_once <= (2 if len(candidates) <= 40 else 1):  # many matrices need no pairs
+    count = 1
+    while left > spare and count <= (2 if len(candidates) <= 40 else 1):  # many matrices need no pairs
         movable = [i for i, top in enumerate(tops) if top and ranks[i] != multiple]
-        tried = (otherwise(ranks, left, some) for some in combinations(movable, at_once))
-        fuller = [(less <= spare, total(new), less, new) for less, new in tried if less < left]
+        exchanges = (exchange(ranks, left, matrices) for matrices in combinations(movable, count))
+        fuller = [(rest <= spare, total_energy(new), rest, new) for rest, new in exchanges if rest < left]
         best = max(fuller, key=lambda x: x[:2], default=None)
-        if best is not None and best[1] > 0.95 * total(ranks):
+        if best is not None and best[1] > 0.95 * total_energy(ranks):
             *_, left, ranks = best
         else:
-            at_once += 1
+            count += 1
     return ranks

@@ -1,4 +1,4 @@
-"""`Plan`: what is decided for every layer. Data that can be printed, saved, edited and compared."""
+"""`Plan`: the decision for every layer, as data that can be printed, saved, edited and compared; its cost."""
 
 from __future__ import annotations
 
@@ -11,34 +11,90 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from ..layers import Matrix
-from .cost import Totals
+from ..layers.names import unwrap
+from .profile import Profile
 from .rules import Rule
 
-VERSION = 1
+VERSION = 1  # of the JSON format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Cost of one training step of a whole model: parameters, bytes, MACs."""
+
+    parameters: int
+    parameter_bytes: int
+    trainable: int  # parameters that require a gradient
+    gradient_bytes: int
+    forward_macs: int | None = None  # on the plan's example; None without one
+    backward_macs: int | None = None
+
+    def memory(self, states: int) -> int:
+        """Bytes of weights, gradients and `states` optimizer tensors per parameter (SGD momentum 1, Adam 2)."""
+        return self.parameter_bytes + (1 + states) * self.gradient_bytes
+
+    def wire_bytes(self, engine: str = "ddp", *, shards: int = 1) -> int:
+        """Bytes that one worker passes to collectives in one step.
+
+        Args:
+            engine: `ddp` all-reduces the gradients. `fsdp2` all-gathers the parameters twice and
+                reduce-scatters the gradients. `hsdp` does the same in groups of `shards` workers and
+                all-reduces each gradient shard between the groups.
+
+        >>> step = totals(nn.Linear(1000, 1000, bias=False))
+        >>> [step.wire_bytes(engine, shards=4) for engine in ("ddp", "fsdp2", "hsdp")]
+        [4000000, 12000000, 13000000]
+        """
+        sharded = 2 * self.parameter_bytes + self.gradient_bytes
+        match engine:
+            case "ddp":
+                return self.gradient_bytes
+            case "fsdp2":
+                return sharded
+            case "hsdp":
+                return sharded + self.gradient_bytes // shards
+        raise ValueError(f"engine {engine!r} is not one of ddp, fsdp2, hsdp")
+
+
+def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
+    """Count the parameters of a model, and its MACs if a `Profile` is given."""
+    parameters = [p for p in unwrap(model).parameters() if not is_lazy(p)]
+    trainable = [p for p in parameters if p.requires_grad]
+    return Totals(
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        trainable=sum(p.numel() for p in trainable),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        forward_macs=profile.forward_macs if profile else None,
+        backward_macs=profile.backward_macs if profile else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One matrix of one layer: its rank, the rule that will give it one, or the reason it stays dense."""
+    """One matrix of one layer: its rank, the rule that will choose its rank, or the reason it stays dense."""
 
-    name: str  # the layer's name, and the matrix' where a layer has several: "lstm.weight_ih_l0"
+    name: str  # name of the layer, and of the matrix where a layer has several: "lstm.weight_ih_l0"
     layer: str
-    type: str
+    type: str  # class name of the layer
     shape: tuple[int, ...]  # of the weight
-    matrix: Matrix | None = None  # None: not a layer we can change
+    matrix: Matrix | None = None  # None: the layer cannot be factorized
     rank: int | None = None
-    asked: int | None = None  # the rank before `max_jump` raised it or left the layer dense
+    asked: int | None = None  # rank before `max_jump` raised it or kept the layer dense
     rule: Rule | None = None
     reason: str = ""
-    note: str = ""  # what the reader should know about the rank
-    held: int | None = None  # weights there are, where the shape does not tell (low-rank already, lazy)
+    note: str = ""  # remark about the rank, shown in the printed plan
+    held: int | None = None  # number of weights where it is not that of `shape` (already low-rank, lazy)
     itemsize: int = 4
     trainable: bool = True
-    positions: int | None = None  # vectors the matrix is multiplied with in the example
-    grad_positions: int | None = None  # those of them that backward wants the gradient of
-    ms: tuple[float, float] | None = None  # measured, dense and low-rank, of the whole layer
-    error: float | None = None  # ‖W − UV‖ / ‖W‖, known once factorized
+    positions: int | None = None  # number of vectors multiplied by the matrix in the example
+    grad_positions: int | None = None  # number of these whose gradient is computed in backward
+    ms: tuple[float, float] | None = None  # measured time of the whole layer, dense and low-rank
+    error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
 
     def __post_init__(self) -> None:
         if self.rank is not None:
@@ -48,51 +104,56 @@ class Entry:
 
     @property
     def before(self) -> int:
-        """Weights as they are now."""
+        """Number of weights in the current model."""
         return math.prod(self.shape) if self.held is None else self.held
 
     @property
     def after(self) -> int:
-        """Weights at the planned rank."""
-        return (
-            self.before if self.rank is None or self.matrix is None else self.matrix.factor_numel(self.rank)
-        )
+        """Number of weights at the planned rank."""
+        if self.rank is None or self.matrix is None:
+            return self.before
+        return self.matrix.factor_numel(self.rank)
 
     def macs(self, low_rank: bool) -> tuple[int, int]:
-        """Forward and backward MACs on the example (0 where it did not come by)."""
+        """Forward and backward MACs on the example (0 if the example does not use the layer)."""
         if self.matrix is None or not self.positions:
             return 0, 0
         x, p = self.matrix, self.positions
-        below = p if self.grad_positions is None else self.grad_positions
-        trained = p if self.trainable else 0
+        input_grads = p if self.grad_positions is None else self.grad_positions
+        weight_grads = p if self.trainable else 0
         if not low_rank or self.rank is None:
-            return p * x.numel, (trained + below) * x.numel
+            return p * x.numel, (weight_grads + input_grads) * x.numel
         down, up = (x.blocks * self.rank * side for side in (x.n, x.m))
-        # Between the factors a gradient is wanted by what lies below, and by `down` itself.
-        return p * (down + up), (trained + below) * down + (trained + max(trained, below)) * up
+        # The gradient between the factors is needed for the layer's input and for `down` itself.
+        inner_grads = max(weight_grads, input_grads)
+        return p * (down + up), (weight_grads + input_grads) * down + (weight_grads + inner_grads) * up
 
-    def stays(self, reason: str) -> Entry:
+    def keep_dense(self, reason: str) -> Entry:
+        """Return the entry without a rank."""
         return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
 
-    def ruled(self, rule: Rule) -> Entry:
+    def with_rule(self, rule: Rule) -> Entry:
+        """Return the entry with a rule that chooses its rank later."""
         return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
 
-    def ranked(self, rank: int) -> Entry:
+    def with_rank(self, rank: int) -> Entry:
+        """Return the entry with this rank."""
         return dataclasses.replace(self, rank=rank, rule=None, reason="")
 
-    def timed(self, ms: tuple[float, float]) -> Entry:
-        """With measured times; dense if the low-rank form is the slower one."""
+    def with_times(self, ms: tuple[float, float]) -> Entry:
+        """Return the entry with measured times (dense, low-rank); dense if its low-rank form is slower."""
         timed = dataclasses.replace(self, ms=ms)
         if (self.rank or self.rule) and ms[1] >= ms[0]:
-            return timed.stays(f"slower when measured: {ms[0]:.3g} ms dense, {ms[1]:.3g} ms low-rank")
+            return timed.keep_dense(f"slower when measured: {ms[0]:.3g} ms dense, {ms[1]:.3g} ms low-rank")
         return timed
 
     def as_json(self) -> dict[str, Any]:
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data["matrix"] = self.matrix and _without_defaults(self.matrix)
-        data["rule"] = self.rule and self.rule.as_json()
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {key: value for key, value in data.items() if value != defaults[key]}
+        data = _without_defaults(self)
+        if self.matrix:
+            data["matrix"] = _without_defaults(self.matrix)
+        if self.rule:
+            data["rule"] = self.rule.as_json()
+        return data
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Entry:
@@ -106,77 +167,73 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions for every layer of a model, made by `pufferfish.plan`, applied by `factorize_`.
+    """Decisions for every layer of a model, made by `pufferfish.plan` and applied by `factorize_`.
 
     >>> import torch, pufferfish as pf
-    >>> made = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), rank=0.25)
-    >>> made["0"].rank, made.after.parameters
+    >>> plan = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), rank=0.25)
+    >>> plan["0"].rank, plan.after.parameters
     (16, 2112)
-    >>> Plan.from_json(made.to_json()) == made
+    >>> Plan.from_json(plan.to_json()) == plan
     True
     """
 
     entries: tuple[Entry, ...]
-    multiple: int
-    min_saving: float
+    multiple: int  # computed ranks are multiples of it
+    min_saving: float  # share of a matrix' weights that must be saved
     before: Totals
-    parameters: tuple[str, ...] = ()  # the model's parameter names in their order
-    functional: dict[str, int] = field(default_factory=dict)  # MACs of the example outside known layers
+    parameters: tuple[str, ...] = ()  # names of the model's parameters, in order
+    functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
 
     def __getitem__(self, name: str) -> Entry:
-        for e in self.entries:
-            if e.name == name:
-                return e
+        if entry := next((e for e in self.entries if e.name == name), None):
+            return entry
         raise KeyError(f"the plan has no layer {name!r}")
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
     def replace(self, entries: Iterable[Entry]) -> Plan:
-        """The same plan with other entries."""
+        """Return the plan with other entries."""
         return dataclasses.replace(self, entries=tuple(entries))
 
     @property
     def resolved(self) -> bool:
-        """Whether every rank is known: no rule waits for the weights."""
+        """Whether every rank is known, so that no rule still needs the weights."""
         return all(e.rule is None for e in self.entries)
 
     @property
     def ranks(self) -> dict[str, dict[str, int]]:
-        """Layer → matrix → rank, of everything that becomes low-rank."""
-        found: dict[str, dict[str, int]] = {}
+        """Ranks of all matrices that become low-rank: layer → matrix → rank."""
+        ranks: dict[str, dict[str, int]] = {}
         for e in self.entries:
             if e.rank is not None and e.matrix is not None:
-                found.setdefault(e.layer, {})[e.matrix.name] = e.rank
-        return found
+                ranks.setdefault(e.layer, {})[e.matrix.name] = e.rank
+        return ranks
 
     @property
     def after(self) -> Totals:
-        """The model's cost once the plan is applied; entries that wait for a rule count as dense."""
+        """Cost of the model with the plan applied. Entries whose rule is not resolved count as dense."""
         b = self.before
         saved = [(e, e.before - e.after) for e in self.entries]
-        gone = sum(x for _, x in saved)
         macs = [(e.macs(False), e.macs(True)) for e in self.entries]
+
+        def less_macs(total: int | None, i: int) -> int | None:
+            return None if total is None else total - sum(dense[i] - low[i] for dense, low in macs)
+
         return Totals(
-            parameters=b.parameters - gone,
+            parameters=b.parameters - sum(x for _, x in saved),
             parameter_bytes=b.parameter_bytes - sum(x * e.itemsize for e, x in saved),
             trainable=b.trainable - sum(x for e, x in saved if e.trainable),
             gradient_bytes=b.gradient_bytes - sum(x * e.itemsize for e, x in saved if e.trainable),
-            forward_macs=None
-            if b.forward_macs is None
-            else b.forward_macs - sum(d[0] - r[0] for d, r in macs),
-            backward_macs=None
-            if b.backward_macs is None
-            else b.backward_macs - sum(d[1] - r[1] for d, r in macs),
+            forward_macs=less_macs(b.forward_macs, 0),
+            backward_macs=less_macs(b.backward_macs, 1),
         )
 
     @property
     def hash(self) -> str:
-        """Identifies the decisions (name, type, shape, rank or rule), not costs, times or reasons."""
-        decisions = [
-            (e.name, e.type, e.shape, e.rule.as_json() if e.rule else e.rank)
-            for e in sorted(self.entries, key=lambda e: e.name)
-        ]
+        """Hash of the decisions (name, type, shape, rank or rule), without costs, times and reasons."""
+        ordered = sorted(self.entries, key=lambda e: e.name)
+        decisions = [(e.name, e.type, e.shape, e.rule.as_json() if e.rule else e.rank) for e in ordered]
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -196,21 +253,18 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read `to_json`'s text back. Ranks may have been edited; they are checked."""
+        """Parse the text of `to_json`. Ranks may have been edited and are checked."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"this is not a plan: {error}") from None
+            raise ValueError(f"not a plan: {error}") from None
         version = data.get("pufferfish_plan") if isinstance(data, dict) else None
         if version != VERSION:
-            raise ValueError(
-                f"this is not a plan of version {VERSION}"
-                + (f" but of version {version}: it needs another pufferfish" if version else "")
-            )
+            other = f" but of version {version}; load it with the pufferfish that saved it" if version else ""
+            raise ValueError(f"not a plan of version {VERSION}{other}")
         try:
-            entries = tuple(Entry.from_json(e) for e in data["entries"])
             return Plan(
-                entries=entries,
+                entries=tuple(Entry.from_json(e) for e in data["entries"]),
                 multiple=data["multiple"],
                 min_saving=data["min_saving"],
                 before=Totals(**data["before"]),
@@ -236,12 +290,9 @@ class Plan:
         return plan_table(self)
 
 
-def _without_defaults(matrix: Matrix) -> dict[str, Any]:
-    return {
-        f.name: getattr(matrix, f.name)
-        for f in dataclasses.fields(matrix)
-        if getattr(matrix, f.name) != f.default
-    }
+def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
+    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
+    return {f.name: value for f, value in fields if value != f.default}
 
 
 def _tuples(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One step of a model on an example: its MACs, and how each layer is called in it."""
+"""`profile`: run one step of a model on an example, count its MACs and record how each layer is called."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..layers import LowRank, hollow, low_rank_type
+from ..layers import LowRank, low_rank_type, meta_copy
 from ..layers.names import named_modules, unwrap
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.
@@ -26,48 +27,47 @@ Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[n
 
 @dataclass
 class Call:
-    """How a layer was called in the example."""
+    """The first call of a layer in the example, and counts over all its calls."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    positions: Counter[str]  # by matrix: the vectors it was multiplied with, all calls together
-    grad_positions: Counter[str]  # those of them that backward wants the gradient of
-    autocast: torch.dtype | None = None  # that the example's own code entered
+    positions: Counter[str]  # by matrix: number of vectors multiplied by it in all calls
+    grad_positions: Counter[str]  # by matrix: number of these whose gradient is computed in backward
+    autocast: torch.dtype | None = None  # autocast dtype that the example's code enabled
 
 
 @dataclass
 class Profile:
-    """The MACs of one step on the example, and how each layer was called in it."""
+    """MACs of one step on the example, and how each layer was called in it."""
 
     forward_macs: int = 0
     backward_macs: int = 0
     calls: dict[str, Call] = field(default_factory=dict)
-    functional: dict[str, int] = field(default_factory=dict)  # MACs outside layers a plan could change
-    read: set[str] = field(default_factory=set)  # layers whose parameters other code computes with
+    functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
+    read_outside: set[str] = field(default_factory=set)  # layers whose weights are used outside of them
 
 
 def profile(model: nn.Module, example: Example) -> Profile:
-    """Run one forward and backward and count.
+    """Run one forward and backward pass and count MACs.
 
-    The run happens on a copy without storage (meta tensors): no arithmetic, no memory, and the model, its
-    gradients, its batch statistics and the random state are untouched. Where a model needs real values
-    (data-dependent branches, packed sequences) a real copy runs instead.
+    The pass runs on a copy with meta tensors: no arithmetic and no memory, and the model, its gradients, its
+    batch statistics and the random state do not change. If a model needs real values (data-dependent
+    branches, packed sequences), a real copy runs instead.
     """
     model = unwrap(model)
     if not callable(example):
-        # An operator without a meta kernel or a look at values may fail in any way; whatever is really
-        # wrong fails again below.
+        # Operators without a meta kernel and code that reads values may raise anything; a real error is
+        # raised again below.
         with contextlib.suppress(Exception):
-            return _profile(hollow(model), _copies(example, torch.device("meta")))
+            return _profile(meta_copy(model), _copies(example, torch.device("meta")))
         example = _copies(example, None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         return _profile(_private_copy(model), example)
 
 
 def _copies(example: Example, device: torch.device | None) -> Example:
-    """The example on fresh tensors, so that nothing the model does reaches the user's."""
+    """Copy the example's tensors, so that the model cannot change the user's."""
 
     def fresh(x: Tensor) -> Tensor:
         return x.detach().clone().to(device or x.device).requires_grad_(x.requires_grad)
@@ -76,78 +76,79 @@ def _copies(example: Example, device: torch.device | None) -> Example:
 
 
 def _private_copy(model: nn.Module) -> nn.Module:
-    """A copy whose runs nobody notices: with the hooks that torch's own layers need, without the user's."""
+    """Copy the model with the hooks that torch's own layers need and without the user's."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 if not any(str(hook.__module__).startswith("torch.nn.") for hook in value.values()):
                     memo[id(value)] = OrderedDict()
-            elif isinstance(value, Tensor) and not value.is_leaf:  # weight_norm's, made anew in forward
+            elif isinstance(value, Tensor) and not value.is_leaf:  # of weight_norm, computed again in forward
                 memo[id(value)] = value.detach().clone()
     return copy.deepcopy(model, memo)
 
 
 def _profile(model: nn.Module, example: Example) -> Profile:
-    found = Profile()
+    result = Profile()
     counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    spent: Counter[str] = Counter()  # by module, without its children
-    running: list[list[int]] = []  # of every module that is running: the count at its start, its children's
+    spent: Counter[str] = Counter()  # FLOPs by module, without its children
+    # For each running module: FLOPs counted at its start, FLOPs of its children.
+    running: list[list[int]] = []
     handles = []
     owned: list[str] = []
+    weight_use = _WeightUse(model)
 
     def enter(module: nn.Module, args: Any) -> None:
+        weight_use.running.append(module)
         running.append([counter.get_total_flops(), 0])
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            start, inside = running.pop()
+            weight_use.running.pop()
+            start, children = running.pop()
             flops = counter.get_total_flops() - start
-            spent[name] += flops - inside
+            spent[name] += flops - children
             if running:
                 running[-1][1] += flops
 
         return hook
 
-    watch = _Watch(model)
     for name, _, module in named_modules(model):
         kind = low_rank_type(type(module))
-        handles.append(module.register_forward_pre_hook(watch.enter))
-        handles.append(module.register_forward_hook(watch.leave, always_call=True))
         if kind is not None:
-            handles.append(module.register_forward_hook(_recorder(found, name, kind), with_kwargs=True))
+            handles.append(module.register_forward_hook(_recorder(result, name, kind), with_kwargs=True))
         if kind is not None or isinstance(module, LowRank):
             owned.append(name)
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave(name), always_call=True))
     with torch.enable_grad(), _plain_kernels(), counter:
-        with watch:
-            output = run(model, example)
+        with weight_use:
+            output = run_example(model, example)
         forward = counter.get_total_flops()
         for handle in handles:
-            handle.remove()  # checkpointed modules run once more in backward
+            handle.remove()  # modules with activation checkpointing run again in backward
         leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if leaves:
             torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])
-    found.read = watch.read
-    found.forward_macs = forward // 2
-    found.backward_macs = counter.get_total_flops() // 2 - found.forward_macs
-    spent[""] += forward - sum(spent.values())  # what a callable example computes outside every module
-    found.functional = {
+    result.read_outside = weight_use.read_outside
+    result.forward_macs = forward // 2
+    result.backward_macs = counter.get_total_flops() // 2 - result.forward_macs
+    spent[""] += forward - sum(spent.values())  # computed by a callable example outside of all modules
+    result.functional = {
         name: flops // 2
         for name, flops in spent.items()
         if flops > 0 and not any(name == x or name.startswith(f"{x}.") for x in owned)
     }
-    return found
+    return result
 
 
-class _Watch(TorchFunctionMode):
-    """Notices when a layer's matrix is used while the layer itself does not run, as in `F.linear(x, a.weight.t())`."""
+class _WeightUse(TorchFunctionMode):
+    """Detect weights that are used while their layer is not running, as in `F.linear(x, a.weight.t())`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.read: set[str] = set()
-        self._running: list[nn.Module] = []
+        self.read_outside: set[str] = set()
+        self.running: list[nn.Module] = []
         self._owners = {
             id(parameter): (name, module)
             for name, _, module in named_modules(model)
@@ -156,27 +157,21 @@ class _Watch(TorchFunctionMode):
             if not is_lazy(parameter) and parameter.dim() > 1
         }
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        self._running.append(module)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):  # looking at a dtype or a size is free
+        if isinstance(result, Tensor):  # reading a dtype or a size is not a use
             for x in args:
                 name, owner = self._owners.get(id(x), ("", None))
-                if owner is not None and owner not in self._running:
-                    self.read.add(name)
+                if owner is not None and owner not in self.running:
+                    self.read_outside.add(name)
         return result
 
 
 @contextlib.contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Without the fused kernels that the counter cannot see into: recurrent layers, attention in eval."""
+    """Disable the fused kernels that the counter cannot count: recurrent layers, attention in eval mode."""
     backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
     enabled = [backend.enabled for backend in backends]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -191,17 +186,15 @@ def _plain_kernels() -> Iterator[None]:
             backend.enabled = value
 
 
-def _conv_backward(
-    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any
-) -> int:
-    """FLOPs of a convolution's backward. torch's own formula takes the weight's gradient for ungrouped."""
-    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = args
-    places = x if transposed else grad
-    macs = math.prod(weight) * places[0] * math.prod(places[2:])
-    return 2 * macs * int(sum(wanted[:2]))
+def _conv_backward(grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *args: Any, **_: Any) -> int:
+    """FLOPs of a convolution's backward. torch's formula ignores groups for the gradient of the weight."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = args
+    shape = x if transposed else grad
+    macs = math.prod(weight) * shape[0] * math.prod(shape[2:])
+    return 2 * macs * int(sum(output_mask[:2]))
 
 
-#: Where torch's counter is wrong (groups) or does not look (attention on the CPU).
+#: Formulas that torch's counter has wrong (grouped convolutions) or lacks (attention on the CPU).
 _FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.convolution_backward: _conv_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -213,8 +206,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
-def run(model: nn.Module, example: Example) -> Any:
-    """The model on an example, in whichever form that was given."""
+def run_example(model: nn.Module, example: Example) -> Any:
+    """Run the model on an example of any form and return its output."""
     if isinstance(example, Tensor):
         return model(example)
     if isinstance(example, Mapping):
@@ -224,31 +217,22 @@ def run(model: nn.Module, example: Example) -> Any:
     return model(*example)
 
 
-def autocast(device: torch.device) -> torch.dtype | None:
-    """What runs there now runs in.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     autocast(torch.device("cpu"))
-    torch.bfloat16
-    """
-    known = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows of none on meta
-    return torch.get_autocast_dtype(device.type) if known else None
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the active autocast on a device, or None."""
+    # torch raises for the meta device, which has no autocast.
+    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
 
 
-def entered(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Such an autocast; None: what there is.
-
-    >>> with entered(torch.bfloat16, torch.device("cpu")):
-    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    torch.bfloat16
-    """
+def autocast_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Enable autocast with `dtype`; None leaves autocast as it is."""
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def _recorder(found: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
+def _recorder(result: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        dtype = autocast(next(module.parameters()).device)
-        call = found.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
+        dtype = autocast_dtype(next(module.parameters()).device)
+        call = result.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
         for matrix in kind.matrices(module):
             call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
             call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)

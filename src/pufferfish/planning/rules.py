@@ -15,11 +15,11 @@ from ..layers import Matrix
 
 @dataclass(frozen=True)
 class Rule:
-    """A way to choose ranks. To add one: subclass, and define `rank`; plans save it by its class name."""
+    """Base class of rank rules. A subclass defines `rank`; plans save it by its class name and fields."""
 
-    #: Whether the rule looks at the weights, so that it decides at the switch and not before.
+    #: Whether the rule needs singular values, so that it chooses ranks when the plan is applied.
     needs_weights: ClassVar[bool] = False
-    #: Whether its ranks are rounded to the plan's `multiple`.
+    #: Whether ranks are rounded to the plan's `multiple`.
     aligned: ClassVar[bool] = True
     _known: ClassVar[dict[str, type[Rule]]] = {}
 
@@ -27,11 +27,11 @@ class Rule:
         Rule._known[cls.__name__] = cls
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
-        """The rank for one matrix; `spectrum` (singular values) is there when `needs_weights`."""
+        """Choose the rank of one matrix. `spectrum` holds its singular values if `needs_weights`, else None."""
         raise NotImplementedError
 
     def note(self, name: str) -> str:
-        """What the reader of a plan should know about this rule's answer for one matrix."""
+        """Remark about the rank of one matrix, shown in the printed plan."""
         return ""
 
     def as_json(self) -> dict[str, Any]:
@@ -42,13 +42,13 @@ class Rule:
         settings = dict(data)
         name = settings.pop("rule", None)
         if name not in Rule._known:
-            raise ValueError(f"unknown rank rule {name!r}; known are {', '.join(sorted(Rule._known))}")
+            raise ValueError(f"unknown rank rule {name!r}; known rules: {', '.join(sorted(Rule._known))}")
         return Rule._known[name](**settings)
 
 
 @dataclass(frozen=True)
 class Ratio(Rule):
-    """A share of the full rank: r = int(ratio × min(m, n)). The paper's rule, at 0.25.
+    """A share of the full rank: r = int(ratio × min(m, n)). The paper uses 0.25.
 
     >>> Ratio(0.25).rank(Matrix(name="", weight="weight", shape=(64, 100), m=64, n=100), "fc", None)
     16
@@ -69,7 +69,7 @@ class Ratio(Rule):
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """The same rank everywhere, taken as it is: never rounded to a multiple."""
+    """The same rank everywhere, never rounded to a multiple."""
 
     r: int
     aligned = False
@@ -87,7 +87,7 @@ class Fixed(Rule):
 
 @dataclass(frozen=True)
 class Energy(Rule):
-    """The smallest rank that keeps this share of ‖W‖_F² = Σσ²."""
+    """The smallest rank that keeps this share of the energy ‖W‖_F² = Σσ²."""
 
     keep: float = 0.9  # lower → smaller model
     needs_weights = True
@@ -98,8 +98,8 @@ class Energy(Rule):
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         assert spectrum is not None
-        kept = spectrum.double().square().cumsum(0)
-        return int(torch.searchsorted(kept, self.keep * kept[-1])) + 1
+        energy = spectrum.double().square().cumsum(0)
+        return int(torch.searchsorted(energy, self.keep * energy[-1])) + 1
 
     def __str__(self) -> str:
         return f"energy {self.keep:g}"
@@ -109,9 +109,10 @@ class Energy(Rule):
 class StableRank(Rule):
     """Cuttlefish's scaled stable rank: r = ⌈ξ·s⌉ with s = ‖W‖_F² / σ_max² and ξ = full rank / s at the start.
 
-    `initial` are the spectra at initialisation, `pf.spectra(model)` taken before training, or the stable
-    ranks themselves by name. Without it ξ comes from the closed form for random matrices,
-    s = mn / (√m + √n)², and the plan says "assumed".
+    Args:
+        initial: Spectra at initialisation, `pf.spectra(model)` computed before training, or the stable ranks
+            themselves, by name. Without it ξ is computed from the closed form for random matrices,
+            s = mn / (√m + √n)², and the plan notes "ξ assumed".
     """
 
     initial: Mapping[str, Any] | None = None
@@ -119,7 +120,7 @@ class StableRank(Rule):
 
     def __post_init__(self) -> None:
         if self.initial is not None:
-            # Stable ranks are all that is needed, and numbers can be saved.
+            # Only the stable ranks are needed, and numbers can be saved in JSON.
             ranks = {
                 k: float(stable_rank(v) if isinstance(v, Tensor) else v) for k, v in self.initial.items()
             }
@@ -127,20 +128,17 @@ class StableRank(Rule):
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         assert spectrum is not None
-        start = self.at_start(name)
-        if not start:  # not given, or a layer that started at zero
-            start = matrix.m * matrix.n / (math.sqrt(matrix.m) + math.sqrt(matrix.n)) ** 2
-        scale = matrix.full_rank / start
-        return max(1, math.ceil(scale * stable_rank(spectrum)))
+        random = matrix.m * matrix.n / (math.sqrt(matrix.m) + math.sqrt(matrix.n)) ** 2
+        start = self.at_start(name) or random  # 0: not given, or the layer was initialised to zero
+        return max(1, math.ceil(matrix.full_rank / start * stable_rank(spectrum)))
 
     def at_start(self, name: str) -> float:
-        """The matrix' stable rank at initialisation, 0 where none was given."""
+        """Stable rank of a matrix at initialisation, 0 without `initial`."""
         if self.initial is None:
             return 0.0
         if name not in self.initial:
-            raise ValueError(
-                f"StableRank: `initial` has no spectrum of {name!r}; take pf.spectra of this model"
-            )
+            hint = "compute it with pf.spectra(model)"
+            raise ValueError(f"StableRank: `initial` has no spectrum of {name!r}; {hint}")
         return float(self.initial[name])
 
     def note(self, name: str) -> str:
@@ -152,20 +150,20 @@ class StableRank(Rule):
 
 @dataclass(frozen=True)
 class Budget(Rule):
-    """What the whole model may cost afterwards; rank goes where the singular values say it helps most.
+    """Largest cost of the whole low-rank model. Ranks are chosen to keep the most energy for their cost.
 
-    One of: parameters, forward MACs of the plan's example, or gradient bytes a step.
+    Give exactly one of the arguments.
     """
 
-    params: float | None = None
-    macs: float | None = None
-    bytes: float | None = None
+    params: float | None = None  # parameters
+    macs: float | None = None  # forward MACs on the plan's example
+    bytes: float | None = None  # gradient bytes per step
     needs_weights = True
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.params, self.macs, self.bytes) if x is not None]
-        if len(given) != 1 or not given[0] > 0:
-            raise ValueError("Budget: give one of params=, macs=, bytes=, a positive number")
+        amounts = [x for x in (self.params, self.macs, self.bytes) if x is not None]
+        if len(amounts) != 1 or not amounts[0] > 0:
+            raise ValueError("Budget: give exactly one of params=, macs= and bytes=, as a positive number")
 
     @property
     def unit(self) -> str:
@@ -173,7 +171,7 @@ class Budget(Rule):
 
     @property
     def amount(self) -> float:
-        return float(next(value for value in asdict(self).values() if value is not None))
+        return float(getattr(self, self.unit))
 
     def __str__(self) -> str:
         return f"budget {self.unit} {self.amount:,.0f}"
@@ -183,11 +181,7 @@ RankLike = int | float | Rule
 
 
 def as_rule(rank: RankLike) -> Rule:
-    """A float in (0, 1) is a `Ratio`, an int ≥ 1 is `Fixed`, a rule is itself.
-
-    >>> as_rule(0.25), as_rule(8)
-    (Ratio(ratio=0.25), Fixed(r=8))
-    """
+    """Convert a float in (0, 1) to `Ratio` and an int ≥ 1 to `Fixed`; a rule is returned unchanged."""
     if isinstance(rank, Rule):
         return rank
     if isinstance(rank, bool) or not isinstance(rank, int | float):
@@ -201,18 +195,14 @@ def as_rule(rank: RankLike) -> Rule:
 
 
 def stable_rank(spectrum: Tensor) -> float:
-    """‖W‖_F² / σ_max² from singular values, largest first; 0 for a zero matrix.
-
-    >>> stable_rank(torch.ones(5))
-    5.0
-    """
+    """Compute ‖W‖_F² / σ_max² from singular values, largest first; 0 for a zero matrix."""
     squares = spectrum.double().square()
     return float(squares.sum() / squares[0]) if squares[0] > 0 else 0.0
 
 
 def largest_rank(matrix: Matrix, min_saving: float) -> int:
-    """The largest rank whose factors save at least `min_saving` of the matrix (and something at all)."""
-    if min_saving < 0:  # forced: saving does not matter
+    """Largest rank whose factors save at least the share `min_saving` of the weights, and at least one weight."""
+    if min_saving < 0:  # factorizing is forced
         return matrix.full_rank
     allowed = (1 - min_saving) * matrix.m * matrix.n
     r = min(int(allowed // (matrix.m + matrix.n)) + 1, matrix.full_rank)
@@ -222,13 +212,8 @@ def largest_rank(matrix: Matrix, min_saving: float) -> int:
 
 
 def align(r: int, matrix: Matrix, multiple: int, min_saving: float) -> int:
-    """`r` rounded up to a multiple, then down to the largest one that still saves; 0 where there is none.
-
-    >>> square = Matrix(name="", weight="weight", shape=(64, 64), m=64, n=64)
-    >>> [align(r, square, 16, 0.0) for r in (1, 16, 17, 40)]
-    [16, 16, 16, 16]
-    """
-    most = largest_rank(matrix, min_saving)
-    if min_saving < 0 and most < multiple:
-        return min(max(r, 1), most)
-    return min(-(-max(r, 1) // multiple) * multiple, most // multiple * multiple)
+    """Round `r` up to a multiple, then down to the largest one that saves weights; 0 if there is none."""
+    largest = largest_rank(matrix, min_saving)
+    if min_saving < 0 and largest < multiple:
+        return min(max(r, 1), largest)
+    return min(-(-max(r, 1) // multiple) * multiple, largest // multiple * multiple)

@@ -1,8 +1,8 @@
-"""A plan as text: what a user reads before anything happens."""
+"""`plan_table`: a plan as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def plan_table(plan: Plan) -> str:
-    """The layers, then the totals before and after, then what the plan cannot see."""
+    """Format the layers, the totals before and after, and remarks on what the plan does not cover."""
     parts = [_layers(plan), _totals(plan), *_remarks(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Rows as columns; those in `left` are left-aligned, the others right."""
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Format rows as aligned columns: left-aligned for the indices in `left`, else right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -35,21 +35,19 @@ def _layers(plan: Plan) -> str:
     with_error = any(e.error is not None for e in entries)
     total = plan.after.gradient_bytes or 1
     head = ["layer", "type", "shape", "rank", "weights"]
-    head += (
-        ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["of bytes left", "why it stays"]
-    )
+    head += ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["share of bytes", "why dense"]
     rows = [head]
     for e in entries:
-        row = [e.name, e.type, _shape(e), _rank(e), _arrow(e.before, e.after)]
+        row = [e.name, e.type, _shape(e), str(e.rule or e.rank or "–"), _arrow(e.before, e.after)]
         if with_macs:
-            row.append(_arrow(e.macs(False)[0], e.macs(True)[0], short) if e.positions else "–")
+            row.append(_arrow(e.macs(False)[0], e.macs(True)[0], format_count) if e.positions else "–")
         if with_ms:
             row.append("→".join(map(_ms, e.ms)) if e.ms else "–")
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
         rows.append([*row, f"{share:.1%}", e.reason or e.note])
-    return aligned(rows, left=(0, 1, 2, len(head) - 1))
+    return format_table(rows, left=(0, 1, 2, len(head) - 1))
 
 
 def _shape(e: Entry) -> str:
@@ -57,12 +55,8 @@ def _shape(e: Entry) -> str:
     return f"{shape} in {e.matrix.blocks}" if e.matrix and e.matrix.blocks > 1 else shape
 
 
-def _rank(e: Entry) -> str:
-    return str(e.rule) if e.rule else "–" if e.rank is None else str(e.rank)
-
-
-def short(n: float) -> str:
-    """12.3 M, 4.56 G."""
+def format_count(n: float) -> str:
+    """Format a number with three digits and a unit, such as 12.3 M or 4.56 G."""
     for unit in ("", " k", " M", " G"):
         if n < 1000:
             return f"{n:.3g}{unit}"
@@ -78,8 +72,7 @@ def _full(n: float) -> str:
     return f"{n:,.0f}"
 
 
-def _arrow(before: float, after: float, show: object = _full) -> str:
-    assert callable(show)
+def _arrow(before: float, after: float, show: Callable[[float], str] = _full) -> str:
     return show(before) if before == after else f"{show(before)}→{show(after)}"
 
 
@@ -99,16 +92,16 @@ def _totals(plan: Plan) -> str:
     add("FSDP2 bytes", before.wire_bytes("fsdp2"), after.wire_bytes("fsdp2"))
     add("memory, SGD momentum", before.memory(1), after.memory(1))
     add("memory, Adam", before.memory(2), after.memory(2))
-    return aligned(rows, left=(0, 3))
+    return format_table(rows, left=(0, 3))
 
 
 def _remarks(plan: Plan) -> list[str]:
     remarks = []
-    waiting = sum(e.rule is not None for e in plan.entries)
-    if waiting:
+    unresolved = sum(e.rule is not None for e in plan.entries)
+    if unresolved:
         remarks.append(
-            f"{waiting} ranks are decided when the plan is applied, from the weights of that moment, and count as "
-            "dense above; pf.resolve(plan, model) shows what today's weights give."
+            f"{unresolved} ranks are chosen from the weights when the plan is applied and count as dense above; "
+            "pf.resolve(plan, model) shows the ranks for the current weights."
         )
     raw = [e for e in plan.entries if e.type == "Parameter"]
     if raw:
@@ -117,9 +110,7 @@ def _remarks(plan: Plan) -> list[str]:
     if plan.functional and plan.before.forward_macs:
         macs = sum(plan.functional.values())
         where = sorted(plan.functional, key=plan.functional.__getitem__, reverse=True)
-        names = ", ".join(name or "the model itself" for name in where[:4]) + (
-            ", …" if len(where) > 4 else ""
-        )
+        names = ", ".join(name or "the model itself" for name in where[:4]) + ", …" * (len(where) > 4)
         remarks.append(
             f"Not covered: {macs / plan.before.forward_macs:.1%} of the forward MACs are functional calls "
             f"outside these layers ({names})."

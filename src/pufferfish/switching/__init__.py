@@ -1,1 +1,1 @@
-"""The switch from full rank to low rank in a running job."""
+"""The switch from full rank to low rank in a running training job."""

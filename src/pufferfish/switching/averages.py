@@ -1,34 +1,40 @@
-"""Averaged copies of a model (EMA, SWA) made low-rank in the live model's own factors."""
+"""`factorize_average_`: make an averaged copy of a model (EMA, SWA) low-rank in the basis of the model's factors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed.rewrap import find_ddp, rewrap_
+from ..distributed.job import find_ddp, rewrap_
 from ..layers import LowRank
+from ..layers.matrix import at_least_fp32
 from ..layers.names import named_modules, unwrap
-from ..lowrank.factorize import convert
-from ..optim.carry import wide
+from ..lowrank.factorize import replace_layers_
 from ..planning.plan import Entry, Plan
 
 
-def follow_(average: nn.Module, live: nn.Module, plan: Plan) -> None:
-    """Make a dense `average` low-rank as `live` has just become.
+def factorize_average_(average: nn.Module, model: nn.Module, plan: Plan) -> None:
+    """Make a dense `average` low-rank like `model`, in place.
 
-    Averages of factors mean something only in one basis: the copy's own SVD would turn and mirror them. So
-    its weights are projected on the live factors, W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
+    Factors can be averaged only in a common basis, and an SVD of the average would rotate and reflect it. Its
+    weights are projected on the model's factors instead: W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
+
+    Args:
+        model: without wrappers, already low-rank.
+        plan: with all ranks, as applied to `model`.
     """
-    layers = {name: m for name, _, m in named_modules(live) if isinstance(m, LowRank)}
+    layers = {name: m for name, _, m in named_modules(model) if isinstance(m, LowRank)}
 
     def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
         assert e.matrix is not None
         x, layer = e.matrix, layers[e.layer]
-        _, V = x.unfold(*(wide(layer.get_parameter(name).detach().to(weight)) for name in (x.down, x.up)))
-        W = x.unroll(wide(weight.detach()))
+        _, V = x.to_factors(
+            *(at_least_fp32(layer.get_parameter(name).detach().to(weight)) for name in (x.down, x.up))
+        )
+        W = x.to_matrix(at_least_fp32(weight.detach()))
         U = W @ torch.linalg.pinv(V)
-        return *x.fold(U, torch.linalg.pinv(U) @ W), None
+        return *x.from_factors(U, torch.linalg.pinv(U) @ W), None
 
-    convert(unwrap(average), plan, None, fill)
+    replace_layers_(unwrap(average), plan, None, fill)
     if (ddp := find_ddp(average)) is not None:
         rewrap_(ddp, {})

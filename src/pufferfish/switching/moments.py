@@ -1,4 +1,4 @@
-"""When the full-rank warm-up ends: at a stated moment, or when the ranks have settled."""
+"""Moments at which a `Switch` changes the model: at a given position, or when the ranks have settled."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a training run is, as its loop states it. `total` counts what is given: epochs, else steps."""
+    """Position in a training run, as passed to `Switch.step`. `total` is in epochs if `epoch` is given, else in steps."""
 
     epoch: int | None = None
     step: int | None = None
     total: int | None = None
 
-    def fraction(self, asks: object) -> float:
-        """How much of the run is over."""
+    def fraction(self, moment: object) -> float:
+        """Completed share of the run. `moment` is named in the error if the position lacks something."""
         now = self.step if self.epoch is None else self.epoch
         if now is None or not self.total:
-            raise ValueError(f"{asks}: switch.step needs epoch= or step=, and total= in the same unit")
+            raise ValueError(f"{moment}: switch.step needs epoch= or step=, and total= in the same unit")
         return now / self.total
 
     def __str__(self) -> str:
@@ -26,8 +26,8 @@ class Position:
         >>> print(Position(epoch=3, step=120, total=90))
         epoch 3, step 120
         """
-        given = {"epoch": self.epoch, "step": self.step}
-        return ", ".join(f"{unit} {now}" for unit, now in given.items() if now is not None)
+        counts = {"epoch": self.epoch, "step": self.step}
+        return ", ".join(f"{unit} {count}" for unit, count in counts.items() if count is not None)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AtStep:
 
 @dataclass(frozen=True)
 class AtFraction:
-    """Once this share of the run is over.
+    """From this share of the run on, between 0 and 1.
 
     >>> AtFraction(0.1)(Position(epoch=3, total=30))
     True
@@ -78,30 +78,32 @@ class AtFraction:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksSettle:
-    """Cuttlefish: when the layers' stable ranks, smoothed, have stopped moving; at the latest at `latest`.
+    """When the smoothed stable ranks of the layers have stopped changing, as in Cuttlefish; at the latest at `latest`.
 
-    They are looked at every `every` epochs (or steps, where the loop states steps). The defaults are the
-    authors' for CIFAR; for ImageNet they take window 5, span 5, tolerance 0.33.
+    The defaults are the authors' settings for CIFAR; for ImageNet they use window 5, span 5, tolerance 0.33.
     """
 
-    every: int = 1
-    window: int = 15  # of the moving average; shorter → follows faster
-    span: int = 11  # how many changes in a row must be small; shorter → switches earlier
-    tolerance: float = 0.1  # their mean size; larger → switches earlier
+    every: int = 1  # epochs (or steps, if `epoch` is not given) between two observations
+    window: int = 15  # of the moving average, in observations; shorter → follows faster
+    span: int = 11  # number of consecutive changes that must be small; shorter → switches earlier
+    tolerance: float = 0.1  # largest mean size of these changes; larger → switches earlier
     latest: Callable[[Position], bool] = field(default=AtFraction(0.5))
 
     def due(self, at: Position) -> bool:
-        """Whether this is a moment to look."""
+        """Whether the stable ranks are observed at this position."""
         now = at.step if at.epoch is None else at.epoch
         if now is None:
             raise ValueError("RanksSettle: switch.step needs epoch= or step=")
         return now % self.every == 0
 
     def settled(self, history: Sequence[Mapping[str, float]]) -> bool:
-        """Whether stable ranks, one mapping an observation, are flat.
+        """Whether the stable ranks have stopped changing.
 
-        >>> still = [{"fc": 12.0}] * 12
-        >>> RanksSettle().settled(still), RanksSettle().settled(still[:11])
+        Args:
+            history: stable ranks by entry name, one mapping for each observation.
+
+        >>> flat = [{"fc": 12.0}] * 12
+        >>> RanksSettle().settled(flat), RanksSettle().settled(flat[:11])
         (True, False)
         """
         if len(history) <= self.span:
@@ -109,9 +111,9 @@ class RanksSettle:
         weight = 2 / (self.window + 1)
         average = dict(history[0])
         changes = []
-        for seen in history[1:]:
+        for ranks in history[1:]:
             before = average
-            average = {name: (1 - weight) * before[name] + weight * seen[name] for name in before}
+            average = {name: (1 - weight) * before[name] + weight * ranks[name] for name in before}
             changes.append(sum(abs(average[n] - before[n]) for n in before) / max(len(before), 1))
         return sum(changes[-self.span :]) / self.span <= self.tolerance
 
@@ -119,8 +121,19 @@ class RanksSettle:
 When = Callable[[Position], bool]
 
 
+def known_in_advance(moment: object) -> bool:
+    """Whether a moment depends only on the position, so that all workers know without communication that it is not due.
+
+    >>> known_in_advance(AtEpoch(3)), known_in_advance(RanksSettle()), known_in_advance(lambda at: True)
+    (True, True, False)
+    """
+    if isinstance(moment, RanksSettle):
+        return known_in_advance(moment.latest)
+    return type(moment) in (AtEpoch, AtStep, AtFraction)
+
+
 def moment_text(when: object) -> str:
-    """A moment in words that are the same in every process: functions print with their address.
+    """Text of a moment that is the same in every process. The `repr` of a function contains its address.
 
     >>> moment_text(AtEpoch(3)), moment_text(all)
     ('AtEpoch(n=3)', 'all')

@@ -1,4 +1,4 @@
-"""What low rank would do to the loss, tried on the dense model's own weights and taken back."""
+"""`preview`: the loss of a model at lower ranks, evaluated with its weights changed temporarily."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.names import named_modules
-from ..lowrank.factorize import by_svd
-from ..optim.factor_map import multiplied
+from ..lowrank.factorize import svd_factors
 from ..planning.plan import Entry, Plan
 from ..planning.rules import align
-from ..planning.table import aligned
-
-#: The loss of a model on a held batch.
-Evaluate = Callable[[nn.Module], float | Tensor]
+from ..planning.table import format_table
+from .switch_settings import Evaluate
 
 
-def held_loss(model: nn.Module, evaluate: Evaluate) -> float:
-    """The loss in evaluation mode; modes and random numbers are as before afterwards."""
+def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:
+    """Loss in evaluation mode. Training modes and random states are restored."""
     modes = {module: module.training for module in model.modules()}
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
@@ -35,25 +32,29 @@ def held_loss(model: nn.Module, evaluate: Evaluate) -> float:
 
 
 class Trial:
-    """Weights replaced by what their factors would multiply to, and put back at the end, bit for bit."""
+    """Context in which weights are replaced by the product of their factors; on exit they are restored bit for bit."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = {name: module for name, _, module in named_modules(model)}
-        self.kept: dict[tuple[str, str], Tensor] = {}
+        self.saved: dict[tuple[str, str], Tensor] = {}
 
     def put(self, e: Entry) -> Entry:
-        """The weight at the entry's rank, or itself where it has none; the entry with its error."""
+        """Set the weight to its approximation at the entry's rank, or restore it if it has none.
+
+        Returns:
+            The entry with its relative error.
+        """
         assert e.matrix is not None
         weight = self.layers[e.layer].get_parameter(e.matrix.weight).data
         key, rows = (e.layer, e.matrix.weight), e.matrix.rows
-        if key not in self.kept:
-            self.kept[key] = weight.clone()
-        own = self.kept[key]
+        if key not in self.saved:
+            self.saved[key] = weight.clone()
+        own = self.saved[key]
         if e.rank is None:
             weight[rows] = own[rows]
             return replace(e, error=None)
-        down, up, error = by_svd(e, own)
-        weight[rows] = e.matrix.roll(multiplied(e.matrix, down, up)).to(weight.dtype)
+        down, up, error = svd_factors(e, own)
+        weight[rows] = e.matrix.from_matrix(e.matrix.product_fp32(down, up)).to(weight.dtype)
         return replace(e, error=error)
 
     def __enter__(self) -> Trial:
@@ -62,17 +63,17 @@ class Trial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for (layer, name), own in self.kept.items():
+        for (layer, name), own in self.saved.items():
             self.layers[layer].get_parameter(name).data.copy_(own)
 
 
-def softened(model: nn.Module, plan: Plan, loss: Callable[[], float], max_jump: float) -> Plan:
-    """The plan with ranks raised, or layers left dense, until the loss jumps by no more than `max_jump`.
+def limit_jump(model: nn.Module, plan: Plan, loss: Callable[[], float], max_jump: float) -> Plan:
+    """Raise ranks, or leave layers dense, until the loss rises by at most the share `max_jump`.
 
-    Round by round the quarter of the layers that lost most gets twice the rank; one whose rank cannot be
-    doubled and still save stays dense.
+    In each round the quarter of the matrices with the largest errors gets twice the rank. A matrix that would not
+    become smaller at that rank stays dense.
     """
-    plan = plan.replace(replace(e, asked=None) for e in plan)  # of an earlier switch
+    plan = plan.replace(replace(e, asked=None) for e in plan)  # from an earlier switch
     limit = max_jump * abs(before := loss()) + before
     with Trial(model) as trial:
         tried = {e.name: trial.put(e) for e in plan if e.rank is not None}
@@ -87,38 +88,38 @@ def _raised(e: Entry, plan: Plan, max_jump: float) -> Entry:
     assert e.matrix is not None
     assert e.rank is not None
     more = min(2 * e.rank, align(e.matrix.full_rank, e.matrix, plan.multiple, plan.min_saving))
-    noted = replace(e, asked=e.asked or e.rank)
+    raised = replace(e, asked=e.asked or e.rank)
     if more > e.rank:
-        return noted.ranked(more)
-    return noted.stays(f"the loss would jump by more than {max_jump:.0%}")
+        return raised.with_rank(more)
+    return raised.keep_dense(f"the loss would jump by more than {max_jump:.0%}")
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The loss on a held batch as it is, and at several ranks."""
+    """Loss on a held-out batch at full rank and at several lower ranks."""
 
     before: float
-    rows: tuple[tuple[str, Plan, float], ...]  # what was asked, the plan with errors, the loss
+    rows: tuple[tuple[str, Plan, float], ...]  # label, plan with errors, loss
 
     def __str__(self) -> str:
         table = [["rank", "parameters", "loss", "worst layer", "its error"]]
         dense = self.rows[0][1].before.parameters
-        table.append(["as it is", f"{dense:,}", f"{self.before:.4g}", "", ""])
+        table.append(["full rank", f"{dense:,}", f"{self.before:.4g}", "", ""])
         for rank, plan, loss in self.rows:
             worst = max((e for e in plan if e.error is not None), key=lambda e: e.error or 0, default=None)
             name, error = (worst.name, f"{worst.error:.3f}") if worst else ("none changed", "")
             table.append([rank, f"{plan.after.parameters:,}", f"{loss:.4g}", name, error])
-        return aligned(table, left=(0, 3))
+        return format_table(table, left=(0, 3))
 
 
 def preview(model: nn.Module, evaluate: Evaluate, plans: Iterable[tuple[str, Plan]]) -> Preview:
-    """Try resolved plans one after the other."""
-    before = held_loss(model, evaluate)
+    """Evaluate the loss with each of several labelled plans, whose ranks are known. Changes nothing."""
+    before = held_out_loss(model, evaluate)
     rows = []
-    for asked, plan in plans:
+    for label, plan in plans:
         with Trial(model) as trial:
             errors = {e.name: trial.put(e) for e in plan if e.rank is not None}
             rows.append(
-                (asked, plan.replace(errors.get(e.name, e) for e in plan), held_loss(model, evaluate))
+                (label, plan.replace(errors.get(e.name, e) for e in plan), held_out_loss(model, evaluate))
             )
     return Preview(before, tuple(rows))

@@ -1,4 +1,4 @@
-"""`Switch`: when the full-rank warm-up ends, and making the model low-rank in the middle of a running job."""
+"""`Switch`: ends the full-rank warm-up and makes the model low-rank inside a running training loop."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ..distributed import shared_svd as spread
-from ..distributed.rewrap import check_rewrap
-from ..layers.names import named_modules, unwrap
-from ..lowrank.checks import belongs, fit
-from ..lowrank.factorize import by_nan, convert, multiply_out, ranks_of
-from ..optim.carry import Optimizers, as_list, check
+from ..distributed import shared_svd
+from ..distributed.job import Job
+from ..layers.names import unwrap
+from ..lowrank.checks import check_plan
+from ..lowrank.factorize import merge_layers_, nan_factors, ranks_of, replace_layers_
+from ..optim.carry import Optimizers, as_list
 from ..optim.rewarm import Rewarm, ScaledRate
 from ..planning.plan import Plan
-from ..planning.planner import as_patterns, resolve, settle
+from ..planning.planner import as_patterns, resolve
 from ..planning.planner import plan as make_plan
-from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
-from . import fsdp2 as fsdp
-from .averages import follow_
-from .job import Job, changing, slowest
+from ..planning.rules import RankLike, StableRank, as_rule
+from .averages import factorize_average_
+from .decision import Decision
+from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
-from .preview import Evaluate, Preview, held_loss, preview, softened
+from .preview import Preview, preview
 from .switch_report import Report
-from .used_gradients import UsedGradients, refuse_forgotten
+from .switch_settings import Evaluate, SwitchSettings
 
-Given = TypeVar("Given", bound=Optimizers)
+OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
 
 
 class Switch:
-    """Full-rank warm-up, then the switch to low rank, inside your own loop.
+    """Full-rank warm-up, then the switch to low rank, inside your own training loop.
 
     Args:
-        plan: what to change, from `pufferfish.plan`; rules in it are answered at the switch.
-        rank: instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks: the
-            spectra at the start are taken at the first call of `step`, so call it before the first update.
-        keep: with `rank`, layers that stay.
+        plan: Layers and ranks, from `pufferfish.plan`. Rank rules in it are resolved at the switch.
+        rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
+            initial spectra are computed at the first call of `step`, so call it before the first update.
+        keep: With `rank`, name patterns of layers that stay dense.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default) or any function
             of a `Position`.
-        back: the same for the way back: the factors are multiplied out for a full-rank finish.
-        state: "project" carries the optimizer's moments to the factors, "reset" drops them.
-        lr: what the schedule's learning rate is multiplied with from the switch on, or a `Rewarm`.
-        evaluate: gives the loss of the (unwrapped) model on a held batch, called in evaluation mode on every
-            rank; rank 0's value counts. For the report and for `max_jump`.
-        max_jump: share by which that loss may rise; else ranks are raised and layers left dense.
-        rewrap: arguments for DDP that cannot be read back from it.
+        back: Moment at which the factors are multiplied, for a full-rank finish.
+        state: "project" carries the optimizer's moments over to the factors, "reset" drops them.
+        lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
+        evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
+            worker, and the value of rank 0 is used, for the report and for `max_jump`.
+        max_jump: Largest share by which this loss may rise; ranks are raised and layers left dense to stay below it.
+        rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
-    >>> import pufferfish as pf
+    >>> import torch, pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))
@@ -76,50 +76,55 @@ class Switch:
         max_jump: float | None = None,
         rewrap: Mapping[str, Any] | None = None,
     ) -> None:
-        if plan is not None and (rank is not None or keep):
-            raise ValueError("Switch: a plan says which layers and ranks; give rank= and keep= to pf.plan")
-        if state not in ("project", "reset"):
-            raise ValueError(f'Switch: state={state!r} is neither "project" nor "reset"')
-        if not isinstance(lr, Rewarm) and not lr > 0:
-            raise ValueError(f"Switch: lr={lr!r} is neither a factor above 0 nor a Rewarm")
-        if max_jump is not None and (evaluate is None or not max_jump >= 0):
-            raise ValueError("Switch: max_jump is a share ≥ 0 of the loss that evaluate= gives; give both")
-        self.plan = plan
-        self.rule = None if rank is None else as_rule(rank)
-        self.keep = as_patterns("keep", keep)
-        self.when = RanksSettle() if when is None else when
-        self.back = back
-        self.state = state
-        self.lr = lr
-        self.evaluate = evaluate
-        self.max_jump = max_jump
-        self.rewrap = dict(rewrap or {})
+        self.settings = SwitchSettings(
+            plan=plan,
+            rule=None if rank is None else as_rule(rank),
+            keep=as_patterns("keep", keep),
+            when=RanksSettle() if when is None else when,
+            back=back,
+            state=state,
+            lr=lr,
+            evaluate=evaluate,
+            max_jump=max_jump,
+            rewrap=dict(rewrap or {}),
+        )
         self.report: Report | None = None
-        self.initial: dict[str, list[float]] | None = None  # spectra at the start
-        self.history: list[dict[str, float]] = []  # stable ranks as observed since
-        self._checked = False  # what can be known at the start
+        self._decision = Decision(self.settings)
         self._last: Position | None = None
-        self._observed: Position | None = None
-        self._gradients = UsedGradients()
         self._updates: list[int] = []  # since the switch, as loaded
         self._rates: list[ScaledRate] = []
 
     @property
+    def when(self) -> When | RanksSettle:
+        """Moment of the switch."""
+        return self.settings.when
+
+    @property
+    def initial(self) -> dict[str, list[float]] | None:
+        """Spectra at the first call by entry name, if they were needed."""
+        return self._decision.initial
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Stable ranks by entry name, one mapping for each observation by `RanksSettle`."""
+        return self._decision.history
+
+    @property
     def low_rank(self) -> bool:
-        """Whether the model is low-rank now: after the switch and not yet back."""
+        """Whether the model is low-rank now: after the switch and before `back`."""
         return self.report is not None and self.merged is None
 
     @property
     def merged(self) -> Position | None:
-        """Where `back` was."""
+        """Position at which the model became full-rank again, or None."""
         return None if self.report is None else self.report.merged
 
     def __repr__(self) -> str:
-        rank = "as planned" if self.plan else self.rule or StableRank()
-        now = "not yet switched" if self.report is None else f"low rank since {self.report.position}"
+        rank = "as planned" if self.settings.plan else self.settings.rule or StableRank()
+        status = "not yet switched" if self.report is None else f"low rank since {self.report.position}"
         if self.merged is not None:
-            now = f"full rank again since {self.merged}"
-        return f"<Switch: {rank}, when={moment_text(self.when)}; {now}>"
+            status = f"full rank again since {self.merged}"
+        return f"<Switch: {rank}, when={moment_text(self.when)}; {status}>"
 
     def step(
         self,
@@ -131,29 +136,36 @@ class Switch:
         total: int | None = None,
         also: Iterable[nn.Module] = (),
     ) -> bool:
-        """Call at the start of every epoch (or step), on every rank. True when it switched just now.
+        """Call at the start of every epoch (or step), on every worker.
 
-        `model` stays the same object, whether plain, DDP or compiled, and so does the optimizer. `also` are
-        averaged copies (EMA, SWA) that become low-rank in the same factors.
+        The first call and the one that switches communicate between the workers. Other calls do only if the moment is
+        a function of yours, or when `RanksSettle` observes the ranks.
+
+        Args:
+            model: Plain, DDP or compiled. It is changed in place.
+            optimizer: One or several, changed in place. Pass every optimizer of the model.
+            also: Averaged copies of the model (EMA, SWA), which become low-rank in the same basis.
+
+        Returns:
+            True if the model was changed by this call.
         """
         at = Position(epoch=epoch, step=step, total=total)
         optimizers, also = as_list(optimizer), list(also)
-        self._attach(optimizers)
-        if at == self._last or self._over:
+        self._scale_rates(optimizers)
+        if self._skips(at, optimizers):
             return False
-        job = _in_place(model)
-        self._gradients.watch(optimizers)
+        job = _job_in_place(model)
         if not self._due(job, at, optimizers):
             self._last = at
             return False
         if self.report is None:
-            chosen, before = self._prepared(job, optimizers, also)
-            fill = spread.factors(job.inner, chosen, job.workers)
-            done = convert(job.inner, chosen, optimizers, fill, self.state == "project")
+            plan, loss = self._decision.prepare(job, optimizers, also)
+            fill = shared_svd.factors(job.inner, plan, job.workers)
+            plan = replace_layers_(job.inner, plan, optimizers, fill, self.settings.state == "project")
             for average in also:
-                follow_(average, job.inner, done)
-            job.rewrapped(self.rewrap)
-            self._switched(job, done, at, before, optimizers)
+                factorize_average_(average, job.inner, plan)
+            job.rewrap(self.settings.rewrap)
+            self._finish(job, plan, at, loss, optimizers)
         else:
             self._merge(job, optimizers, also)
             self.report = dataclasses.replace(self.report, merged=at)
@@ -163,40 +175,41 @@ class Switch:
     def rebuild(
         self,
         model: nn.Module,
-        optimizer: Given,
+        optimizer: OptimizersT,
         *,
         build: Callable[[], nn.Module],
         shard: Callable[[nn.Module], nn.Module | None],
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
-    ) -> tuple[nn.Module, Given]:
-        """`step` for FSDP2, whose shards cannot be changed in place: a new model, filled layer by layer.
+    ) -> tuple[nn.Module, OptimizersT]:
+        """`step` for FSDP2, whose shards cannot be changed in place: build a new model and fill it layer by layer.
 
         Args:
-            build: makes the dense model, as at the start. It is called on the meta device.
-            shard: applies `fully_shard` to it, as at the start.
+            build: Builds the dense model, as at the start. It is called on the meta device.
+            shard: Applies `fully_shard` to it, as at the start.
 
         Returns:
-            The model and the optimizer to go on with: the given ones when the moment has not come. The
-            optimizer is the same object in any case, so that schedulers stay attached.
+            The model and the optimizer to use from now on: those passed if it is not yet the moment. The optimizer
+            is always the same object, so that schedulers stay attached.
         """
         at = Position(epoch=epoch, step=step, total=total)
         optimizers = as_list(optimizer)
-        self._attach(optimizers)
-        if at == self._last or self.report is not None:
+        self._scale_rates(optimizers)
+        if self.report is not None:
             return model, optimizer
-        if self.back is not None or self.max_jump is not None:
-            raise ValueError("switch.rebuild: back= and max_jump= do not work on sharded models")
-        job = Job(model, build)
-        self._gradients.watch(optimizers)
+        if self.settings.back is not None or self.settings.max_jump is not None:
+            raise ValueError("switch.rebuild: back= and max_jump= are not supported for sharded models")
+        if self._skips(at, optimizers):
+            return model, optimizer
+        job = ShardedJob(model, build)
         if self._due(job, at, optimizers):
-            chosen, before = self._prepared(job, optimizers, [])
-            model, done = fsdp.rebuild(
-                model, optimizers, chosen, build=build, shard=shard, carry=self.state == "project",
+            plan, loss = self._decision.prepare(job, optimizers, [])
+            model, plan = rebuild(
+                model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                 workers=job.workers,
             )  # fmt: skip
-            self._switched(Job(model), done, at, before, optimizers)
+            self._finish(Job(model), plan, at, loss, optimizers)
         self._last = at
         return model, optimizer
 
@@ -208,223 +221,122 @@ class Switch:
         step: int | None = None,
         total: int | None = None,
     ) -> bool:
-        """Whether `step` would switch (or merge) at this position; on every rank, like `step`."""
-        return not self._over and self._due(_in_place(model), Position(epoch=epoch, step=step, total=total))
+        """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
+        at = Position(epoch=epoch, step=step, total=total)
+        if self._over or self._decision.not_due(at, self.report is not None):
+            return False
+        return self._due(_job_in_place(model), at, [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
     ) -> Preview:
-        """What the loss on a held batch would become, at this switch's ranks or several others. Changes nothing.
+        """Loss on a held-out batch after a switch, at the ranks of this switch or at others. Changes nothing.
 
-        >>> import pufferfish as pf
+        >>> import torch, pufferfish as pf
         >>> model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
-        >>> shown = pf.Switch(rank=0.25).preview(model, lambda m: m(x).square().mean(), ranks=[0.1, 0.4])
-        >>> [(asked, plan["0"].rank) for asked, plan, loss in shown.rows]
+        >>> table = pf.Switch(rank=0.25).preview(model, lambda m: m(x).square().mean(), ranks=[0.1, 0.4])
+        >>> [(label, plan["0"].rank) for label, plan, loss in table.rows]
         [('ratio 0.1', 16), ('ratio 0.4', 16)]
         """
         inner = unwrap(model)
         if ranks is None:
-            made = [("this switch", self._chosen(inner))]
+            plans = [("this switch", self.settings.make_plan(inner, self.initial))]
         else:
-            made = [(str(as_rule(r)), make_plan(inner, r, keep=self.keep)) for r in ranks]
-        return preview(inner, evaluate, [(asked, resolve(p, inner)) for asked, p in made])
+            plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
+        return preview(inner, evaluate, [(label, resolve(plan, inner)) for label, plan in plans])
 
     @property
     def _over(self) -> bool:
-        return self.report is not None and (self.back is None or self.merged is not None)
+        return self.report is not None and (self.settings.back is None or self.merged is not None)
 
-    def _due(self, job: Job, at: Position, optimizers: Iterable[torch.optim.Optimizer] = ()) -> bool:
-        """Rank 0 decides. What is compared comes first, so that all ranks look at spectra together or not at all."""
-        look, settles = False, False
-        if self.report is not None:
-            assert self.back is not None
-            now = bool(self.back(at))
-        elif isinstance(self.when, RanksSettle):
-            look, settles = self.when.due(at) and at != self._observed, True
-            now = bool(self.when.latest(at))
-        else:
-            look = self.plan is None and self.rule is None and self.initial is None
-            now = bool(self.when(at))
-        about = (
-            "position, settings, pufferfish version or model (names, types, shapes); all must call step alike"
-        )
-        facts = self._facts(job.inner, at) if job.workers.size > 1 else ""
-        answer = job.workers.agree(facts, look + 2 * now, about)
-        if not self._checked and self.report is None:
-            job.workers.together(lambda: self._check_early(job, optimizers))
-            self._checked = True
-        if answer & 1:
-            found = job.spectra()
-            self.initial = self.initial or {name: s.tolist() for name, s in found.items()}
-            if settles:
-                self.history.append({name: stable_rank(s) for name, s in found.items()})
-            self._observed = at
-        return bool(answer & 2) or (
-            isinstance(self.when, RanksSettle) and settles and self.when.settled(self.history)
-        )
+    def _skips(self, at: Position, optimizers: list[Optimizer]) -> bool:
+        """Whether there is nothing to do at this position, known without the model and the other workers."""
+        if at == self._last or self._over:
+            return True
+        self._decision.gradients.watch(optimizers)
+        if self._decision.not_due(at, self.report is not None):
+            self._last = at
+            return True
+        return False
 
-    def _facts(self, model: nn.Module, at: Position) -> str:
-        """What must be equal on all ranks."""
-        from .. import __version__
+    def _due(self, job: Job, at: Position, optimizers: list[Optimizer]) -> bool:
+        return self._decision.due(job, at, self.report is not None, optimizers)
 
-        layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        # Ranks may have measured differently; the slowest decides.
-        plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
-        settings = (
-            plan, self.rule, self.keep, moment_text(self.when), moment_text(self.back), self.state, self.lr,
-            self.evaluate is None, self.max_jump, self.report is None,
-        )  # fmt: skip
-        return repr((__version__, at, settings, layers, shapes))
-
-    def _chosen(self, model: nn.Module) -> Plan:
-        return self.plan or make_plan(model, self.rule or StableRank(_stable(self.initial)), keep=self.keep)
-
-    def _check_early(self, job: Job, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """What no warm-up mends is refused before it: a pattern or plan for other layers, say."""
-        check(optimizers)
-        if job.ddp is not None:
-            check_rewrap(job.ddp, self.rewrap)
-        belongs(job.dense, self._chosen(job.dense))
-
-    def _prepared(
-        self, job: Job, optimizers: list[torch.optim.Optimizer], also: list[nn.Module]
-    ) -> tuple[Plan, float | None]:
-        """Everything that can fail, then the resolved plan and the loss before."""
-
-        def chosen_if_all_is_well() -> Plan:
-            check(optimizers)
-            self._gradients.refuse_pending(job.inner)
-            if job.ddp is not None:
-                check_rewrap(job.ddp, self.rewrap)
-            chosen = self._chosen(job.dense)
-            fit(job.dense, chosen, finite=not job.sharded)
-            for average in also:
-                fit(unwrap(average), chosen)
-            refuse_forgotten(changing(job.inner, chosen), optimizers)
-            return chosen
-
-        chosen = job.workers.together(chosen_if_all_is_well)
-        chosen = slowest(chosen, job.workers)
-        waiting = [e.name for e in chosen if e.rule is not None]
-        if waiting:
-            chosen = settle(chosen, job.spectra(waiting))
-        chosen = Plan.from_json(job.workers.tell(chosen.to_json()))
-        if self.max_jump is not None:
-            chosen = softened(job.inner, chosen, lambda: self._loss(job) or 0.0, self.max_jump)
-        return chosen, self._loss(job)
-
-    def _loss(self, job: Job) -> float | None:
-        """Of rank 0, on every rank; all evaluate, in case that needs all."""
-        if self.evaluate is None:
-            return None
-        return float(job.workers.tell(repr(held_loss(job.inner, self.evaluate))))
-
-    def _switched(
-        self,
-        job: Job,
-        done: Plan,
-        at: Position,
-        before: float | None,
-        optimizers: list[torch.optim.Optimizer],
+    def _finish(
+        self, job: Job, plan: Plan, at: Position, before: float | None, optimizers: list[Optimizer]
     ) -> None:
-        if not job.sharded:  # a rank's shards are its own
-            job.workers.same(job.inner.parameters())
-        after = self._loss(job)
+        if not job.sharded:  # shards differ between workers
+            job.workers.check_equal(job.inner.parameters())
+        after = self._decision.loss(job)
         loss = None if before is None or after is None else (before, after)
-        self.report = Report(done, at, loss, self.max_jump)
-        self._gradients.forget()
-        self._attach(optimizers)
+        self.report = Report(plan, at, loss, self.settings.max_jump)
+        self._decision.gradients.stop()
+        self._scale_rates(optimizers)
 
-    def _merge(self, job: Job, optimizers: list[torch.optim.Optimizer], also: list[nn.Module]) -> None:
-        def all_is_well() -> None:
-            check(optimizers)
-            self._gradients.refuse_pending(job.inner)
-            if job.ddp is not None:
-                check_rewrap(job.ddp, self.rewrap)
-
-        job.workers.together(all_is_well)
-        multiply_out(job.inner, optimizers, self.state == "project")
+    def _merge(self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
+        self._decision.prepare_merge(job, optimizers)
+        merge_layers_(job.inner, optimizers, self.settings.state == "project")
         for average in also:
-            multiply_out(unwrap(average), None)
-            Job(average).rewrapped({})
-        job.rewrapped(self.rewrap)
-        job.workers.same(job.inner.parameters())
-        self._gradients.forget()
+            merge_layers_(unwrap(average), None)
+            Job(average).rewrap({})
+        job.rewrap(self.settings.rewrap)
+        job.workers.check_equal(job.inner.parameters())
+        self._decision.gradients.stop()
 
-    def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        if optimizers and self.report is not None and self.lr != 1.0 and not self._rates:
+    def _scale_rates(self, optimizers: list[Optimizer]) -> None:
+        """After the switch, scale the learning rates of the optimizers by `lr`, once."""
+        if optimizers and self.report is not None and self.settings.lr != 1.0 and not self._rates:
             done = self._updates or [0] * len(optimizers)
-            self._rates = [ScaledRate(o, self.lr, n) for o, n in zip(optimizers, done, strict=True)]
+            self._rates = [ScaledRate(o, self.settings.lr, n) for o, n in zip(optimizers, done, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors-free: numbers and text, for any checkpoint, JSON included."""
-        return {
-            "plan": self.report.plan.to_json() if self.report else self.plan and self.plan.to_json(),
-            "switched": self.report
-            and {
-                "at": vars(self.report.position),
-                "loss": self.report.loss,
-                "max_jump": self.report.max_jump,
-            },
-            "merged": self.merged and vars(self.merged),
-            "initial": self.initial,
-            "history": self.history,
-            "updates": [rate.done for rate in self._rates],
-        }
+        """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
+        plan = self.settings.plan and self.settings.plan.to_json()
+        report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
+        updates = [rate.done for rate in self._rates]
+        return report | {"initial": self.initial, "history": self.history, "updates": updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the saved one would. A model that had switched gets its structure by `reshape_` first:
+        """Load what `state_dict` returned. If the saved run had switched, give the model its structure first:
 
         `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
-        saved = json.loads(json.dumps(state))  # plain data, nothing shared
-        self.initial, self.history, self._updates = saved["initial"], saved["history"], saved["updates"]
-        self.report, self._last = None, None
+        saved = json.loads(json.dumps(state))  # a copy
+        self._decision.load(saved["initial"], saved["history"])
+        self.report, self._last, self._updates = Report.from_json(saved), None, saved["updates"]
         while self._rates:
             self._rates.pop().remove()
-        if done := saved["switched"]:
-            loss = tuple(done["loss"]) if done["loss"] else None
-            merged = saved["merged"] and Position(**saved["merged"])
-            plan, limit = Plan.from_json(saved["plan"]), done.get("max_jump")  # older checkpoints do not tell
-            self.report = Report(plan, Position(**done["at"]), loss, limit, merged)
 
     def restore_(self, model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
-        """`load_state_dict`, and the structure for `model` and `optimizer` in place, wrapped or not.
+        """`load_state_dict`, and give `model` and `optimizer` the structure of the saved run in place.
 
-        A dense model whose saved run had switched becomes low-rank; its factors hold NaN until they are
-        loaded. One that has the right structure already is left alone.
+        If the saved run had switched, a dense model becomes low-rank; its factors are NaN until they are loaded. A
+        model that already has this structure is not changed.
         """
         self.load_state_dict(state)
         job, optimizers = Job(model), as_list(optimizer)
-        now = ranks_of(job.inner)
-        wanted = self.report.plan.ranks if self.report and self.low_rank else {}
-        if not now and wanted:
+        ranks = ranks_of(job.inner)
+        saved_ranks = self.report.plan.ranks if self.report and self.low_rank else {}
+        if not ranks and saved_ranks:
             assert self.report is not None
             if job.sharded:
                 raise ValueError(
-                    "the saved run had switched: build the model, pf.reshape_ it with the saved plan, then shard it"
+                    "the saved run had switched; build the model, call pf.reshape_ with the saved plan, then shard it"
                 )
-            fit(job.inner, self.report.plan)
-            convert(job.inner, self.report.plan, optimizers, by_nan)
-            job.rewrapped(self.rewrap)
-        elif now != wanted:
+            check_plan(job.inner, self.report.plan)
+            replace_layers_(job.inner, self.report.plan, optimizers, nan_factors)
+            job.rewrap(self.settings.rewrap)
+        elif ranks != saved_ranks:
             raise ValueError(
-                f"the model is low-rank in {len(now)} layers, the saved run in {len(wanted)} or with other "
-                "ranks; give the model as it is before the switch"
+                f"the model has {len(ranks)} low-rank layers, but the saved run has {len(saved_ranks)}, or other "
+                "ranks; pass the dense model"
             )
-        self._attach(optimizers)
-        self._gradients.watch(optimizers)
+        self._scale_rates(optimizers)
+        self._decision.gradients.watch(optimizers)
 
 
-def _in_place(model: nn.Module) -> Job:
+def _job_in_place(model: nn.Module) -> Job:
     job = Job(model)
     if job.sharded:
-        raise ValueError("switch: FSDP2 shards cannot be changed in place; call switch.rebuild")
+        raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
     return job
-
-
-def _stable(spectra: dict[str, list[float]] | None) -> dict[str, float] | None:
-    if spectra is None:
-        return None
-    return {name: stable_rank(torch.tensor(s, dtype=torch.float64)) for name, s in spectra.items()}

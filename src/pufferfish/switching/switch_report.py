@@ -1,32 +1,51 @@
-"""What a switch did: ranks, what was lost where, the loss before and after."""
+"""`Report`: the result of a switch: ranks, approximation errors, and the loss before and after."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..planning.plan import Entry, Plan
-from ..planning.table import aligned
+from ..planning.table import format_table
 from .moments import Position
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the switch did."""
+    """Result of a switch."""
 
     plan: Plan  # with ranks and errors
     position: Position
-    loss: tuple[float, float] | None = None  # on the held batch, before and after
-    max_jump: float | None = None  # the limit it had
-    merged: Position | None = None  # where it became full-rank again
+    loss: tuple[float, float] | None = None  # of `evaluate`, before and after
+    max_jump: float | None = None  # the limit of the switch
+    merged: Position | None = None  # position at which the model became full-rank again
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers and text, for `Switch.state_dict`."""
+        switched = {"at": vars(self.position), "loss": self.loss, "max_jump": self.max_jump}
+        merged = self.merged and vars(self.merged)
+        return {"plan": self.plan.to_json(), "switched": switched, "merged": merged}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Report | None:
+        """The report in the state of a `Switch`; None if it had not yet switched."""
+        if (switched := data["switched"]) is None:
+            return None
+        loss = tuple(switched["loss"]) if switched["loss"] else None
+        merged = data["merged"] and Position(**data["merged"])
+        return Report(
+            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, switched["max_jump"], merged
+        )
 
     @property
     def energy(self) -> dict[str, float]:
-        """Share of ‖W‖² that each changed layer kept: 1 − error²."""
+        """Share of ‖W‖² that each factorized matrix has kept: 1 − error²."""
         return {e.name: 1 - e.error**2 for e in self.plan if e.error is not None}
 
     @property
     def worst(self) -> list[Entry]:
-        """The five layers that lost most."""
+        """The five matrices with the largest error."""
         changed = [e for e in self.plan if e.error is not None]
         return sorted(changed, key=lambda e: -(e.error or 0.0))[:5]
 
@@ -36,21 +55,21 @@ class Report:
         back = "" if self.merged is None else f"; merged back to full rank at {self.merged}"
         lines = [first + back]
         if self.loss is not None:
-            lines.append("loss on the held batch: {:.4g} → {:.4g}".format(*self.loss))
+            lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
         if self.max_jump is not None:
-            lines.append(f"max_jump {self.max_jump:.0%}: {self._softened()}")
+            lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
         rows = [["worst layers", "rank", "energy kept", "relative error"]]
         rows += [[e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst]
-        return "\n".join([*lines, aligned(rows, left=(0,))])
+        return "\n".join([*lines, format_table(rows, left=(0,))])
 
-    def _softened(self) -> str:
-        """What `max_jump` changed, and where."""
+    def _raised(self) -> str:
+        """Ranks that `max_jump` raised and layers that it left dense."""
         raised = [f"{e.name} ({e.asked} → {e.rank})" for e in self.plan if e.asked and e.rank]
         dense = [e.name for e in self.plan if e.asked and not e.rank]
-        told = {"ranks raised": raised, "left dense": dense}
-        return "; ".join(f"{k}: {_some(v)}" for k, v in told.items() if v) or "no rank had to be raised"
+        changes = {"ranks raised": raised, "left dense": dense}
+        return "; ".join(f"{k}: {_first_five(v)}" for k, v in changes.items() if v) or "no rank was raised"
 
 
-def _some(texts: list[str]) -> str:
+def _first_five(texts: list[str]) -> str:
     more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
     return ", ".join(texts[:5]) + more

@@ -1,4 +1,4 @@
-"""Two methods, each tensor by its own gradients."""
+"""Accordion: light or strong compression, chosen for each tensor by its own gradients."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor
 
 from driver import State, drive, normal
 from pufferfish.compression import (
-    Aggregator,
     BFloat16,
     Float16,
     Method,
     NoCompression,
     PowerSGD,
+    Settings,
     SignSGD,
     Simulated,
     TopK,
@@ -29,7 +29,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("method", PAIRS)
-def test_holds_what_every_method_holds(method: Accordion) -> None:
+def test_properties(method: Accordion) -> None:
     check_compressor(method, sizes=(1, 3), draws=50)
 
 
@@ -49,13 +49,13 @@ def test_light_where_the_gradient_moves(light: Method) -> None:
 
 
 def test_light_again_when_the_learning_rate_falls() -> None:
-    """To half of its highest; not while it rises, and not where it is unknown."""
-    two = Aggregator(Accordion(NoCompression(), TopK(k=1), every=1), Simulated(2), smallest=0)
+    """A fall to half of the highest rate counts; a rise does not, nor does an unknown rate."""
+    two = Simulated(Settings(Accordion(NoCompression(), TopK(k=1), every=1), smallest=0), 2)
     g = {"w": torch.tensor([[100.0, 1.0], [1.0, 1.0]])}  # so that its norm does not depend on the method
     rates = [0.1, 0.2, 0.4, 0.3, 0.2, 0.2, 0.0, 0.2, 0.15, 0.1]
     dense = []
     for rate in rates:
-        mean = two.together([g, g], {"w": 1 / rate if rate else 0.0})[0]["w"]
+        mean = two.average([g, g], {"w": 1 / rate if rate else 0.0})[0]["w"]
         dense.append(bool((mean != 0).sum() > 1))
     assert dense == [True, True, False, False, True, True, False, False, False, True]
 
@@ -82,8 +82,8 @@ def test_decides_by_the_norm_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize("methods", [(PowerSGD(2), PowerSGD(1)), (BlockInt8(block=8), TopK(k=5))])
-def test_each_tensor_goes_on_with_its_own_state(methods: tuple[Method, Method]) -> None:
-    """A batch whose tensors are light and strong at different times gives what single tensors give."""
+def test_each_tensor_continues_with_its_own_state(methods: tuple[Method, Method]) -> None:
+    """A batch whose tensors are light and strong at different times gives the results of single tensors."""
     method = Accordion(*methods, every=2, change=0.3)
 
     def at(step: int) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_each_tensor_goes_on_with_its_own_state(methods: tuple[Method, Method]) 
 def test_settings() -> None:
     with pytest.raises(TypeError, match="low="):
         Accordion(PowerSGD, PowerSGD(1), every=5)
-    with pytest.raises(ValueError, match="DGC keeps a memory of its own"):
+    with pytest.raises(ValueError, match="Accordion: DGC"):
         Accordion(TopK(), DGC(), every=5)
     with pytest.raises(ValueError, match="votes"):
         Accordion(TopK(), SignSGD(), every=5)

@@ -1,15 +1,15 @@
-"""Chances that make the noise least, and exactly r terms every time."""
+"""ATOMO: probabilities of minimal variance, and exactly r terms every time."""
 
 import pytest
 import torch
 
 from driver import drive, normal
 from pufferfish.compression.check_compressor import check_compressor
-from pufferfish.compression.methods.atomo import Atomo, chances
+from pufferfish.compression.methods.atomo import Atomo, probabilities
 
 
-def test_holds_what_every_method_holds() -> None:
-    check_compressor(Atomo(rank=2), sizes=(1, 3))
+def test_properties() -> None:
+    check_compressor(Atomo(rank=2), sizes=(1, 3), draws=100)
 
 
 def water(sigma: list[float], r: int) -> list[float]:
@@ -22,20 +22,20 @@ def water(sigma: list[float], r: int) -> list[float]:
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 5])
-def test_chances_fill_up_to_r(r: int) -> None:
+def test_probabilities_add_up_to_r(r: int) -> None:
     spectra = [
         [9.0, 3.0, 2.0, 1.0, 0.5, 0.1],
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
         [100.0, 50.0, 1.0, 0.9, 0.8, 0.7],
         [5.0, 4.0, 3.0, 0.2, 0.2, 0.2],
     ]
-    p = chances(torch.tensor(spectra, dtype=torch.float64), r)
+    p = probabilities(torch.tensor(spectra, dtype=torch.float64), r)
     torch.testing.assert_close(p, torch.tensor([water(s, r) for s in spectra], dtype=torch.float64))
-    few = chances(torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64), 3)
+    few = probabilities(torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64), 3)
     assert few.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0]]
 
 
-def test_each_term_comes_by_its_chance_and_none_is_missing_or_double() -> None:
+def test_each_term_is_drawn_with_its_probability_and_at_most_once() -> None:
     """A diagonal matrix shows its terms: 4000 draws, one for each tensor of a batch."""
     b, r = 4000, 2
     sigma = torch.tensor([4.0, 2.0, 1.0, 0.5, 0.5])
@@ -63,7 +63,7 @@ def test_low_rank_is_exact_and_messages_keep_their_size() -> None:
     x[1] = 0
     mean, _, meter = drive(Atomo(rank=3), [x, x])
     torch.testing.assert_close(mean, x, atol=1e-5, rtol=1e-5)
-    assert meter.handed["all_gather"] == 2 * 3 * (7 + 9) * 4
+    assert meter.collective_bytes["all_gather"] == 2 * 3 * (7 + 9) * 4
 
 
 def test_settings() -> None:

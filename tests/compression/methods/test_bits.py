@@ -38,7 +38,7 @@ def test_numbers_that_fill_all_bits(bits: int) -> None:
     assert torch.equal(unpack(pack(values.clone(), bits), bits), values)
 
 
-def test_bools_that_are_no_memory_of_their_own() -> None:
+def test_bools_that_are_not_contiguous() -> None:
     rows = torch.rand(16, 3, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(unpack(pack(rows.T, 1), 1).bool(), rows.T)
 

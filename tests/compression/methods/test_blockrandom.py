@@ -1,4 +1,4 @@
-"""Runs of neighbours that go around the end, each element as likely as the others."""
+"""BlockRandomK: runs of neighbouring elements that wrap around the end, all equally likely."""
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from pufferfish.compression.methods.blockrandom import BlockRandomK
 
 @pytest.mark.parametrize("coordinates", ["shared", "own"])
 @pytest.mark.parametrize("scale", [False, True])
-def test_holds_what_every_method_holds(coordinates: str, scale: bool) -> None:
-    check_compressor(BlockRandomK(k=0.1, coordinates=coordinates, scale=scale), sizes=(1, 3))
+def test_properties(coordinates: str, scale: bool) -> None:
+    draws = 100 if scale else 20
+    check_compressor(BlockRandomK(k=0.1, coordinates=coordinates, scale=scale), sizes=(1, 3), draws=draws)
 
 
 def run_from(start: int, k: int, d: int) -> list[int]:
@@ -19,7 +20,7 @@ def run_from(start: int, k: int, d: int) -> list[int]:
 
 
 @pytest.mark.parametrize("coordinates", ["shared", "own"])
-def test_every_run_is_as_likely_also_those_around_the_end(coordinates: str) -> None:
+def test_all_runs_are_equally_likely_including_those_that_wrap_around(coordinates: str) -> None:
     d, k, b = 5, 3, 2000
     xs = normal(b, d, workers=2)
     mean, rests, meter = drive(BlockRandomK(k=k, coordinates=coordinates), xs)
@@ -28,12 +29,12 @@ def test_every_run_is_as_likely_also_those_around_the_end(coordinates: str) -> N
     where = [(s != 0).tolist() for s in sent]
     runs = [run_from(start, k, d) for start in range(d)]
     for worker in where:
-        starts = [runs.index([j for j in range(d) if row[j]]) for row in worker]  # fails if it is no run
+        starts = [runs.index([j for j in range(d) if row[j]]) for row in worker]  # raises if it is not a run
         for start in range(d):  # expected 400 of 2000, standard deviation 18
             assert 310 < starts.count(start) < 490
     assert (where[0] == where[1]) is (coordinates == "shared")
     own = coordinates == "own"
-    assert meter.handed["all_gather" if own else "all_reduce"] == b * (4 * k + 4 * own)
+    assert meter.collective_bytes["all_gather" if own else "all_reduce"] == b * (4 * k + 4 * own)
 
 
 def test_scaled_by_what_is_left_out() -> None:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from driver import State, drive, normal
-from pufferfish.compression import Aggregator, Simulated
+from pufferfish.compression import Engine, Settings
 from pufferfish.compression.check_compressor import check_compressor, gradients
 from pufferfish.compression.methods.dgc import DGC
 
 
 @pytest.mark.parametrize("method", [DGC(), DGC(sparsity=0.9, clip=1.0, warm_up=2)])
-def test_holds_what_every_method_holds(method: DGC) -> None:
-    check_compressor(method, sizes=(1, 3))
+def test_properties(method: DGC) -> None:
+    check_compressor(method, sizes=(1, 3), draws=20)
 
 
 def slow(g: list[float], u: list[float], v: list[float], k: int, m: float, bound: float) -> list[float]:
@@ -74,8 +74,8 @@ def test_nothing_is_left_out_at_sparsity_zero() -> None:
 def test_clips_all_tensors_together_in_global_scope() -> None:
     given = gradients(1)[0]
     whole = torch.cat([x.flatten() for name, x in given.items() if x.dim() > 1])
-    two = Aggregator(DGC(sparsity=0.0, clip=1.0), Simulated(1), scope="global", smallest=500)
-    mean: dict[str, Tensor] = two.together([given])[0]
+    engine = Engine(Settings(DGC(sparsity=0.0, clip=1.0), scope="global", smallest=500))
+    mean: dict[str, Tensor] = engine.average(given)
     torch.testing.assert_close(mean["a.weight"], given["a.weight"] / whole.norm())
     assert torch.equal(mean["a.bias"], given["a.bias"])
 
@@ -89,25 +89,25 @@ def test_settings(wrong: dict[str, float]) -> None:
         DGC(**wrong)
 
 
-def test_what_waits_is_a_gradient() -> None:
-    """A lower learning rate leaves it as it is."""
-    plain, other = (Aggregator(DGC(sparsity=0.9), Simulated(1), smallest=0) for _ in range(2))
+def test_unsent_gradients_do_not_depend_on_the_learning_rate() -> None:
+    """u and v are sums of gradients: a lower learning rate leaves them as they are."""
+    plain, other = (Engine(Settings(DGC(sparsity=0.9), smallest=0)) for _ in range(2))
     for step, rate in enumerate([1.0, 0.5, 0.1]):
         given = gradients(1, step)[0]
         means = [
-            one.together([given], units)[0]
-            for one, units in ((plain, None), (other, dict.fromkeys(given, 1 / rate)))
+            engine.average(given, units)
+            for engine, units in ((plain, None), (other, dict.fromkeys(given, 1 / rate)))
         ]
         assert all(torch.equal(means[0][name], means[1][name]) for name in given)
 
 
-def test_what_waits_follows_the_loss_scale() -> None:
-    """Twice the loss scale: with gradients twice as large, all is twice as large."""
-    plain, scaled = (Aggregator(DGC(sparsity=0.9), Simulated(1), smallest=0) for _ in range(2))
+def test_unsent_gradients_follow_the_loss_scale() -> None:
+    """With twice the loss scale and twice the gradients, all results are twice as large."""
+    plain, scaled = (Engine(Settings(DGC(sparsity=0.9), smallest=0)) for _ in range(2))
     for step, scale in enumerate([1.0, 2.0, 0.5]):
         given = gradients(1, step)[0]
-        mean = plain.together([given], dict.fromkeys(given, 1.0))[0]
+        mean = plain.average(given, dict.fromkeys(given, 1.0))
         larger = {n: g * scale for n, g in given.items()}
-        other = scaled.together([larger], dict.fromkeys(given, scale), scale)[0]
+        other = scaled.average(larger, dict.fromkeys(given, scale), scale)
         for name in given:
             assert torch.equal(other[name], mean[name] * scale)

@@ -1,4 +1,4 @@
-"""Two means a column, and a sign each."""
+"""OneBitSGD: two means for each column and one sign for each element."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.onebit import OneBitSGD
 
 
-def test_holds_what_every_method_holds() -> None:
-    check_compressor(OneBitSGD(), sizes=(1, 3))
+def test_properties() -> None:
+    check_compressor(OneBitSGD(), sizes=(1, 3), draws=20)
 
 
 def slow(M: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def test_is_the_equation() -> None:
     torch.testing.assert_close(mean, sum(slow(x) for x in xs) / 3)
     for x, rest in zip(xs, rests, strict=True):
         torch.testing.assert_close(rest, x - slow(x))
-    assert meter.handed["all_gather"] == 2 * (2 + 2 * 4 * 3)
+    assert meter.collective_bytes["all_gather"] == 2 * (2 + 2 * 4 * 3)
 
 
 def test_two_values_a_column_are_sent_exactly() -> None:

@@ -1,92 +1,69 @@
-"""Orthonormal rows, whatever they are made of."""
+"""PowerSGD and AlternatingPowerSGD, and their orthonormal rows."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from driver import State, drive, normal
-from pufferfish.compression import Aggregator, PowerSGD, Turn
-from pufferfish.compression.method import Together
-from pufferfish.compression.methods.orthonormal import SHIFTS, orthonormal
+from pufferfish.compression import AlternatingPowerSGD, PowerSGD, StepContext
+from pufferfish.compression.check_compressor import check_compressor
+from pufferfish.compression.methods.powersgd import SHIFTS, orthonormal_rows
 
 
 def off(x: Tensor) -> float:
-    """How far the rows are from orthonormal."""
+    """Distance of the rows from orthonormal ones."""
     return float((x.double() @ x.double().mT - torch.eye(x.shape[1])).abs().max())
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 500), (1, 1, 7), (2, 8, 9), (5, 32, 64)])
 def test_the_span_is_that_of_a_qr(shape: tuple[int, int, int]) -> None:
     rows = normal(*shape, workers=1)[0] * torch.logspace(-12, 12, shape[1])[:, None]
-    (x,) = orthonormal([rows])
+    x = orthonormal_rows(rows)
     assert off(x) < 1e-5
     Q = torch.linalg.qr(rows.double().mT).Q
     torch.testing.assert_close(x.double().mT @ x.double(), Q @ Q.mT, atol=2e-5, rtol=0)
 
 
-def test_zeros_and_what_is_double_become_something_new() -> None:
+def test_zero_and_dependent_rows_become_random_ones() -> None:
     for step in range(50):
         a, b = normal(1, 9, workers=2, seed=step)
         rows = torch.stack([torch.cat([a, 0 * a, b]), torch.cat([a, 3 * a, -a]), torch.zeros(3, 9)])
-        (x,) = orthonormal([rows], step)
+        x = orthonormal_rows(rows, step)
         assert x.isfinite().all()
         sizes = torch.linalg.svdvals(x.double())
-        assert (sizes <= 1 + 1e-6).all()  # never longer, or it would be no contraction
+        assert (sizes <= 1 + 1e-6).all()  # never longer: it must be a contraction
         assert (sizes > 0.3).all()
         left = rows - rows @ x.mT @ x
-        assert (left.norm(dim=2) <= 1e-5 * rows.norm(dim=2)).all()  # what was there is in the span
+        assert (left.norm(dim=2) <= 1e-5 * rows.norm(dim=2)).all()  # the rows are in the span
 
 
-def test_no_more_room_than_rows() -> None:
-    """Where noise has to fill nearly all of a space, also by bad luck: no NaN and nothing longer than 1."""
-    for step in range(SHIFTS):  # all noise that there is for this shape
-        (x,) = orthonormal([torch.zeros(1, 4, 5)], step)
+def test_as_many_rows_as_dimensions() -> None:
+    """Where noise fills nearly the whole space: no NaN, and nothing longer than 1."""
+    for step in range(SHIFTS):  # all the noise of this shape
+        x = orthonormal_rows(torch.zeros(1, 4, 5), step)
         assert x.isfinite().all()
         assert torch.linalg.matrix_norm(x.double(), 2).max() < 1 + 1e-6
 
 
-def test_new_directions_are_others_every_time() -> None:
+def test_random_directions_change_with_the_step() -> None:
     zero = torch.zeros(1, 2, 6)
-    (x,), (again,), (later,) = (orthonormal([zero], step) for step in (3, 3, 4))
+    x, again, later = (orthonormal_rows(zero, step) for step in (3, 3, 4))
     assert torch.equal(x, again)
     assert not torch.equal(x, later)
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-20, 1e20, 1e38])
-def test_sizes_do_not_matter(size: float) -> None:
-    """From the smallest number that fp32 has to the largest, beside ordinary rows."""
+def test_any_scale(size: float) -> None:
+    """From the smallest number in fp32 to the largest, beside ordinary rows."""
     rows = normal(1, 3, 40, workers=1)[0].clamp(-3, 3)
     rows[0, 1] = rows[0, 1].sign() * size
-    (x,) = orthonormal([rows])
+    x = orthonormal_rows(rows)
     assert off(x) < 1e-5
     left = rows.double() - rows.double() @ x.double().mT @ x.double()
     assert (left.norm(dim=2) <= 1e-5 * rows.double().norm(dim=2)).all()
 
 
-def test_many_at_once_are_each_alone() -> None:
-    """Of several shapes, ranks and dtypes, in any order."""
-    shapes = [(2, 4, 30), (1, 2, 9), (3, 4, 30), (1, 4, 50), (1, 2, 30), (1, 4, 30)]
-    rows = [normal(*shape, workers=1, seed=i)[0] for i, shape in enumerate(shapes)]
-    rows.append(rows[0].double())
-    found = orthonormal(rows, 5)
-    for x, given in zip(found, rows, strict=True):
-        (alone,) = orthonormal([given], 5)
-        assert x.dtype == given.dtype
-        torch.testing.assert_close(x, alone, rtol=0, atol=1e-6)
-
-
-def test_small_work_of_all_tensors_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Cholesky factorization for a step, however many shapes there are."""
-    calls: list[torch.Size] = []
-    cholesky = torch.linalg.cholesky_ex
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda x: calls.append(x.shape) or cholesky(x))
-    aggregator = Aggregator(PowerSGD(rank=2), smallest=0)
-    given = {f"w{i}": normal(8 + i % 3, 10 + i, workers=1, seed=i)[0] for i in range(5)}
-    aggregator(given)
-    assert calls == [torch.Size([5, 2, 2])]
-
-
-def test_a_direction_of_which_there_was_nothing_is_found_later() -> None:
+def test_a_new_direction_is_found() -> None:
     """The gradient is of rank 1 for a while, then of rank 2."""
     u, v = normal(1, 20, 2, workers=1)[0], normal(1, 30, 2, workers=1, seed=1)[0]
     states: list[State] = [{}]
@@ -97,15 +74,72 @@ def test_a_direction_of_which_there_was_nothing_is_found_later() -> None:
             assert rest.norm() < 1e-4 * M.norm()
 
 
-def test_sums_may_lie_in_what_was_given_away() -> None:
+def test_sums_may_reuse_the_memory_of_the_message() -> None:
     """With one worker the answer is the tensor that was sent."""
     (M,) = normal(2, 12, 10, workers=1)
-    step = PowerSGD(rank=2).compress(M.clone(), Turn(rank=0, size=2, step=0, names=("w",)))
+    step = PowerSGD(rank=2).compress(M.clone(), StepContext(worker=0, size=2, step=0, names=("w",)))
     message = next(step)
     try:
         while True:
-            answer = message.work([message.tensor], 0)[0] if isinstance(message, Together) else message.tensor
-            message = step.send(answer)
+            message = step.send(message.tensor)
     except StopIteration as end:
         mean, rest = end.value
-    torch.testing.assert_close(2 * mean + rest, M)  # of two workers the other one sent zeros
+    torch.testing.assert_close(2 * mean + rest, M)  # the other of two workers sent zeros
+
+
+def test_alternating_properties() -> None:
+    check_compressor(AlternatingPowerSGD(rank=2), sizes=(1, 3), draws=20)
+
+
+def test_alternating_is_the_equations() -> None:
+    r, workers = 2, 3
+    states: list[State] = [{} for _ in range(workers)]
+    for step in range(4):
+        xs = normal(2, 7, 5, workers=workers, seed=step)
+        before = {key: x.clone() for key, x in states[0].items()}
+        mean, rests, meter = drive(AlternatingPowerSGD(rank=r), xs, states, step)
+        for i in range(2):
+            M = [x[i].double() for x in xs]
+            average = sum(M) / workers
+            if step == 0:  # whatever Q it drew spans the rows of what it applies
+                basis = torch.linalg.svd(mean[i].double()).Vh[:r]
+                right = [m @ basis.T @ basis for m in [average, *M]]
+            elif step % 2 == 0:
+                Q = torch.linalg.qr(before["Q"][i].double()).Q
+                right = [m @ Q @ Q.T for m in [average, *M]]
+            else:
+                P = torch.linalg.qr(before["P"][i].double()).Q
+                right = [P @ P.T @ m for m in [average, *M]]
+            torch.testing.assert_close(mean[i].double(), right[0], atol=1e-5, rtol=1e-4)
+            for m, own, rest in zip(M, right[1:], rests, strict=True):
+                torch.testing.assert_close(rest[i].double(), m - own, atol=1e-5, rtol=1e-4)
+        assert meter.messages == 1
+        assert meter.collective_bytes["all_reduce"] == 2 * 4 * r * (7 if step % 2 == 0 else 5)
+
+
+def test_alternating_finds_the_best_directions_of_a_constant_matrix() -> None:
+    (M,) = normal(1, 12, 10, workers=1)
+    sigma = torch.linalg.svdvals(M[0])
+    states: list[State] = [{}]
+    for step in range(60):
+        _, (rest,), _ = drive(AlternatingPowerSGD(rank=3), [M], states, step)
+    assert rest.norm() == pytest.approx(float(sigma[3:].norm()), rel=0.02)
+
+
+def test_alternating_takes_zeros_and_dropped_steps() -> None:
+    """The step's number decides which factor is sent; a dropped step leaves the factors of the steps before."""
+    states: list[State] = [{}]
+    for step, kept in enumerate([True, True, False, True, True]):
+        x = normal(1, 7, 5, workers=1, seed=step)[0] * (step != 1)
+        mean, (rest,), _ = drive(
+            AlternatingPowerSGD(rank=2), [x], states if kept else [dict(states[0])], step
+        )
+        assert mean.isfinite().all()
+        torch.testing.assert_close(mean + rest, x)
+        assert rest.norm() <= x.norm()
+
+
+@pytest.mark.parametrize("method", [PowerSGD, AlternatingPowerSGD])
+def test_settings(method: type[PowerSGD]) -> None:
+    with pytest.raises(ValueError, match=rf"^{method.__name__}: rank=-1"):
+        method(rank=-1)

@@ -1,4 +1,4 @@
-"""The largest by a sample, and random ones drawn without drawing all."""
+"""TopK: the largest elements, found by a sample. RandomK: elements drawn without a full permutation."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from driver import State, drive, normal
 from pufferfish.compression import DGC, RandomK, TopK
 from pufferfish.compression.check_compressor import check_compressor
-from pufferfish.compression.methods.sparse import drawn
+from pufferfish.compression.methods.sparse import draw_indices
 
 SAMPLED = TopK(k=0.1, sample=0.2)
 
 
 @pytest.mark.parametrize("method", [SAMPLED, DGC(sparsity=0.9, sample=0.2)])
-def test_holds_what_every_method_holds(method: TopK) -> None:
+def test_properties(method: TopK) -> None:
     check_compressor(method, sizes=(1, 3), draws=50)
 
 
@@ -29,16 +29,16 @@ def test_a_sample_finds_the_largest_by_and_large() -> None:
         assert (x.abs()[s != 0] >= bound.expand_as(x)[s != 0]).all()
         assert 1200 <= int((s != 0).sum()) <= 1500
         assert ((s != 0).sum(1) > 350).all()
-    assert meter.handed["all_gather"] == 3 * 500 * 8
+    assert meter.collective_bytes["all_gather"] == 3 * 500 * 8
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_too_many_wait_for_their_turn(seed: int) -> None:
+def test_too_many_elements_wait_for_later_steps(seed: int) -> None:
     """Equal elements are all as large as the bound; about a tenth goes in each of 40 steps, and none is forgotten."""
-    method, memory = TopK(k=0.1, sample=0.7), torch.zeros(2, 1000)
+    method, error = TopK(k=0.1, sample=0.7), torch.zeros(2, 1000)
     times = torch.zeros(2, 1000)
     for step in range(40):
-        mean, (memory,), _ = drive(method, [torch.ones(2, 1000) + memory], step=step, seed=seed)
+        mean, (error,), _ = drive(method, [torch.ones(2, 1000) + error], step=step, seed=seed)
         times += mean != 0
         assert 100 < (mean != 0).sum() <= 200
     assert times.sum(1).min() > 3000
@@ -51,7 +51,7 @@ def test_too_few_leave_space() -> None:
     mean, (rest,), meter = drive(TopK(k=0.01, sample=0.7), [x])
     assert torch.equal(mean, x)  # all that is not zero
     assert not rest.any()
-    assert meter.handed["all_gather"] == 200 * 8
+    assert meter.collective_bytes["all_gather"] == 200 * 8
 
 
 def test_small_samples_are_made_large_enough() -> None:
@@ -80,7 +80,7 @@ def test_sampled_dgc_forgets_what_it_sent_and_nothing_else() -> None:
 @pytest.mark.parametrize(("d", "k"), [(10, 1), (10, 3), (10, 7), (10, 10), (1, 1)])
 def test_drawn_without_repeats_and_equally_often(d: int, k: int) -> None:
     b = 5000
-    i = drawn(b, d, k, torch.Generator().manual_seed(0))
+    i = draw_indices(b, d, k, torch.Generator().manual_seed(0))
     assert i.shape == (b, k)
     hits = torch.zeros(b, d).scatter_add_(1, i, torch.ones(b, k))
     assert hits.max() == 1
@@ -89,7 +89,7 @@ def test_drawn_without_repeats_and_equally_often(d: int, k: int) -> None:
 
 
 def test_a_few_of_very_many() -> None:
-    i = drawn(2, 2**33, 1000, torch.Generator().manual_seed(0))
+    i = draw_indices(2, 2**33, 1000, torch.Generator().manual_seed(0))
     assert i.min() >= 0
     assert 2**32 < i.max() < 2**33
     assert len(i[0].unique()) == 1000

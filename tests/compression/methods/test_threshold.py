@@ -1,4 +1,4 @@
-"""±τ for what is beyond τ, whatever the others have to say."""
+"""Threshold: ±τ for elements beyond τ, with messages of different sizes on the workers."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.threshold import Threshold
 
 
-def test_holds_what_every_method_holds() -> None:
-    check_compressor(Threshold(tau=1.5), sizes=(1, 3))
+def test_properties() -> None:
+    check_compressor(Threshold(tau=1.5), sizes=(1, 3), draws=20)
 
 
 def slow(x: Tensor, tau: float) -> Tensor:
@@ -27,10 +27,10 @@ def test_is_the_equation() -> None:
         torch.testing.assert_close(rest, x - own)
     counts = [int((own != 0).sum()) for own in sent]
     assert len(set(counts)) == 3
-    assert meter.handed["all_gather"] == 8 + 4 * max(counts)
+    assert meter.collective_bytes["all_gather"] == 8 + 4 * max(counts)
 
 
-def test_nothing_to_say() -> None:
+def test_nothing_beyond_the_threshold() -> None:
     xs = normal(2, 8, workers=2)
     mean, rests, meter = drive(Threshold(tau=100.0), xs)
     assert not mean.any()
@@ -38,11 +38,11 @@ def test_nothing_to_say() -> None:
     assert meter.messages == 1
 
 
-def test_what_waits_is_sent_in_time() -> None:
-    """A gradient below τ is not lost: with the memory it comes through at its own rate."""
-    g, memory, applied = torch.tensor([[0.3, -0.05, 0.0]]), torch.zeros(1, 3), torch.zeros(1, 3)
+def test_small_gradients_are_sent_later() -> None:
+    """A gradient below τ is not lost: error feedback sends it at its own rate."""
+    g, error, applied = torch.tensor([[0.3, -0.05, 0.0]]), torch.zeros(1, 3), torch.zeros(1, 3)
     for _ in range(100):
-        mean, (memory,), _ = drive(Threshold(tau=0.5), [g + memory])
+        mean, (error,), _ = drive(Threshold(tau=0.5), [g + error])
         applied += mean
     torch.testing.assert_close(applied / 100, g, atol=0.006, rtol=0)
 

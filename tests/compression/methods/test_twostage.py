@@ -1,4 +1,4 @@
-"""Everything to all at once, against the obvious mean; and shards that are as large as they need to be."""
+"""TwoStage: exchange="all_gather" against a plain mean, sizes of shards, and collectives of all methods."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from pufferfish.compression import (
     DGC,
     QSGD,
     Accordion,
-    Aggregator,
     AlternatingPowerSGD,
     Atomo,
     BlockFP8,
@@ -21,9 +20,12 @@ from pufferfish.compression import (
     OneBitSGD,
     PowerSGD,
     RandomK,
+    Settings,
     SignSGD,
     Signum,
     Simulated,
+    StepContext,
+    Sum,
     TernGrad,
     Threshold,
     TopK,
@@ -31,13 +33,13 @@ from pufferfish.compression import (
 from pufferfish.compression.check_compressor import gradients
 from pufferfish.compression.methods.twostage import even
 
-MEMORIES = [EFSignSGD(), BlockInt8(block=8), BlockFP8(block=8)]
+WITH_ERROR_FEEDBACK = [EFSignSGD(), BlockInt8(block=8), BlockFP8(block=8)]
 
 
-@pytest.mark.parametrize("method", MEMORIES, ids=repr)
+@pytest.mark.parametrize("method", WITH_ERROR_FEEDBACK, ids=repr)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_one_message_to_all_and_nothing_is_lost(method: Method, workers: int) -> None:
-    """What a worker sends is x − rest; all apply the mean of what all sent."""
+def test_one_message_to_all_workers_loses_nothing(method: Method, workers: int) -> None:
+    """A worker sends x − rest; all workers apply the mean of what was sent."""
     states: list[State] = [{} for _ in range(workers)]
     for step in range(2):
         xs = normal(2, 27, workers=workers, seed=step)
@@ -48,16 +50,16 @@ def test_one_message_to_all_and_nothing_is_lost(method: Method, workers: int) ->
             alone = drive(method, [x], exchange="all_gather").mean
             torch.testing.assert_close(own, alone)
             assert (x - own).norm() < x.norm()
-        assert not any(states), "no owner has a memory"
+        assert not any(states), "owners have no error feedback"
         assert meter.messages == 1
     signs, blocks = 2 * (4 + 4), 2 * (28 + 4 * 4)  # 27 elements in 4 bytes of bits, or in 4 blocks of 7
-    assert meter.handed["all_gather"] == (signs if isinstance(method, EFSignSGD) else blocks)
-    assert sum(meter.handed.values()) == meter.handed["all_gather"]
+    assert meter.collective_bytes["all_gather"] == (signs if isinstance(method, EFSignSGD) else blocks)
+    assert sum(meter.collective_bytes.values()) == meter.collective_bytes["all_gather"]
 
 
 @pytest.mark.parametrize("method", [SignSGD(), Signum(momentum=0.0)], ids=repr)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_every_voter_counts_for_itself(method: Method, workers: int) -> None:
+def test_every_worker_counts_the_votes(method: Method, workers: int) -> None:
     states: list[State] = [{} for _ in range(workers)]
     for step in range(3):
         torch.manual_seed(step)
@@ -68,12 +70,12 @@ def test_every_voter_counts_for_itself(method: Method, workers: int) -> None:
         assert torch.equal(mean, torch.where(votes == 0, even, votes.sign()))
         two = drive(method, xs, step=step).mean  # through owners it is the same
         assert torch.equal(mean, two)
-    assert meter.handed["all_gather"] == 2 * 3
-    assert sum(meter.handed.values()) == meter.handed["all_gather"]
+    assert meter.collective_bytes["all_gather"] == 2 * 3
+    assert sum(meter.collective_bytes.values()) == meter.collective_bytes["all_gather"]
 
 
 def test_levels_are_rounded_once() -> None:
-    """Right on average, with the noise of one rounding, and the mean is one of what single workers send."""
+    """Right on average, with the noise of one rounding, and the mean is one of single workers' values."""
     b, workers = 4000, 2
     xs = [x.expand(b, 16) for x in normal(1, 16, workers=workers)]
     mean, _, meter = drive(QSGD(levels=3), xs, exchange="all_gather")
@@ -82,40 +84,40 @@ def test_levels_are_rounded_once() -> None:
     grid = torch.arange(-3, 4)
     values = ((xs[0][0].norm() * grid[:, None] + xs[1][0].norm() * grid) / 3 / workers).flatten()
     assert ((mean[:100, :, None] - values).abs().amin(-1) < 1e-5).all()
-    assert meter.handed["all_gather"] == b * (16 * 3 // 8 + 4)
+    assert meter.collective_bytes["all_gather"] == b * (16 * 3 // 8 + 4)
     assert mean.var(0).sum() < drive(QSGD(levels=3), xs).mean.var(0).sum()
 
 
 @pytest.mark.parametrize("method", [QSGD(bucket=64), EFSignSGD(), SignSGD(), BlockInt8(block=5)], ids=repr)
-def test_in_an_aggregator(method: Method) -> None:
+def test_in_an_engine(method: Method) -> None:
     """Conserved, the same on all workers, and resumed."""
-    whole, resumed = (Aggregator(method, Simulated(3), smallest=0, exchange="all_gather") for _ in range(2))
+    whole, resumed = (Simulated(Settings(method, smallest=0, exchange="all_gather"), 3) for _ in range(2))
     balance = torch.zeros(24, 36)
     for step in range(4):
         given = gradients(3, step)
         if step == 2:
             resumed.load_state_dict(whole.state_dict())
-        means = whole.together(given)
+        means = whole.average(given)
         assert all(torch.equal(mean["a.weight"], means[0]["a.weight"]) for mean in means)
         if step >= 2:
-            assert torch.equal(resumed.together(given)[1]["a.weight"], means[0]["a.weight"])
+            assert torch.equal(resumed.average(given)[1]["a.weight"], means[0]["a.weight"])
         balance += sum(g["a.weight"] for g in given) / 3 - means[0]["a.weight"]
     if method.kind == "contraction":
-        memories = [own["a.weight"]["memory"] for own in whole.state_dict()["own"]]
-        torch.testing.assert_close(sum(memories) / 3, balance, atol=1e-4, rtol=1e-4)
+        errors = [worker["own"]["a.weight"]["error"] for worker in whole.state_dict()["workers"]]
+        torch.testing.assert_close(sum(errors) / 3, balance, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("d", [1, 8, 100, 513, 1500, 4096])
 @pytest.mark.parametrize("workers", [1, 3, 4])
-def test_levels_are_filled_up_by_little(d: int, workers: int) -> None:
-    """Norms for at most 512 elements, in bytes that do not come in steps of 512."""
+def test_levels_need_little_padding(d: int, workers: int) -> None:
+    """One norm for at most 512 elements; bytes are not rounded up to 512."""
     xs = normal(1, d, workers=workers)
     mean, _, meter = drive(QSGD(levels=7), xs)
     assert mean.shape == (1, d)
     each = -(-d // workers)
     norms = -(-each // 512)
-    assert (each / 2 + 4 * norms) <= meter.handed["all_gather"] <= each / 2 + 4 * norms + 4 * norms
-    assert meter.handed["all_to_all"] == workers * meter.handed["all_gather"]
+    assert (each / 2 + 4 * norms) <= meter.collective_bytes["all_gather"] <= each / 2 + 4 * norms + 4 * norms
+    assert meter.collective_bytes["all_to_all"] == workers * meter.collective_bytes["all_gather"]
 
 
 def test_even_blocks_hold_all_and_no_more_than_most() -> None:
@@ -137,27 +139,27 @@ ALL: list[Method] = [
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
-def test_methods_go_by_what_they_say(method: Method) -> None:
-    """The collectives that are used are those that were asked for; an all-to-all brings an all-gather along."""
+def test_methods_use_the_chosen_collective(method: Method) -> None:
+    """An all-to-all is followed by an all-gather; otherwise only the chosen collective is used."""
     assert method.exchanges
     (x, y) = normal(2, 8, 9, workers=2)
     for exchange in method.exchanges:
         shaped = [z if method.matrix else z.flatten(1) for z in (x, y)]
-        used = {key for key, n in drive(method, shaped, exchange=exchange).meter.handed.items() if n}
+        used = {
+            key for key, n in drive(method, shaped, exchange=exchange).meter.collective_bytes.items() if n
+        }
         assert used == ({"all_to_all", "all_gather"} if exchange == "all_to_all" else {exchange})
 
 
-def test_two_methods_go_by_what_both_know() -> None:
+def test_accordion_supports_the_collectives_of_both_methods() -> None:
     assert Accordion(BlockInt8(), QSGD(), every=1).exchanges == ("all_to_all", "all_gather")
     assert Accordion(BlockInt8(), TopK(), every=1).exchanges == ("all_gather",)
     assert Accordion(PowerSGD(), TopK(), every=1).exchanges == ()
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
-def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> None:
-    """x and scratch memory are overwritten by the next step, what was summed is given away."""
-    from pufferfish.compression import Sum, Turn
-    from pufferfish.compression.method import Together
+def test_state_does_not_share_memory_with_the_step(method: Method) -> None:
+    """x, scratch memory and sums are overwritten by the next step."""
 
     def spoil(x: Tensor) -> None:
         x.view(-1).view(torch.uint8).fill_(255)
@@ -165,8 +167,14 @@ def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> Non
     state: State = {}
     for step in range(3):
         (x,) = normal(2, 8, 9, workers=1, seed=step)
-        turn = Turn(0, 1, step, ("t0", "t1"), state=dict(state))
-        steps = method.compress(x if method.matrix else x.flatten(1), turn)
+        lent = [x]
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype, lent: list[Tensor] = lent) -> Tensor:
+            lent.append(torch.empty(shape, dtype=dtype))
+            return lent[-1]
+
+        ctx = StepContext(0, 1, step, ("t0", "t1"), state=dict(state), empty=empty)
+        steps = method.compress(x if method.matrix else x.flatten(1), ctx)
         answer = None
         try:
             while True:
@@ -174,8 +182,6 @@ def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> Non
                 if isinstance(message, Sum):
                     answer = message.tensor.clone()
                     spoil(message.tensor)
-                elif isinstance(message, Together):
-                    (answer,) = message.work([message.tensor], message.step)
                 else:
                     answer = [message.tensors if hasattr(message, "tensors") else message.pieces[0]]
         except StopIteration as end:
@@ -183,14 +189,10 @@ def test_nothing_that_is_kept_lies_in_memory_that_is_lent(method: Method) -> Non
         assert mean.isfinite().all()
         assert rest is None or rest.isfinite().all()
         assert rest is None or rest.data_ptr() != mean.data_ptr()
-        kept = {key: value.clone() for key, value in turn.state.items()}
-        for lent in (
-            x,
-            mean,
-            *turn.scratch,
-            *([] if answer is None or isinstance(answer, list) else [answer]),
-        ):
-            spoil(lent.contiguous() if not lent.is_contiguous() else lent)
-        for key, value in turn.state.items():
+        kept = {key: value.clone() for key, value in ctx.state.items()}
+        sums = [] if answer is None or isinstance(answer, list) else [answer]
+        for used in (*lent, mean, *sums):
+            spoil(used if used.is_contiguous() else used.contiguous())
+        for key, value in ctx.state.items():
             assert torch.equal(value, kept[key]), key
-        state = turn.state
+        state = ctx.state

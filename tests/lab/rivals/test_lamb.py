@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import citizens
+import optimizer_checks
 import pytest
 import torch
-from citizens import give_gradients, parameters
+from optimizer_checks import give_gradients, parameters
 from torch import Tensor, nn
 
 from pufferfish.lab.rivals import LAMB
@@ -50,7 +50,7 @@ def test_equals_the_formula(
     dtype: torch.dtype, foreach: bool | None, capturable: bool, settings: dict[str, Any]
 ) -> None:
     make = partial(LAMB, lr=0.1, foreach=foreach, capturable=capturable, **settings)
-    citizens.equals_a_formula(make, reference, {"weight_decay": 0.01, "lr": 0.03}, dtype)
+    optimizer_checks.equals_a_formula(make, reference, {"weight_decay": 0.01, "lr": 0.03}, dtype)
 
 
 def test_zero_norms_have_ratio_one() -> None:
@@ -76,7 +76,7 @@ def test_rate_in_a_tensor_is_read_at_every_step() -> None:
 
 
 def test_never_waits_for_the_device() -> None:
-    citizens.does_not_wait(lambda params: LAMB(params, lr=torch.tensor(1.0), capturable=True))
+    optimizer_checks.does_not_wait(lambda params: LAMB(params, lr=torch.tensor(1.0), capturable=True))
 
 
 def make(model: nn.Module) -> LAMB:
@@ -84,20 +84,20 @@ def make(model: nn.Module) -> LAMB:
 
 
 def test_follows_a_switch_and_back() -> None:
-    citizens.follows_a_switch(make, {"step", "exp_avg", "exp_avg_sq"})
+    optimizer_checks.follows_a_switch(make, {"step", "exp_avg", "exp_avg_sq"})
 
 
 @pytest.mark.parametrize("capturable", [True, False])
 def test_goes_on_from_a_checkpoint(tmp_path: Path, capturable: bool) -> None:
-    citizens.resumes(lambda model: LAMB(model.parameters(), lr=0.03, capturable=capturable), tmp_path)
+    optimizer_checks.resumes(lambda model: LAMB(model.parameters(), lr=0.03, capturable=capturable), tmp_path)
 
 
 def test_is_copied() -> None:
-    citizens.is_copied(make)
+    optimizer_checks.is_copied(make)
 
 
 def test_trains_in_bf16() -> None:
-    citizens.trains_in_bf16(make)
+    optimizer_checks.trains_in_bf16(make)
 
 
 def test_bad_settings() -> None:

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import citizens
+import optimizer_checks
 import pytest
 import torch
-from citizens import give_gradients, parameters
+from optimizer_checks import give_gradients, parameters
 from torch import Tensor, nn
 
 from pufferfish.lab.rivals import LARS
@@ -44,7 +44,7 @@ def reference(params: list[Tensor], kept: dict[int, Tensor], group: dict[str, An
 def test_equals_the_formula(dtype: torch.dtype, foreach: bool | None, settings: dict[str, Any]) -> None:
     own = {"weight_decay": 0.01, "lr": 3.0, "trust": 0.005}
     make = partial(LARS, lr=10.0, foreach=foreach, **settings)
-    citizens.equals_a_formula(make, reference, own, dtype)
+    optimizer_checks.equals_a_formula(make, reference, own, dtype)
 
 
 def test_zero_norms_have_ratio_one() -> None:
@@ -82,8 +82,8 @@ def test_rate_in_a_tensor_is_read_at_every_step() -> None:
 
 
 def test_never_waits_for_the_device() -> None:
-    citizens.does_not_wait(lambda params: LARS(params, lr=1.0, weight_decay=0.1, nesterov=True))
-    citizens.does_not_wait(lambda params: LARS(params, lr=torch.tensor(1.0)))
+    optimizer_checks.does_not_wait(lambda params: LARS(params, lr=1.0, weight_decay=0.1, nesterov=True))
+    optimizer_checks.does_not_wait(lambda params: LARS(params, lr=torch.tensor(1.0)))
 
 
 def make(model: nn.Module) -> LARS:
@@ -91,19 +91,19 @@ def make(model: nn.Module) -> LARS:
 
 
 def test_follows_a_switch_and_back() -> None:
-    citizens.follows_a_switch(make, {"momentum_buffer"})
+    optimizer_checks.follows_a_switch(make, {"momentum_buffer"})
 
 
 def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    citizens.resumes(make, tmp_path)
+    optimizer_checks.resumes(make, tmp_path)
 
 
 def test_is_copied() -> None:
-    citizens.is_copied(make)
+    optimizer_checks.is_copied(make)
 
 
 def test_trains_in_bf16() -> None:
-    citizens.trains_in_bf16(make)
+    optimizer_checks.trains_in_bf16(make)
 
 
 def test_later_groups_have_the_same_settings() -> None:

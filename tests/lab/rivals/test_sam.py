@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import citizens
+import optimizer_checks
 import pytest
 import torch
 import torch.nn.functional as F
-from citizens import batch, build, equal, update
+from optimizer_checks import batch, build, equal, update
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -180,19 +180,19 @@ def test_groups_hooks_and_schedules_are_those_of_the_optimizer() -> None:
 
 
 def test_follows_a_switch_and_back() -> None:
-    citizens.follows_a_switch(sgd, {"momentum_buffer"})
+    optimizer_checks.follows_a_switch(sgd, {"momentum_buffer"})
 
 
 def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    citizens.resumes(sgd, tmp_path)
+    optimizer_checks.resumes(sgd, tmp_path)
 
 
 def test_is_copied() -> None:
-    citizens.is_copied(sgd)
+    optimizer_checks.is_copied(sgd)
 
 
 def test_trains_in_bf16() -> None:
-    citizens.trains_in_bf16(sgd)
+    optimizer_checks.trains_in_bf16(sgd)
 
 
 def two_workers(rank: int, size: int) -> None:
@@ -219,7 +219,7 @@ def two_workers(rank: int, size: int) -> None:
 
             sam.step(closure)
         else:
-            with sam.alone():
+            with sam.first_pass():
                 F.cross_entropy(ddp(x[rank]), y[rank]).backward()
             assert len(sent) == step
             with sam.perturbed():

@@ -1,4 +1,4 @@
-"""Small numbers packed into bytes: 1 bit an element for signs, as many as it takes for levels."""
+"""Small integers packed into bytes: 1 bit per element for signs, as many as needed for levels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-#: Bits of a field → the word that has one byte for each field of a packed byte.
+#: Bits of a field → dtype with one byte for each field of a packed byte.
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
-#: A word times this has all its bytes' fields side by side in its top byte; no two terms meet, so nothing carries.
+#: A word times this has the fields of all its bytes side by side in its top byte, without carries.
 _TOGETHER = {1: 0x0102040810204080, 2: 0x01041040, 4: 0x0110}
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """(…, n) bytes or bools below 2^bits, n a multiple of 8, as (…, bits·n/8) bytes. The memory of `values` is used up.
+    """Pack (…, n) bytes or bools below 2^bits, n a multiple of 8, into (…, bits·n/8) bytes. Overwrites `values`.
 
-    Numbers are cut into fields of 4, 2 and 1 bits; all fields of one sort stand together, the widest first.
+    Numbers are cut into fields of 4, 2 and 1 bits; fields of one width are stored together, the widest first.
 
     >>> pack(torch.tensor([1, 0, 0, 0, 0, 0, 0, 1], dtype=torch.uint8), 1)
     tensor([129], dtype=torch.uint8)
@@ -34,7 +34,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` was given, as new uint8.
+    """Undo `pack`; returns a new uint8 tensor.
 
     >>> unpack(pack(torch.arange(8, dtype=torch.uint8), 3), 3)
     tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
@@ -53,7 +53,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def signs(packed: Tensor, out: Tensor, size: Tensor | None = None) -> Tensor:
-    """Floats for packed bits: 1, or the row's `size` (…, 1), where a bit is set, else minus that.
+    """Unpack bits to floats: 1, or the row's `size` (…, 1), where a bit is set, else its negative.
 
     >>> signs(torch.tensor([[3], [1]], dtype=torch.uint8), torch.empty(2, 8), torch.tensor([[2.0], [1.0]]))
     tensor([[ 2.,  2., -2., -2., -2., -2., -2., -2.],
@@ -62,7 +62,7 @@ def signs(packed: Tensor, out: Tensor, size: Tensor | None = None) -> Tensor:
     bits = _table(1, packed.device).view(torch.uint8).view(256, 8)
     table = bits.to(out.dtype).mul_(2).sub_(1)
     row = packed.int()
-    if size is not None:  # a table for every row, one after the other
+    if size is not None:  # one table per row
         table = (table * size.reshape(-1, 1, 1)).view(-1, 8)
         row += 256 * torch.arange(size.numel(), device=packed.device, dtype=torch.int32).view(size.shape)
     torch.index_select(table, 0, row.reshape(-1), out=out.view(-1, 8))
@@ -75,6 +75,6 @@ def _fields(bits: int) -> list[int]:
 
 @lru_cache
 def _table(width: int, device: torch.device) -> Tensor:
-    """For every byte the word of its fields."""
+    """The fields of every byte, as one word each."""
     fields = torch.arange(256)[:, None] >> width * torch.arange(8 // width) & (1 << width) - 1
     return fields.to(torch.uint8).view(_WORDS[width]).squeeze(1).to(device)

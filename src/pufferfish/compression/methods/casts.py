@@ -1,66 +1,62 @@
-"""Gradients averaged as they are, or in 16 bits: what every comparison starts from."""
+"""Gradients averaged uncompressed or in 16 bits: the baselines of every comparison."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..method import Method, Steps, Sum
-from ..turn import Turn
+from ..method import Method, StepContext, Steps, Sum
 
 
 @dataclass(frozen=True)
-class NoCompression(Method):
-    """Plain averaging, in the gradients' own dtype.
+class _Average(Method):
+    """All-reduce of the gradients divided by the number of workers, in one dtype."""
+
+    dtype: ClassVar[torch.dtype | None] = None  # None: that of the gradients
+
+    elementwise = True
+    exchanges = ("all_reduce",)
+    kind = "rounding"
+
+    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+        dtype = self.dtype or ctx.dtype
+        if ctx.size > 1:
+            x /= ctx.size  # before the sum, which may overflow in 16 bits
+        sent = x if dtype == x.dtype else ctx.empty(x.shape, dtype).copy_(x)
+        return (yield Sum(sent)), None
+
+
+@dataclass(frozen=True)
+class NoCompression(_Average):
+    """Averages in the gradients' own dtype.
 
     >>> NoCompression()
     NoCompression()
     """
 
-    elementwise = True
-    exchanges = ("all_reduce",)
     kind = "exact"
-
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        return _mean(x, turn, turn.dtype)
 
 
 @dataclass(frozen=True)
-class BFloat16(Method):
-    """Averaged in bfloat16: half the bytes, the range of fp32, 8 bits of precision.
+class BFloat16(_Average):
+    """Averages in bfloat16: half the bytes of fp32, its range, 8 bits of precision.
 
     >>> BFloat16()
     BFloat16()
     """
 
-    elementwise = True
-    exchanges = ("all_reduce",)
-    kind = "rounding"
-
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        return _mean(x, turn, torch.bfloat16)
+    dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Float16(Method):
-    """Averaged in float16: half the bytes, 11 bits of precision; 65,504 and more becomes infinite.
+class Float16(_Average):
+    """Averages in float16: half the bytes of fp32, 11 bits of precision; 65,504 and more becomes infinite.
 
     >>> Float16()
     Float16()
     """
 
-    elementwise = True
-    exchanges = ("all_reduce",)
-    kind = "rounding"
-
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
-        return _mean(x, turn, torch.float16)
-
-
-def _mean(x: Tensor, turn: Turn, dtype: torch.dtype) -> Steps:
-    if turn.size > 1:
-        x /= turn.size  # before the sum, which may overflow in 16 bits
-    sent = x if dtype == x.dtype else turn.empty(x.shape, dtype).copy_(x)
-    return (yield Sum(sent)), None
+    dtype = torch.float16

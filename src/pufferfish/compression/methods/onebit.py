@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, Method, Steps
-from ..turn import Turn
+from ..method import Gather, Method, StepContext, Steps
 from .bits import pack, unpack
 
 
 @dataclass(frozen=True)
 class OneBitSGD(Method):
-    """In each column of the matrix, elements ≥ 0 become their mean, and those below 0 theirs. All-gathered.
+    """Replaces the elements ≥ 0 of each column by their mean, and those below 0 by theirs; signs and means are all-gathered.
 
-    A matrix of one or two rows, where two numbers a column save nothing, travels as it is.
+    A matrix of one or two rows, where two numbers per column save nothing, is sent uncompressed.
 
     >>> OneBitSGD().fits((64, 3, 3, 3)), OneBitSGD().fits((2, 100))
     (True, False)
@@ -27,11 +26,11 @@ class OneBitSGD(Method):
     exchanges = ("all_gather",)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        return shape[0] > 2  # two numbers a column
+        return shape[0] > 2  # two numbers per column
 
-    def compress(self, M: Tensor, turn: Turn) -> Steps:
+    def compress(self, M: Tensor, ctx: StepContext) -> Steps:
         m, n = M.shape[1:]
-        spare = turn.empty(M.shape, M.dtype)
+        spare = ctx.empty(M.shape, M.dtype)
         positive = M >= 0
         many = positive.sum(1, keepdim=True)
         above = torch.clamp(M, min=0, out=spare).sum(1, keepdim=True) / many.clamp_min(1)
@@ -39,10 +38,10 @@ class OneBitSGD(Method):
         packed = pack(pad(positive.flatten(1), (0, -m * n % 8)), 1)
         M -= _decoded(packed, above, below, spare)
         everyone = yield Gather((packed, above, below))
-        mean = turn.empty(M.shape, M.dtype).zero_()
+        mean = ctx.empty(M.shape, M.dtype).zero_()
         for signs, a, b in everyone:
             mean += _decoded(signs, a, b, spare)
-        return mean.div_(turn.size), M
+        return mean.div_(ctx.size), M
 
 
 def _decoded(packed: Tensor, above: Tensor, below: Tensor, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""QSGD (Alistarh et al., 2017): elements rounded at random to a few levels, so that they are right on average."""
+"""QSGD (Alistarh et al., 2017): elements rounded at random to a few levels, without bias."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..turn import Turn
+from ..method import StepContext
 from .bits import pack, unpack
 from .twostage import TwoStage, even
 
 
 @dataclass(frozen=True)
 class QSGD(TwoStage):
-    """In buckets v: ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up or down to l, up with the probability of its fraction.
+    """Quantizes buckets v to ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up to l with the probability of its fraction, else down.
 
-    ⌈log₂(2s + 1)⌉ bits an element and one norm a bucket. Shards are summed by their owners, which quantize the
-    mean once more for the way back.
+    ⌈log₂(2s + 1)⌉ bits per element and one norm per bucket. Shards are summed by their owners, which quantize the mean
+    again before they send it.
 
     Args:
-        levels: s; lower → fewer bits, more noise. 7 makes 4 bits.
-        bucket: at most so many elements share a norm, a multiple of 8; more → fewer bytes, more noise. The buckets
-            of a shard are of one size.
+        levels: s; lower → fewer bits, more noise. 7 takes 4 bits.
+        bucket: Largest number of elements that share a norm, a multiple of 8; higher → fewer bytes, more noise. The
+            buckets of a shard have equal sizes.
 
     >>> QSGD().bits, QSGD(levels=1).bits, QSGD(levels=127).bits
     (4, 2, 8)
@@ -35,23 +35,23 @@ class QSGD(TwoStage):
 
     def __post_init__(self) -> None:
         if type(self.levels) is not int or not 1 <= self.levels <= 127:
-            raise ValueError(f"QSGD: levels={self.levels!r} is not a whole number from 1 to 127")
+            raise ValueError(f"QSGD: levels={self.levels!r} is not an integer from 1 to 127")
         if type(self.bucket) is not int or self.bucket < 8 or self.bucket % 8:
             raise ValueError(f"QSGD: bucket={self.bucket!r} is not a multiple of 8")
 
     @property
     def bits(self) -> int:
-        """On the wire, for each element."""
+        """Bits per element."""
         return (2 * self.levels).bit_length()
 
     def shard(self, d: int, shards: int) -> int:
         many, size = even(-(-d // shards), self.bucket, multiple=8)
         return many * size
 
-    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
         v = x.unflatten(-1, even(x.shape[-1], self.bucket, multiple=8))
         norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-        level = dithered(v, self.levels / norm.clamp_min(1e-30), self.levels, spare.view(v.shape), turn)
+        level = dithered(v, self.levels / norm.clamp_min(1e-30), self.levels, spare.view(v.shape), ctx)
         return pack(level.flatten(-2), self.bits), norm.squeeze(-1)
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class QSGD(TwoStage):
         return out
 
 
-def dithered(x: Tensor, scale: Tensor, most: int, spare: Tensor, turn: Turn) -> Tensor:
-    """x·scale, of at most `most` in size, rounded up with the chance of its fraction, else down; plus `most`: uint8."""
-    level = spare.uniform_(most, most + 1, generator=turn.own).addcmul_(x, scale)
-    return turn.empty(x.shape, torch.uint8).copy_(level).clamp_(max=2 * most)
+def dithered(x: Tensor, scale: Tensor, most: int, spare: Tensor, ctx: StepContext) -> Tensor:
+    """Round x·scale, in [−most, most], up with the probability of its fraction, else down; add `most`, as uint8."""
+    level = spare.uniform_(most, most + 1, generator=ctx.own_rng).addcmul_(x, scale)
+    return ctx.empty(x.shape, torch.uint8).copy_(level).clamp_(max=2 * most)

@@ -1,4 +1,4 @@
-"""signSGD with majority vote (Bernstein et al., 2018): one bit an element, in both directions."""
+"""signSGD with majority vote (Bernstein et al., 2018): one bit per element, in both directions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..turn import Turn
+from ..method import StepContext
 from .bits import pack, signs
 from .twostage import TwoStage
 
@@ -16,10 +16,10 @@ from .twostage import TwoStage
 class SignSGD(TwoStage):
     """Each worker votes + or − for every element, and all apply the majority's ±1.
 
-    Votes go to the owner of each shard (all-to-all), the verdicts to all (all-gather). One bit has no zero: a
-    zero votes + in even steps and − in odd ones, and so do ties end, so that neither drifts.
+    Votes are sent to the owner of each shard (all-to-all), the results to all (all-gather). One bit has no zero: a zero
+    counts as + in even steps and as − in odd ones, and so does a tie, so that neither drifts.
 
-    The result says nothing about sizes: use a learning rate of its own, far smaller than SGD's.
+    The result has no magnitude: use a learning rate much smaller than SGD's.
 
     >>> SignSGD()
     SignSGD()
@@ -27,10 +27,10 @@ class SignSGD(TwoStage):
 
     kind = "vote"
 
-    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
-        """Of votes, and of their mean: a verdict is its sign."""
-        compare = torch.ge if turn.step % 2 == 0 else torch.gt
-        return (pack(compare(x, 0, out=turn.empty(x.shape, torch.bool)), 1),)
+    def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Signs of the gradients; and, at the owner, of the mean vote."""
+        compare = torch.ge if ctx.step % 2 == 0 else torch.gt
+        return (pack(compare(x, 0, out=ctx.empty(x.shape, torch.bool)), 1),)
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return signs(sent[0], out)

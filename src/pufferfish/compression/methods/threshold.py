@@ -1,4 +1,4 @@
-"""Threshold quantization (Strom, 2015): ±τ for every element beyond τ; the rest waits in the memory."""
+"""Threshold quantization (Strom, 2015): ±τ for every element beyond τ; the rest is kept as error feedback."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, Steps
-from ..turn import Turn
+from ..method import Gather, Method, StepContext, Steps
 
 
 @dataclass(frozen=True)
 class Threshold(Method):
-    """τ·sgn(xᵢ) where |xᵢ| > τ, else nothing: each worker's own choice, all-gathered.
+    """Sends τ·sgn(xᵢ) where |xᵢ| > τ: indices of each worker's own, all-gathered.
 
-    An element sent is one integer, 2·index + sign. How many there are differs between workers, so all tell their
-    count first and fill up to the largest. Two bits for every element would need no count, but could never be
-    more than 16 times smaller; what is beyond a useful τ is rarer than that.
+    An element is sent as one integer, 2·index + sign. Their number differs between workers, so the counts are gathered
+    first and messages are padded to the largest. Two bits for every element would need no counts, but compress at most
+    16 times; elements beyond a useful τ are rarer than that.
 
     Args:
-        tau: τ, in the gradients' units as they are exchanged, loss scale included. Higher → fewer bytes. Gradients
-            differ by orders of magnitude between models, so look at yours first: far too low a τ sends more
-            bytes than no compression, and holds back what is larger.
+        tau: τ, in the units of the gradients, loss scale included. Higher → fewer bytes. Gradients differ by orders of
+            magnitude between models, so inspect yours first: with too low a τ more bytes are sent than without
+            compression, and large elements are delayed.
 
     >>> Threshold(tau=0.01)
     Threshold(tau=0.01)
@@ -38,10 +37,10 @@ class Threshold(Method):
         if not 0 < self.tau < math.inf:
             raise ValueError(f"Threshold: tau={self.tau!r} is not a finite number > 0")
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
         flat = x.view(-1)  # τ is the same for all b tensors
-        size = torch.abs(flat, out=turn.empty(flat.shape, x.dtype))
-        i = torch.gt(size, self.tau, out=turn.empty(flat.shape, torch.bool)).nonzero().squeeze(1)
+        size = torch.abs(flat, out=ctx.empty(flat.shape, x.dtype))
+        i = torch.gt(size, self.tau, out=ctx.empty(flat.shape, torch.bool)).nonzero().squeeze(1)
         negative = flat[i] < 0
         counts = yield Gather((torch.tensor([len(i)], device=x.device),))
         lengths = torch.cat([n for (n,) in counts]).tolist()
@@ -53,6 +52,6 @@ class Threshold(Method):
         mean = size.zero_()
         for (theirs,), n in zip(everyone, lengths, strict=True):
             sign = 1 - 2 * (theirs[:n] & 1).to(x.dtype)
-            mean.index_add_(0, theirs[:n] >> 1, sign, alpha=self.tau / turn.size)
+            mean.index_add_(0, theirs[:n] >> 1, sign, alpha=self.tau / ctx.size)
         flat.index_add_(0, i, 1 - 2 * negative.to(x.dtype), alpha=-self.tau)
         return mean.view_as(x), x

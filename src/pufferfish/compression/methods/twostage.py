@@ -1,4 +1,4 @@
-"""`TwoStage`: rounded on the way to the owner of each shard, and once more on the way from there to all."""
+"""`TwoStage`: quantized on the way to the owner of each shard, and again on the way from there to all workers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, Scatter, Steps
-from ..turn import Turn
+from ..method import Gather, Method, Scatter, StepContext, Steps
 
 
 @dataclass(frozen=True)
 class TwoStage(Method):
-    """What signs, levels and blocks have in common; they say how numbers become messages and messages numbers.
+    """Base class of quantizers. Subclasses define `encode` and `decode`, between numbers and messages.
 
-    Shards of every tensor go to their owners (all-to-all), and their means to all (all-gather). What the first
-    rounding loses waits in each worker's memory, what the second loses in one at the owner, for contractions. With
-    exchange="all_gather" everything goes to all at once, and each worker takes the mean itself: one message and one
-    rounding, but bytes that grow with the number of workers.
+    Shards of every tensor are sent to their owners (all-to-all), and their means to all workers (all-gather). For contractions, the
+    error of the first quantization is each worker's error feedback, that of the second is kept at the owner. With
+    exchange="all_gather" everything is sent to all workers at once, and each computes the mean itself: one message and one
+    quantization, but bytes that grow with the number of workers.
     """
 
     exchanges = ("all_to_all", "all_gather")
@@ -28,67 +27,67 @@ class TwoStage(Method):
     def in_units(self) -> tuple[str, ...]:
         return ("owner",) if self.kind == "contraction" else ()
 
-    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, rank: int, size: int) -> Tensor | None:
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         if "owner" not in state:
             return None
         mine = state["owner"].reshape(-1)
         whole = mine.new_zeros(size, len(mine))
-        whole[rank] = mine * size  # it is in units of the mean
+        whole[worker] = mine * size  # it is in units of the mean
         return whole.view(-1)[: shape.numel()].view(shape)
 
     def shard(self, d: int, shards: int) -> int:
-        """The elements of a shard, so that `shards` of them hold d; a multiple of 8."""
+        """Number of elements of a shard, a multiple of 8, so that `shards` of them hold d."""
         return -(-d // (8 * shards)) * 8
 
-    def encode(self, x: Tensor, n: int, spare: Tensor, turn: Turn) -> tuple[Tensor, ...]:
-        """Messages (b, shards, …) for x (b, shards, s): n elements and then zeros. `spare` is memory like x, to be used."""
+    def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
+        """Encode x (b, shards, s), n elements and then zeros, to messages (b, shards, …). `spare`: scratch memory like x."""
         raise NotImplementedError
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """The numbers in messages, put into `out` (b, shards, s), which is returned."""
+        """Decode messages into `out` (b, shards, s) and return it."""
         raise NotImplementedError
 
-    def compress(self, x: Tensor, turn: Turn) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
         b, d = x.shape
-        alone = turn.exchange == "all_gather"
-        shards, rank = (1, 0) if alone else (turn.size, turn.rank)
+        direct = ctx.exchange == "all_gather"
+        shards, owner = (1, 0) if direct else (ctx.size, ctx.worker)
         s = self.shard(d, shards)
-        remembers = self.kind == "contraction" and turn.memory
-        spare = turn.empty((b, shards, s), x.dtype)
-        sent = self.encode(_filled(x, shards * s, turn).view(b, shards, s), d, spare, turn)
-        if remembers:
+        feedback = self.kind == "contraction" and ctx.error_feedback
+        spare = ctx.empty((b, shards, s), x.dtype)
+        sent = self.encode(_padded(x, shards * s, ctx).view(b, shards, s), d, spare, ctx)
+        if feedback:
             x -= self.decode(sent, spare).view(b, -1)[:, :d]
-        if alone:
+        if direct:
             received = yield Gather(sent)
         else:
             received = yield Scatter(tuple(tuple(t[:, j : j + 1] for t in sent) for j in range(shards)))
 
-        mean = self.decode(received[0], turn.empty((b, 1, s), x.dtype))
+        mean = self.decode(received[0], ctx.empty((b, 1, s), x.dtype))
         small = spare.view(-1)[: b * s].view(b, 1, s)
         for theirs in received[1:]:
             mean += self.decode(theirs, small)
-        if turn.size > 1:
-            mean /= turn.size
-        rest = x if remembers else None
-        if alone and self.kind != "vote":
+        if ctx.size > 1:
+            mean /= ctx.size
+        rest = x if feedback else None
+        if direct and self.kind != "vote":
             return mean.view(b, s)[:, :d], rest
-        n = min(max(d - rank * s, 0), s)
+        n = min(max(d - owner * s, 0), s)
         mean[..., n:] = 0
-        if remembers and "owner" in turn.state:
-            mean += turn.state["owner"][:, None]
-        back = self.encode(mean, n, small, turn)
-        if remembers:
-            turn.state["owner"] = (mean - self.decode(back, small)).squeeze(1)
-            turn.state["owner"][:, n:] = 0
-        averages = [back] if alone else (yield Gather(back))
+        if feedback and "owner" in ctx.state:
+            mean += ctx.state["owner"][:, None]
+        back = self.encode(mean, n, small, ctx)
+        if feedback:
+            ctx.state["owner"] = (mean - self.decode(back, small)).squeeze(1)
+            ctx.state["owner"][:, n:] = 0
+        averages = [back] if direct else (yield Gather(back))
         parts = spare.view(shards, b, 1, s)
         for part, average in zip(parts, averages, strict=True):
             self.decode(average, part)
-        return _joined(parts.squeeze(2), turn)[:, :d], rest
+        return _joined(parts.squeeze(2), ctx)[:, :d], rest
 
 
 def even(n: int, most: int, multiple: int = 1) -> tuple[int, int]:
-    """How many blocks of at most `most` hold n elements, and the size they all can have, rounded up to a multiple.
+    """Number of blocks of at most `most` that hold n elements, and their common size, rounded up to a multiple.
 
     >>> even(513, 512, multiple=8), even(1024, 512, multiple=8), even(3, 512)
     ((2, 264), (2, 512), (1, 3))
@@ -97,19 +96,19 @@ def even(n: int, most: int, multiple: int = 1) -> tuple[int, int]:
     return many, -(-n // (many * multiple)) * multiple
 
 
-def _filled(x: Tensor, width: int, turn: Turn) -> Tensor:
-    """x (b, d) with zeros behind it."""
+def _padded(x: Tensor, width: int, ctx: StepContext) -> Tensor:
+    """x (b, d) padded with zeros."""
     if x.shape[1] == width:
         return x
-    wide = turn.empty((len(x), width), x.dtype)
+    wide = ctx.empty((len(x), width), x.dtype)
     wide[:, : x.shape[1]] = x
     wide[:, x.shape[1] :] = 0
     return wide
 
 
-def _joined(parts: Tensor, turn: Turn) -> Tensor:
+def _joined(parts: Tensor, ctx: StepContext) -> Tensor:
     """Shards (shards, b, s) as (b, shards·s)."""
     shards, b, s = parts.shape
     if shards > 1 and b > 1:
-        parts = turn.empty((b, shards, s), parts.dtype).copy_(parts.transpose(0, 1))
+        parts = ctx.empty((b, shards, s), parts.dtype).copy_(parts.transpose(0, 1))
     return parts.view(b, shards * s)

@@ -1,8 +1,8 @@
-"""The advisor: which way to train pays for a task or a model of yours, on a network and so many workers."""
+"""The advisor: predicts and measures which training method is fastest for a model, a network and a number of workers."""
 
 from .advice import Advice
 from .advise import METHODS, advise, check
-from .networks import nominal
-from .subject import Subject, subject
+from .nominal_link import nominal_link
+from .workload import Workload, load_workload
 
-__all__ = ["METHODS", "Advice", "Subject", "advise", "check", "nominal", "subject"]
+__all__ = ["METHODS", "Advice", "Workload", "advise", "check", "load_workload", "nominal_link"]

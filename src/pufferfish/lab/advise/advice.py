@@ -1,4 +1,4 @@
-"""`Advice`: which way to train pays, to print or to keep."""
+"""`Advice`: the predicted or measured speed of training methods, and which one to use."""
 
 from __future__ import annotations
 
@@ -6,149 +6,156 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...measure import Choice, Link, Work
-from ...measure.ranking import WARM_UP, WORTH, lap, table, time
-from ...measure.remedies import as_code
+from ...measure import Link, SpeedupEstimate, Work
+from ...measure.estimate_table import estimate_table, format_hours, format_seconds
+from ...measure.measure_compute import COMPUTE_PARTS
+from ...measure.option_builder import as_code
+from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
 from ...planning.plan import Plan
-from .ways import NODE, full_rank, named
+from .method_name import NODE, parse_method_name, warm_up_name
 
-#: Of two ways that differ by less, the simpler one is advised.
-SAME = 1.03
+#: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
+TOLERANCE = 1.03
 
 
 @dataclass(kw_only=True)
 class Advice:
-    """What was found for a subject on a network. The first choice is dense training, the others are in order."""
+    """Speed of the training methods for a workload on a network; `str()` gives a readable summary."""
 
-    subject: str
-    network: str  # as it was asked for
+    workload: str
+    network: str
     nodes: int
     per_node: int
     engine: str
     link: Link
-    computing: Work  # of a dense step
-    choices: list[Choice]
-    plans: dict[str, Plan]  # of the low-rank choices, by their names
-    ceiling: float  # speed-up of a dense step without any exchange
-    ranks: dict[float, float] = field(
-        default_factory=dict
-    )  # share of the full rank → seconds of a low-rank step
-    warm_up: float = WARM_UP
-    checked: str = ""  # where the best were run
+    compute: Work  # a dense step without communication
+    estimates: list[SpeedupEstimate]  # dense first, then from the simplest method to the most invasive
+    plans: dict[str, Plan]  # of the low-rank methods, by name
+    ceiling: float  # speedup of a dense step without communication
+    #: Seconds of a low-rank step, by fraction of the full rank.
+    rank_seconds: dict[float, float] = field(default_factory=dict)
+    warm_up: float = WARM_UP_FRACTION
+    checked: str = ""  # which methods were run; "": none
 
     @property
-    def best(self) -> Choice:
-        """The way to train, of those that were run if some were; "dense" where nothing pays.
+    def best(self) -> SpeedupEstimate:
+        """The method to use: the simplest of the fastest ones, or "dense" if none is faster by `MIN_SPEEDUP`.
 
-        Choices are in the order of what they ask of the user.
+        If methods were run, only those are considered.
         """
-        most = max(c.run_speedup for c in self._among)
-        first = next(c for c in self._among if c.run_speedup * SAME >= most)
-        return first if first.run_speedup >= WORTH else self.choices[0]
+        fastest = max(e.run_speedup for e in self._considered)
+        simplest = next(e for e in self._considered if e.run_speedup * TOLERANCE >= fastest)
+        return simplest if simplest.run_speedup >= MIN_SPEEDUP else self.estimates[0]
 
     @property
-    def _among(self) -> list[Choice]:
-        return [c for c in self.choices if c.measured is not None] or self.choices
+    def _considered(self) -> list[SpeedupEstimate]:
+        return [e for e in self.estimates if e.measured is not None] or self.estimates
 
     @property
     def plan(self) -> Plan | None:
-        """What should become low-rank, where something should."""
+        """The plan of the advised method; None if it is not a low-rank method."""
         return self.plans.get(self.best.name)
 
-    def top(self, n: int = 3) -> list[Choice]:
-        """The advised one, then the fastest."""
-        others = sorted(self.choices, key=lambda c: -c.run_speedup)
-        return [self.best, *(c for c in others if c is not self.best)][:n]
+    def top(self, n: int = 3) -> list[SpeedupEstimate]:
+        """The advised method, then the fastest others."""
+        others = sorted(self.estimates, key=lambda e: -e.run_speedup)
+        return [self.best, *(e for e in others if e is not self.best)][:n]
 
-    def clocked(self, steps: Mapping[str, float]) -> Advice:
-        """With measured seconds of a step, by the names of ways: dense, others, and what each of them begins as."""
-        dense = self.choices[0]
-        now = steps[dense.name]
+    def with_measurements(self, steps: Mapping[str, float]) -> Advice:
+        """Replace predictions by measurements.
 
-        def by_the_clock(c: Choice) -> Choice:
-            seconds = steps[c.name]
-            mean = self.warm_up * steps[full_rank(c.name)] + (1 - self.warm_up) * seconds
+        Args:
+            steps: seconds of a step by method: dense, other methods, and what each of them uses in its warm-up.
+        """
+        dense = self.estimates[0]
+        reference = steps[dense.name]
+
+        def measured(e: SpeedupEstimate) -> SpeedupEstimate:
+            seconds = steps[e.name]
+            mean = self.warm_up * steps[warm_up_name(e.name)] + (1 - self.warm_up) * seconds
             hours = None if dense.hours is None else dense.hours * mean / (dense.measured or dense.step)
-            return replace(c, measured=seconds, speedup=now / seconds, run_speedup=now / mean, hours=hours)
+            return replace(
+                e, measured=seconds, speedup=reference / seconds, run_speedup=reference / mean, hours=hours
+            )
 
-        choices = [by_the_clock(c) if c.name in steps else c for c in self.choices]
-        return replace(self, choices=choices, checked=f"{len(steps)} were run, by turns")
+        estimates = [measured(e) if e.name in steps else e for e in self.estimates]
+        return replace(self, estimates=estimates, checked=f"{len(steps)} methods were run, interleaved")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; a plan has a file of its own."""
-        found = {name: getattr(self, name) for name in ("subject", "network", "nodes", "per_node", "engine")}
-        return found | {
+        """The advice for JSON, without the plans."""
+        return {
+            "subject": self.workload,
+            "network": self.network,
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "engine": self.engine,
             "best": self.best.name,
             "ceiling": self.ceiling,
             "link": self.link.as_dict(),
-            "computing": asdict(self.computing),
-            "choices": [asdict(c) for c in self.choices],
-            "ranks": self.ranks,
+            "computing": asdict(self.compute),
+            "choices": [asdict(e) for e in self.estimates],
+            "ranks": self.rank_seconds,
             "checked": self.checked,
         }
 
     def __str__(self) -> str:
-        order = [self.choices[0], *sorted(self._shown(), key=lambda c: -c.run_speedup)]
-        return "\n".join([*self._head(), "", table(order), "", *self._told()])
+        rows = [self.estimates[0], *sorted(self._table_rows(), key=lambda e: -e.run_speedup)]
+        return "\n".join([*self._header(), "", estimate_table(rows), "", *self._recommendation()])
 
-    def _shown(self) -> Iterator[Choice]:
-        """Of a way on one level and on two only the better, so that the table stays short; and all that were run."""
-        speeds = {c.name: c.run_speedup for c in self.choices}
-        for c in self.choices[1:]:
-            flat = c.name.removesuffix(NODE)
-            levels = speeds.get(flat + NODE, 0.0) > SAME * speeds[flat]
-            if levels == c.name.endswith(NODE) or c is self.best or c.measured is not None:
-                yield c
+    def _table_rows(self) -> Iterator[SpeedupEstimate]:
+        """All methods that were run; of the others the better of flat and hierarchical, to keep the table short."""
+        speedups = {e.name: e.run_speedup for e in self.estimates}
+        for e in self.estimates[1:]:
+            flat = e.name.removesuffix(NODE)
+            hierarchical_is_faster = speedups.get(flat + NODE, 0.0) > TOLERANCE * speedups[flat]
+            if hierarchical_is_faster == e.name.endswith(NODE) or e is self.best or e.measured is not None:
+                yield e
 
-    def _head(self) -> Iterator[str]:
-        w, size = self.computing, self.nodes * self.per_node
-        parts = ", ".join(f"{n} {lap(getattr(w, n))}" for n in ("data", "forward", "backward", "optimizer"))
-        where = f"{self.nodes} machine{'s' * (self.nodes > 1)} × {self.per_node}"
-        yield f"{self.subject}: {size} worker{'s' * (size > 1)} ({where}), {self.engine}, network {self.network}"
-        yield f"computing, measured: {lap(w.forward + w.backward + w.optimizer + w.data)} a step ({parts})"
+    def _header(self) -> Iterator[str]:
+        size = self.nodes * self.per_node
+        seconds = {name: getattr(self.compute, name) for name in COMPUTE_PARTS}
+        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items())
+        machines = f"{self.nodes} machine{'s' * (self.nodes > 1)} × {self.per_node}"
+        yield f"{self.workload}: {size} worker{'s' * (size > 1)} ({machines}), {self.engine}, network {self.network}"
+        yield f"compute, measured: {format_seconds(sum(seconds.values()))} per step ({parts})"
         if size > 1:
-            got = "taken as" if self.link.extrapolated else "got"
-            yield f"link {got}: {self.link}; no exchange at all, dense: {self.ceiling:.2f}×"
+            source = "assumed" if self.link.extrapolated else "measured"
+            yield f"link, {source}: {self.link}; dense step without communication: {self.ceiling:.2f}×"
 
-    def _told(self) -> Iterator[str]:
-        best, dense = self.best, self.choices[0]
+    def _recommendation(self) -> Iterator[str]:
+        best, dense = self.best, self.estimates[0]
         if best is dense:
             plain = "FSDP2" if self.engine == "fsdp2" else "DDP"
-            which = "that was run" if self.checked else "here"
-            yield f"Use plain {plain}: nothing {which} makes the run 5 % shorter."
+            which = "method that was run" if self.checked else "method"
+            yield f"Use plain {plain}: no {which} makes the run at least {MIN_SPEEDUP - 1:.0%} faster."
         else:
-            whole = "" if best.hours is None else f", {time(best.hours)} in place of {time(dense.hours)}"
-            fastest = max(c.run_speedup for c in self._among)
-            why = (
-                ""
-                if best.run_speedup == fastest
-                else f" It is the simplest within {SAME - 1:.0%} of the fastest."
-            )
-            yield f"Use {best.name}: {best.speedup:.2f}× a step, {best.run_speedup:.2f}× the run{whole}.{why}"
+            hours = ""
+            if best.hours is not None:
+                hours = f", {format_hours(best.hours)} instead of {format_hours(dense.hours)}"
+            reason = ""
+            if best.run_speedup != max(e.run_speedup for e in self._considered):
+                reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
+            yield f"Use {best.name}: {best.speedup:.2f}× per step, {best.run_speedup:.2f}× for the run{hours}.{reason}"
         if self.engine == "ddp" and (code := [*self._code()]):
             yield f"In your code: {', '.join(code)}."
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
-            chosen = sum(e.rank is not None for e in matrices)
-            yield f"Low-rank: {chosen} of {len(matrices)} matrices, after {self.warm_up:.0%} of the run in full rank."
-        if self.ranks:
-            low, high = min(self.ranks), max(self.ranks)
+            count = sum(e.rank is not None for e in matrices)
+            yield f"Low rank: {count} of {len(matrices)} matrices, after {self.warm_up:.0%} of the run in full rank."
+        if self.rank_seconds:
+            low, high = min(self.rank_seconds), max(self.rank_seconds)
             yield (
-                f"Which ranks will do is known only at the switch: from {low:g} to {high:g} of the full ones a step of "
-                f"low rank alone takes {lap(self.ranks[low])} to {lap(self.ranks[high])}."
+                f"The ranks that the model needs are known only at the switch: with {low:g} to {high:g} of the full rank, a "
+                f"low-rank step takes {format_seconds(self.rank_seconds[low])} to {format_seconds(self.rank_seconds[high])}."
             )
-        checked = (
-            f" {self.checked}: what those bring is by the clock, not so the other rows."
-            if self.checked
-            else ""
-        )
-        yield f"Steps are predicted, from measured computing and dry runs.{checked} Quality is another matter."
+        checked = f" {self.checked}; their speedups are measured." if self.checked else ""
+        yield f"Step times are predicted from measured compute and dry runs.{checked} Model quality is not considered."
 
     def _code(self) -> Iterator[str]:
-        """What the advised way is in a loop of the user's own."""
-        chosen, levels = named(self.best.name)
+        """The advised method as calls in a user's training loop."""
+        method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
             yield f"pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
-        if chosen.compress is not None:
-            node = ', levels="node"' if levels == "node" else ""
-            yield f"pf.compress(ddp, {as_code(chosen.compress)}{node})"
+        if method.compress is not None:
+            node = ', hierarchy="node"' if hierarchy == "node" else ""
+            yield f"pf.compress(ddp, {as_code(method.compress)}{node})"

@@ -1,4 +1,4 @@
-"""`advise`: measures what a step computes, predicts every way to train on a network, and can run the best of them."""
+"""`advise`: measures the compute of a step, predicts all training methods on a network, and can run the best ones."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...compression import NoCompression
 from ...compression.method import Method
 from ...distributed.workers import Workers
-from ...measure import CostModel, Link, Work, probe
-from ...measure.compute_work import COMPUTING
-from ...measure.fsdp2_messages import sharded
-from ...measure.ranking import Choice, Ranking
-from ...measure.remedies import Job, Remedy, gradients, message_bytes, plain
-from ...measure.worthwhile import worthwhile
+from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
+from ...measure.measure_compute import COMPUTE_PARTS
+from ...measure.option_builder import OptionBuilder, TrainingOption
+from ...measure.select_layers import select_layers
+from ...measure.speedup_estimate import SpeedupEstimator
+from ...measure.step_messages import probe_bytes, trainable_parameters, with_ddp_messages, with_fsdp2_messages
 from ...planning.plan import Plan
 from ...planning.planner import plan
-from ..train.choice import choice
+from ..train.training_method import training_method
 from .advice import Advice
-from .contender import Contender
-from .current_job import in_job, shared
-from .measured_work import computing
-from .subject import Subject
-from .timing_rounds import turns
-from .ways import LOW_RANK, NODE, full_rank, named, way
+from .build_timed_model import build_timed_model
+from .measured_work import measured_work, slowest_coding
+from .method_name import LOW_RANK, NODE, parse_method_name, warm_up_name
+from .timing_rounds import step_times
+from .workload import Workload
 
-#: Compression methods that are tried, the simplest first.
+#: Compression methods that are tried by default, the simplest first.
 METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
-#: Shares of the full rank, of the range that is told.
-RANKS = (0.125, 0.5)
-_NOTE = "full-rank at first"
+#: Fractions of the full rank for which the time of a low-rank step is shown.
+RANK_RANGE = (0.125, 0.5)
+_NOTE = "after a full-rank warm-up"
 
 
 def advise(
-    about: Subject,
+    workload: Workload,
     link: Link | None = None,
     *,
     network: str = "real",
@@ -49,207 +46,217 @@ def advise(
     engine: str = "ddp",
     methods: Sequence[str] = METHODS,
 ) -> Advice:
-    """Rank the ways to train `about` on `nodes` machines of `per_node` workers. In a job: call it on all ranks.
+    """Estimate the speed of training methods on `nodes` machines of `per_node` workers. Call it on all workers of a job.
 
     Args:
-        link: what joins them; None: that of this job, probed.
+        link: the link between the workers; None: that of this job, which is probed.
+        network: name of the network, for the summary.
+        engine: "ddp" or "fsdp2".
     """
-    return _Advisor(about, link, nodes, per_node, engine, methods).advice(network)
+    return _Advisor(workload, link, nodes, per_node, engine, methods).advice(network)
 
 
-def check(found: Advice, about: Subject, rounds: int = 5, best: int | None = 3) -> Advice:
-    """Run dense training, the `best` (None: all) and what low rank begins as in this job, by turns; the clock decides."""
-    chosen = found.choices if best is None else found.top(best)
-    names = dict.fromkeys(["dense", *(name for c in chosen for name in (full_rank(c.name), c.name))])
-    times = turns({name: _way(name, about, found) for name in names}, rounds)
-    steps = shared([statistics.median(laps) for laps in times.values()])
-    return found.clocked(dict(zip(times, steps, strict=True)))
+def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None = 3) -> Advice:
+    """Run dense training and the best methods in this job, with their warm-ups, and return advice by measured times.
 
-
-def _way(name: str, about: Subject, found: Advice) -> Contender:
-    chosen, levels = named(name)
-    return way(about, chosen, found.plans.get(name), levels)
+    Args:
+        rounds: rounds in which the methods are timed, interleaved.
+        best: how many methods to run; None: all.
+    """
+    candidates = advice.estimates if best is None else advice.top(best)
+    names = dict.fromkeys(["dense", *(name for e in candidates for name in (warm_up_name(e.name), e.name))])
+    models = {}
+    for name in names:
+        method, hierarchy = parse_method_name(name)
+        models[name] = build_timed_model(workload, method, advice.plans.get(name), hierarchy)
+    times = step_times(models, rounds)
+    medians = Workers.of_job("advise").mean([statistics.median(seconds) for seconds in times.values()])
+    return advice.with_measurements(dict(zip(times, medians, strict=True)))
 
 
 class _Advisor:
+    """Measures the compute of a workload, and predicts the methods from it."""
+
     def __init__(
         self,
-        about: Subject,
+        workload: Workload,
         link: Link | None,
         nodes: int,
         per_node: int,
         engine: str,
         methods: Sequence[str],
     ) -> None:
-        self.about, self.nodes, self.per_node, self.engine = about, nodes, per_node, engine
+        self.workload, self.nodes, self.per_node, self.engine = workload, nodes, per_node, engine
         self.size = nodes * per_node
-        self.words = {word: method_of(word) for word in (methods if engine == "ddp" else ("bf16",))}
-        group = dist.group.WORLD if in_job() else None
-        self.workers = Workers(group, torch.device(about.device), "advise")
-        dense = way(about, choice("dense"))
-        self.model = dense.bare
-        self.workers.together(self._refuse_no_number)
-        first = computing(dense)
-        self.timed = self._timed(about.rank)
-        self.bare = _faster(first, computing(dense))
-        link = link or probe(device=about.device, largest=message_bytes(self.model))
+        self.methods = {n: compression_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        self.workers = Workers.of_job("advise")
+        dense = build_timed_model(workload, training_method("dense"))
+        self.model = dense.inner
+        self.workers.run_on_all(self._check_loss)
+        first = measured_work(dense)
+        self.layer_times = self._measure_layers(workload.rank)
+        self.compute = _faster(first, measured_work(dense))
+        link = link or probe(device=workload.device, largest=probe_bytes(self.model))
         self.costs = CostModel(link=link)
-        self.dense = self._plainly(self.bare, gradients(self.model))
+        self.dense = self._with_plain_messages(self.compute, trainable_parameters(self.model))
         self.plans: dict[str, Plan] = {}
-        self._jobs: dict[str, Job] = {}  # of low-rank models, by their plans
+        self._builders: dict[str, OptionBuilder] = {}  # of low-rank models, by the hash of their plan
 
     def advice(self, network: str) -> Advice:
-        now = self.costs.predict(self.dense, self.size)
-        ranking = Ranking(
-            costs=self.costs, now=self.dense, size=self.size, warm_up=self.about.warm_up,
-            hours=None if self.about.steps is None else self.about.steps * now.step / 3600,
+        step = self.costs.predict(self.dense, self.size).step
+        estimator = SpeedupEstimator(
+            costs=self.costs, current=self.dense, size=self.size, warm_up=self.workload.warm_up,
+            hours=None if self.workload.steps is None else self.workload.steps * step / 3600,
         )  # fmt: skip
-        dense = Remedy(kind="", name="dense", work=self.dense)
-        choices = [ranking.choice(self._slowest(r)) for r in (dense, *self._remedies())]
+        dense = TrainingOption(kind="", name="dense", work=self.dense)
+        estimates = [estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())]
         return Advice(
-            subject=self.about.name, network=network, nodes=self.nodes, per_node=self.per_node,
-            engine=self.engine, link=self.costs.link, computing=self.bare, choices=_in_order(choices),
-            plans=self.plans, ceiling=now.step / sum(getattr(self.bare, part) for part in COMPUTING), ranks=self._ranks(),
-            warm_up=self.about.warm_up,
+            workload=self.workload.name, network=network, nodes=self.nodes, per_node=self.per_node,
+            engine=self.engine, link=self.costs.link, compute=self.compute, estimates=_by_simplicity(estimates),
+            plans=self.plans, ceiling=step / sum(getattr(self.compute, part) for part in COMPUTE_PARTS),
+            rank_seconds=self._rank_seconds(), warm_up=self.workload.warm_up,
         )  # fmt: skip
 
-    def _refuse_no_number(self) -> None:
-        """Compression treats gradients that are not finite in a way of its own, which says nothing of the usual one."""
-        loss = float(self.about.forward(self.about.build(), self.about.batch()).detach())
+    def _check_loss(self) -> None:
+        """Raise ValueError for a loss that is not finite: compression skips such steps, which makes them faster."""
+        loss = float(self.workload.forward(self.workload.build(), self.workload.batch()).detach())
         if not math.isfinite(loss):
             raise ValueError(
-                f"{self.about.name}: the loss of the model as it is built is {loss}; give one that trains"
+                f"{self.workload.name}: the loss of the untrained model is {loss}; it must be finite to be timed"
             )
 
-    def _remedies(self) -> Iterator[Remedy]:
-        """Their names are the words of the command line."""
-        job = Job(self.model, self.dense, self.size, None, self.timed, _NOTE)
-        words = self.words if self.size > 1 else {}
-        alone = {word: self._compressed(job, word, method) for word, method in words.items()}
-        whole = max(1, sum(n for _, n in self.dense.messages))
+    def _options(self) -> Iterator[TrainingOption]:
+        """All methods but dense, under their names on the command line."""
+        builder = OptionBuilder(self.model, self.dense, self.size, None, self.layer_times, _NOTE)
+        methods = self.methods if self.size > 1 else {}
+        compressed = {name: self._compressed(builder, name, method) for name, method in methods.items()}
+        dense_bytes = max(1, sum(n for _, n in self.dense.messages))
         shares = {LOW_RANK: 1.0} | {
-            f"{LOW_RANK}+{word}": sum(n for _, n in one.work.messages) / whole for word, one in alone.items()
+            f"{LOW_RANK}+{name}": sum(n for _, n in option.work.messages) / dense_bytes
+            for name, option in compressed.items()
         }
-        found = {n: worthwhile(self.timed, self.dense, self.costs, self.size, x) for n, x in shares.items()}
-        self.plans = {name: made for name, made in found.items() if made.ranks}
-        self._measure([*self.plans.values(), *self._at_ranks().values()])
+        plans = {
+            name: select_layers(self.layer_times, self.dense, self.costs, self.size, share)
+            for name, share in shares.items()
+        }
+        self.plans = {name: selected for name, selected in plans.items() if selected.ranks}
+        self._measure_low_rank([*self.plans.values(), *self._rank_plans().values()])
         if LOW_RANK in self.plans:
-            yield replace(self._switched(self._jobs[self.plans[LOW_RANK].hash]), name=LOW_RANK)
-        for word, one in alone.items():
-            yield one
-            name = f"{LOW_RANK}+{word}"
-            if name in self.plans:
-                yield replace(self._pair(self._jobs[self.plans[name].hash], one), name=name)
+            yield replace(self._low_rank(self._builders[self.plans[LOW_RANK].hash]), name=LOW_RANK)
+        for name, option in compressed.items():
+            yield option
+            both = f"{LOW_RANK}+{name}"
+            if both in self.plans:
+                yield replace(self._combined(self._builders[self.plans[both].hash], option), name=both)
         if 1 < self.per_node < self.size and self.engine == "ddp":
-            yield from self._by_machine(job)
+            yield from self._hierarchical_options(builder)
 
-    def _by_machine(self, job: Job) -> Iterator[Remedy]:
-        """The same ways on two levels, with the same plans."""
-        for word, method in {"dense": NoCompression(), **self.words}.items():
-            one = job.by_machine(method, self.per_node)
-            yield replace(one, kind="", name=word + NODE)
-            name = LOW_RANK if word == "dense" else f"{LOW_RANK}+{word}"
-            if name in self.plans:
-                self.plans[name + NODE] = self.plans[name]
-                both = self._jobs[self.plans[name].hash].pair(one, self.per_node)
-                yield replace(both, kind="", name=name + NODE)
+    def _hierarchical_options(self, builder: OptionBuilder) -> Iterator[TrainingOption]:
+        """The same methods and plans with a hierarchy of machines."""
+        for name, method in {"dense": NoCompression(), **self.methods}.items():
+            option = builder.compressed_option(method, per_node=self.per_node)
+            yield replace(option, kind="", name=name + NODE)
+            both = LOW_RANK if name == "dense" else f"{LOW_RANK}+{name}"
+            if both in self.plans:
+                self.plans[both + NODE] = self.plans[both]
+                combined = self._builders[self.plans[both].hash].combined_option(option, self.per_node)
+                yield replace(combined, kind="", name=both + NODE)
 
-    def _measure(self, plans: Sequence[Plan]) -> None:
-        """The computing of every low-rank model, twice, by turns: what else runs on a machine only adds to it."""
-        ways = {made.hash: way(self.about, choice(LOW_RANK), made) for made in plans}
-        twice = [{name: computing(one) for name, one in ways.items()} for _ in range(2)]
-        for made in plans:
-            small = _faster(*(found[made.hash] for found in twice))
-            self._jobs[made.hash] = Job(self.model, self.dense, self.size, None, made, _NOTE, small)
+    def _measure_low_rank(self, plans: Sequence[Plan]) -> None:
+        """Measure the compute of each low-rank model twice, interleaved, and keep the faster: noise only adds time."""
+        models = {p.hash: build_timed_model(self.workload, training_method(LOW_RANK), p) for p in plans}
+        first, second = ({key: measured_work(model) for key, model in models.items()} for _ in range(2))
+        for p in plans:
+            compute = _faster(first[p.hash], second[p.hash])
+            self._builders[p.hash] = OptionBuilder(self.model, self.dense, self.size, None, p, _NOTE, compute)
 
-    def _compressed(self, job: Job, word: str, method: Method) -> Remedy:
+    def _compressed(self, builder: OptionBuilder, name: str, method: Method) -> TrainingOption:
         if self.engine == "fsdp2":
-            work = sharded(self.bare, gradients(self.model), self.size, itemsize=2)
-            return Remedy(kind="", name=word, work=work, method=method, note="MixedPrecisionPolicy")
-        return replace(job.compressed(method, ""), name=word)
+            work = with_fsdp2_messages(self.compute, trainable_parameters(self.model), self.size, itemsize=2)
+            return TrainingOption(kind="", name=name, work=work, method=method, note="MixedPrecisionPolicy")
+        return replace(builder.compressed_option(method), kind="", name=name)
 
-    def _switched(self, job: Job) -> Remedy:
+    def _low_rank(self, builder: OptionBuilder) -> TrainingOption:
         if self.engine == "fsdp2":
-            work = sharded(job.low_rank, job.small, self.size)
-            return Remedy(kind="", name="", work=work, warm_up=self.dense, note=_NOTE)
-        return replace(job.switched(), kind="")
+            work = with_fsdp2_messages(builder.low_rank_work, builder.low_rank_parameters, self.size)
+            return TrainingOption(kind="", name="", work=work, warm_up=self.dense, note=_NOTE)
+        return replace(builder.low_rank_option(), kind="")
 
-    def _pair(self, job: Job, one: Remedy) -> Remedy:
+    def _combined(self, builder: OptionBuilder, compressed: TrainingOption) -> TrainingOption:
         if self.engine == "fsdp2":
-            work = sharded(job.low_rank, job.small, self.size, itemsize=2)
-            return Remedy(kind="", name="", work=work, warm_up=one.work, note=_NOTE)
-        return replace(job.pair(one), kind="")
+            parameters = builder.low_rank_parameters
+            work = with_fsdp2_messages(builder.low_rank_work, parameters, self.size, itemsize=2)
+            return TrainingOption(kind="", name="", work=work, warm_up=compressed.work, note=_NOTE)
+        return replace(builder.combined_option(compressed), kind="")
 
-    def _timed(self, rank: float) -> Plan:
-        """Every layer that could be low-rank, with its times; rank 0's, so that all decide alike."""
-        batch = self.about.batch()
-        given: dict[str, Any] = {
-            "keep": self.about.keep,
-            "example": lambda net: self.about.forward(net, batch),
+    def _measure_layers(self, rank: float) -> Plan:
+        """A plan with all layers that can be low-rank, and their times on worker 0, so that all workers decide alike."""
+        batch = self.workload.batch()
+        arguments: dict[str, Any] = {
+            "keep": self.workload.keep,
+            "example": lambda net: self.workload.forward(net, batch),
         }
-        model = self.about.build()
+        model = self.workload.build()
 
-        def look() -> str:
-            ranks = plan(model, rank, **given)
-            times = plan(model, rank, measure=True, **given)
+        def measure() -> str:
+            ranks = plan(model, rank, **arguments)
+            times = plan(model, rank, measure=True, **arguments)
             both = zip(ranks, times, strict=True)
             return ranks.replace(replace(e, ms=t.ms) for e, t in both).to_json()
 
-        return Plan.from_json(self.workers.tell(self.workers.together(look)))
+        return Plan.from_json(self.workers.broadcast_object(self.workers.run_on_all(measure)))
 
-    def _at_ranks(self) -> dict[float, Plan]:
-        """The plan of low rank alone at other ranks of the same layers."""
+    def _rank_plans(self) -> dict[float, Plan]:
+        """The plan of low rank without compression, at the ranks of `RANK_RANGE`."""
         if LOW_RANK not in self.plans:
             return {}
-        only = [*self.plans[LOW_RANK].ranks]
-        found = {share: plan(self.model, share, only=only) for share in RANKS}
-        return {share: made for share, made in found.items() if made.ranks}
+        layers = [*self.plans[LOW_RANK].ranks]
+        plans = {fraction: plan(self.model, fraction, only=layers) for fraction in RANK_RANGE}
+        return {fraction: p for fraction, p in plans.items() if p.ranks}
 
-    def _ranks(self) -> dict[float, float]:
-        """Seconds of a step at them."""
-        found = {}
-        for share, made in self._at_ranks().items():
-            job = self._jobs[made.hash]
-            found[share] = self.costs.predict(self._plainly(job.low_rank, job.small), self.size).step
-        return found
+    def _rank_seconds(self) -> dict[float, float]:
+        seconds = {}
+        for fraction, p in self._rank_plans().items():
+            builder = self._builders[p.hash]
+            work = self._with_plain_messages(builder.low_rank_work, builder.low_rank_parameters)
+            seconds[fraction] = self.costs.predict(work, self.size).step
+        return seconds
 
-    def _plainly(self, work: Work, like: Mapping[str, Tensor]) -> Work:
-        return sharded(work, like, self.size) if self.engine == "fsdp2" else plain(work, like)
+    def _with_plain_messages(self, work: Work, parameters: Mapping[str, Tensor]) -> Work:
+        if self.engine == "fsdp2":
+            return with_fsdp2_messages(work, parameters, self.size)
+        return with_ddp_messages(work, parameters)
 
-    def _slowest(self, remedy: Remedy) -> Remedy:
-        """Encoding and decoding as the slowest rank does it, for which the others wait."""
 
-        def longest(work: Work) -> Work:
-            encode, decode = shared([work.encode, work.decode], slowest=True)
-            return replace(work, encode=encode, decode=decode)
-
-        return replace(remedy, work=longest(remedy.work), warm_up=remedy.warm_up and longest(remedy.warm_up))
+def _slowest_coding(option: TrainingOption) -> TrainingOption:
+    warm_up = option.warm_up and slowest_coding(option.warm_up)
+    return replace(option, work=slowest_coding(option.work), warm_up=warm_up)
 
 
 def _faster(a: Work, b: Work) -> Work:
     return min(a, b, key=lambda work: work.forward + work.backward + work.optimizer + work.data)
 
 
-def method_of(word: str) -> Method:
-    """One of `--methods`.
+def compression_method(name: str) -> Method:
+    """Parse one of `--methods`.
 
-    >>> method_of("powersgd-4")
+    >>> compression_method("powersgd-4")
     PowerSGD(rank=4)
     """
-    found = choice(word)
-    if found.compress is None or found.model != "dense":
+    method = training_method(name)
+    if method.compress is None or method.model != "dense":
         raise ValueError(
-            f"--methods {word}: name compression methods alone; low rank and pairs are tried anyway"
+            f"--methods {name}: pass compression methods only; low rank and combinations are always tried"
         )
-    return found.compress
+    return method.compress
 
 
-def _in_order(choices: list[Choice]) -> list[Choice]:
-    """By what they ask of the user: dense, one cast, low rank, then what loses more; each on one level first."""
+def _by_simplicity(estimates: list[SpeedupEstimate]) -> list[SpeedupEstimate]:
+    """Dense, bf16, low rank, then methods with a larger compression error; each without a hierarchy first."""
     simple = ["dense", "bf16", LOW_RANK, f"{LOW_RANK}+bf16"]
 
-    def asks(c: Choice) -> tuple[int, bool]:
-        word = c.name.removesuffix(NODE)
-        return simple.index(word) if word in simple else len(simple), c.name.endswith(NODE)
+    def key(e: SpeedupEstimate) -> tuple[int, bool]:
+        name = e.name.removesuffix(NODE)
+        return simple.index(name) if name in simple else len(simple), e.name.endswith(NODE)
 
-    return sorted(choices, key=asks)
+    return sorted(estimates, key=key)

@@ -1,4 +1,4 @@
-"""`computing` and `sending`: the work of real ways to train, measured without waiting for anybody."""
+"""`measured_work`: the work of a step of a `TimedModel`, for the cost model."""
 
 from __future__ import annotations
 
@@ -9,42 +9,56 @@ import torch
 import torch.distributed as dist
 
 from ...compression.method import Method
+from ...distributed.workers import Workers
 from ...measure import Work, dry_run
-from ...measure.clock import typical
-from ...measure.compute_work import COMPUTING, alone
-from ...measure.remedies import gradients, plain
-from .contender import Contender
-from .current_job import in_job, shared, told
+from ...measure.clock import trimmed_mean
+from ...measure.measure_compute import COMPUTE_PARTS, measure_compute
+from ...measure.step_messages import trainable_parameters, with_compressed_messages, with_ddp_messages
+from .timed_model import TimedModel
 
-#: Steps that are timed fill so many seconds, and are at least and at most so many.
-_SECONDS, _LEAST, _MOST = 1.0, 5, 50
+#: Seconds to time steps for, and the least and largest number of steps.
+_SECONDS, _MIN_STEPS, _MAX_STEPS = 1.0, 5, 50
 
 
-def computing(way: Contender) -> Work:
-    """A step without its exchange. In a job: the mean over the workers, as long as the slowest of them takes."""
+def measured_work(model: TimedModel) -> Work:
+    """Measure a step without its exchange: means over the workers, scaled to the slowest worker."""
+    workers = Workers.of_job("advise")
     for _ in range(2):
-        (lap,) = shared([way.own_seconds()])
-    steps = max(_LEAST, min(_MOST, int(_SECONDS / lap)))
-    work = alone(way.model, lambda: way.step(exchange=False), way.optimizer, steps=steps)
-    parts = shared([getattr(work, name) for name in COMPUTING])
-    laps = shared([way.own_seconds() for _ in range(steps)], slowest=True)
-    longer = max(1.0, typical(laps) / sum(parts))
-    buffers = sum(x.nbytes for x in way.bare.buffers()) if in_job() else 0
-    changed: dict[str, Any] = {n: longer * x for n, x in zip(COMPUTING, parts, strict=True)}
-    ready = tuple(map(tuple, told(work.ready)))
-    return replace(work, **changed, buffers=buffers, ready=ready)
+        (seconds,) = workers.mean([model.compute_seconds()])
+    steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_SECONDS / seconds)))
+    work = measure_compute(model.model, lambda: model.step(exchange=False), model.optimizer, steps=steps)
+    parts = workers.mean([getattr(work, name) for name in COMPUTE_PARTS])
+    own = [model.compute_seconds() for _ in range(steps)]
+    slowest = workers.max(torch.tensor(own, dtype=torch.float64)).tolist()
+    scale = max(1.0, trimmed_mean(slowest) / sum(parts))
+    scaled: dict[str, Any] = {name: scale * x for name, x in zip(COMPUTE_PARTS, parts, strict=True)}
+    buffer_bytes = sum(x.nbytes for x in model.inner.buffers()) if workers.size > 1 else 0
+    curve = tuple((x, y) for x, y in workers.broadcast_object(work.gradient_curve))
+    return replace(work, **scaled, buffer_bytes=buffer_bytes, gradient_curve=curve)
 
 
-def sending(work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1) -> Work:
-    """The same with the messages of plain DDP, or of a method that takes its place, between machines alone where `per_node` is above 1."""
-    like = gradients(model)
-    work = plain(work, like)
+def with_messages(
+    work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1
+) -> Work:
+    """Return `work` with the messages of plain DDP, or those of a dry run of a compression method.
+
+    Args:
+        model: the model without wrappers.
+        method: compression method; None: plain DDP.
+        per_node: workers per machine that average before the compression; 1: no hierarchy.
+    """
+    parameters = trainable_parameters(model)
+    work = with_ddp_messages(work, parameters)
     if method is None:
         return work
-    if in_job():
+    if dist.is_initialized():
         dist.barrier()
-    sent = dry_run(method, like, size, per_node=per_node)
-    encode, decode = shared([sent.encode, sent.decode], slowest=True)
-    return replace(
-        work, messages=sent.messages, overlaps=sent.overlaps, encode=encode, decode=decode, inside=sent.inside
-    )
+    traffic = dry_run(method, parameters, size, per_node=per_node)
+    return slowest_coding(with_compressed_messages(work, traffic))
+
+
+def slowest_coding(work: Work) -> Work:
+    """Return `work` with the encode and decode times of the slowest worker, for which the others wait."""
+    coding = torch.tensor([work.encode, work.decode], dtype=torch.float64)
+    encode, decode = Workers.of_job("advise").max(coding).tolist()
+    return replace(work, encode=encode, decode=decode)

@@ -1,4 +1,4 @@
-"""Steps of several methods timed in turns: all of them in every round, so that a machine's moods meet all alike."""
+"""`timing_rounds`: interleaved timing of several models, so that machine noise affects all methods equally."""
 
 from __future__ import annotations
 
@@ -9,68 +9,69 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .contender import Contender
+from .timed_model import TimedModel
 
-#: Of all methods, before any counts: buckets are rebuilt, memory is warm.
-WARM_UP = 2
-#: Steps of a turn: as many as take about so many seconds, and not more than these.
-LONG, MOST = 0.3, 50
+#: Steps of each model before the timing: DDP rebuilds its buckets, caches fill.
+WARM_UP_STEPS = 2
+#: The steps of a model in a round take about this many seconds, but are not more than this many.
+ROUND_SECONDS, MAX_STEPS = 0.3, 50
 
 Round = dict[str, dict[str, Any]]  # by method
 
 
-def steps_a_turn(contenders: Mapping[str, Contender]) -> dict[str, int]:
-    """Warm all up; then how many steps of each take long enough to be timed. The same on all ranks."""
-    taken = {}
-    for _ in range(WARM_UP):
-        for name, contender in contenders.items():
-            taken[name] = contender.turn(1)["step"]
-            if contender.size > 1:
-                contender.turn(1, exchange=False)
-    found = torch.tensor([min(MOST, max(1, round(LONG / seconds))) for seconds in taken.values()])
+def steps_per_round(models: Mapping[str, TimedModel]) -> dict[str, int]:
+    """Warm up all models and return how many steps of each are timed in a round; the same on all workers."""
+    seconds = {}
+    for _ in range(WARM_UP_STEPS):
+        for name, model in models.items():
+            seconds[name] = model.time_parts(1)["step"]
+            if model.size > 1:
+                model.time_parts(1, exchange=False)
+    steps = torch.tensor([min(MAX_STEPS, max(1, round(ROUND_SECONDS / s))) for s in seconds.values()])
     if dist.is_initialized():
-        found = found.to(next(iter(contenders.values())).device)
-        dist.broadcast(found, 0)
-    return dict(zip(contenders, found.tolist(), strict=True))
+        steps = steps.to(next(iter(models.values())).device)
+        dist.broadcast(steps, 0)
+    return dict(zip(models, steps.tolist(), strict=True))
 
 
-def interleaved(
-    contenders: Mapping[str, Contender], count: int, steps: Mapping[str, int], first: int = 0
+def timing_rounds(
+    models: Mapping[str, TimedModel], count: int, steps: Mapping[str, int], first: int = 0
 ) -> Iterator[Round]:
-    """Rounds, from the one numbered `first`: in each all have their turn, in rotating order, with exchange and without.
+    """Time all models in each round, in rotating order, with and without the exchange.
 
-    One worker has no exchange, and no "alone".
+    Args:
+        steps: steps of each model in a round, from `steps_per_round`.
+        first: number of the first round, which determines the order.
+
+    Yields:
+        By method: "seconds" of a step, its "parts", "bytes" and "messages", and for several workers
+        "compute_seconds", a step without the exchange.
     """
-    for turn in range(first, first + count):
-        found: Round = {}
-        for name in _order(contenders, turn):
-            contender = contenders[name]
-            parts = contender.turn(steps[name])
-            nbytes, messages = contender.sent()
-            found[name] = {
-                "seconds": parts.pop("step"),
-                "parts": parts,
-                "bytes": nbytes,
-                "messages": messages,
-            }
-            if contender.size > 1:
-                found[name]["alone"] = contender.turn(steps[name], exchange=False)["step"]
-        yield {name: found[name] for name in contenders}
+    for number in range(first, first + count):
+        timings: Round = {}
+        for name in _order(models, number):
+            model = models[name]
+            parts = model.time_parts(steps[name])
+            timing = timings[name] = {"seconds": parts.pop("step"), "parts": parts}
+            timing["bytes"], timing["messages"] = model.traffic()
+            if model.size > 1:
+                timing["compute_seconds"] = model.time_parts(steps[name], exchange=False)["step"]
+        yield {name: timings[name] for name in models}
 
 
-def turns(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of each, by rounds, after a warm-up."""
-    steps = steps_a_turn(contenders)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds):
-        for name in _order(contenders, turn):
-            times[name].append(contenders[name].seconds(steps[name]))
+def step_times(models: Mapping[str, TimedModel], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each model in each round, after a warm-up."""
+    steps = steps_per_round(models)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(rounds):
+        for name in _order(models, number):
+            times[name].append(models[name].seconds(steps[name]))
     return times
 
 
-def _order(contenders: Mapping[str, Contender], turn: int) -> list[str]:
-    names = list(contenders)
-    return names[turn % len(names) :] + names[: turn % len(names)]
+def _order(models: Mapping[str, TimedModel], number: int) -> list[str]:
+    names = list(models)
+    return names[number % len(names) :] + names[: number % len(names)]
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -82,10 +83,10 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else list(values) * 3
 
 
-def ratios(rounds: Sequence[Round], name: str, against: str) -> list[float]:
-    """How many times as fast as another a method was, in each round that has both.
+def speedups(rounds: Sequence[Round], name: str, against: str) -> list[float]:
+    """Speedup of a method over another, in each round that has both.
 
-    >>> ratios([{"a": {"seconds": 3.0}, "b": {"seconds": 1.5}}, {"a": {"seconds": 1.0}}], "b", "a")
+    >>> speedups([{"a": {"seconds": 3.0}, "b": {"seconds": 1.5}}, {"a": {"seconds": 1.0}}], "b", "a")
     [2.0]
     """
     return [r[against]["seconds"] / r[name]["seconds"] for r in rounds if name in r and against in r]

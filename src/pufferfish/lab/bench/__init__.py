@@ -1,7 +1,7 @@
-"""Methods compared fairly: a folder of runs and of timed rounds, a table and a page."""
+"""Benchmarks of training methods on a task: runs over several seeds, interleaved timing, a table and an HTML page."""
 
-from .bench import bench, run
-from .bench_settings import Asked
-from .cells import Shard
+from .bench import bench, run_bench
+from .bench_runs import Shard
+from .bench_settings import BenchSettings
 
-__all__ = ["Asked", "Shard", "bench", "run"]
+__all__ = ["BenchSettings", "Shard", "bench", "run_bench"]

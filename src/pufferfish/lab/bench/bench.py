@@ -1,4 +1,4 @@
-"""`bench`: the whole of it, from what is asked to the table and the page."""
+"""`bench`: runs all methods of a bench, times their steps, and shows the results."""
 
 from __future__ import annotations
 
@@ -8,129 +8,133 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.control import Control
+from ...distributed.workers import Workers
 from ..report import report, write
-from ..rivals.rival_by_name import is_rival, make
-from ..tasks.task import Recipe, Task
-from ..train import optimizer
-from ..train.process_group import enough_gpus, job
-from ..train.screen import Screen
-from .bench_settings import Asked
-from .cells import Shard, cells, finished
-from .entry import entry
-from .run_on_hosts import Heard, run_on_hosts
-from .summary import summarise
-from .terminal_table import table
-from .timed_models import lacking
-from .tuned_rate import rates_of
-from .worker import Work, settings
+from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from ..tasks import Recipe, Task
+from ..train import build_optimizer
+from ..train.console import Console
+from ..train.process_group import process_group
+from ..train.worker_device import check_gpu_count
+from .bench_method import bench_method
+from .bench_runs import Shard, bench_runs, is_finished
+from .bench_settings import BenchSettings
+from .bench_worker import BenchWorker
+from .choose_rate import choose_rate
+from .models_to_time import untimed_methods
+from .run_on_hosts import EventDisplay, run_on_hosts
+from .summary import write_summary
+from .terminal_table import terminal_table
 
 PAGE = "report.html"
 
 
 def bench(
-    asked: Asked,
+    settings: BenchSettings,
     root: Path,
     *,
     data: Path | None = None,
     shard: Shard | None = None,
     target: float | None = None,
 ) -> list[str]:
-    """Run what is left of a bench, print its table and write its page; the names of the cells that failed.
+    """Run what is missing in a bench, print its table, write its page, and return the names of the runs that failed.
 
-    Under torchrun this job's processes are the workers and its network is the link; otherwise they are started here,
-    on emulated hosts if a network is asked for.
+    Under torchrun, the processes of the job are the workers. Otherwise the workers are started here, on emulated hosts
+    if the settings have a network.
 
     Args:
-        root: the bench's folder; what is finished in it stays.
-        shard: this call's part of the work, where several share it.
-        target: also show how long it took to this validation score.
+        root: folder of the bench; finished runs in it are kept.
+        data: folder with the task's data.
+        target: also show the time until the validation metric reached this value.
     """
     shard = shard or Shard()
-    asked = asked.with_earlier(root)
-    task, recipe = asked.found()
-    an_epoch = task.steps(task.load(data), recipe.batch)  # what is wrong with the data is said once, and here
-    for method in asked.methods:
-        refuse(method, asked, task, recipe, an_epoch)
-    given: dict[str, Any] = {"data": data and str(data.resolve()), "shard": str(shard)}
+    settings = settings.merge_saved(root)
+    task, recipe = settings.resolve()
+    steps_per_epoch = task.steps(task.load(data), recipe.batch)  # raises errors of the data before any run
+    for method in settings.methods:
+        check_method(method, settings, task, recipe, steps_per_epoch)
     if "RANK" in os.environ:
-        return _in_this_job(asked, root, data, shard, target)
-    if not asked.simulate:
-        enough_gpus(asked.device, asked.workers)
-    asked.save(root)
-    screen = Screen()
+        return _bench_in_job(settings, root, data, shard, target)
+    if not settings.simulate:
+        check_gpu_count(settings.device, settings.workers)
+    settings.save(root)
     failed: list[str] = []
-    if left(asked, root, shard):
-        if asked.workers > 1 and not asked.simulate:
-            failed = run_on_hosts(asked, root, given, screen)
-        else:
-            heard = Heard(screen)
-            if not Work(root, data=data, shard=shard, say=heard.tell).go():
-                raise KeyboardInterrupt
-            failed = heard.failed
-    show(asked, root, target)
+    if has_work(settings, root, shard):
+        display = EventDisplay(Console())
+        if settings.workers > 1 and not settings.simulate:
+            options: dict[str, Any] = {"data": data and str(data.resolve()), "shard": str(shard)}
+            run_on_hosts(settings, root, options, display)
+        elif not BenchWorker(root, data=data, shard=shard, on_event=display.show).run():
+            raise KeyboardInterrupt
+        failed = display.failed
+    write_results(settings, root, target)
     return failed
 
 
-def run(asked: Asked, root: Path, **settings: Any) -> int:
-    """`bench` as a command: 0, 1 when cells failed, 130 when it was stopped."""
+def run_bench(settings: BenchSettings, root: Path, **arguments: Any) -> int:
+    """Run `bench` as a command. Returns 0, 1 if runs failed, or 130 if it was stopped."""
     try:
-        failed = bench(asked, root, **settings)
+        failed = bench(settings, root, **arguments)
     except KeyboardInterrupt:
-        print("stopped; what is finished stays, and the same command goes on", file=sys.stderr)
+        print("stopped; finished runs are kept, rerun the same command to resume", file=sys.stderr)
         return 130
     if failed:
-        print(f"not finished: {', '.join(failed)}; the same command tries again", file=sys.stderr)
+        print(f"not finished: {', '.join(failed)}; rerun the same command to retry", file=sys.stderr)
     return 1 if failed else 0
 
 
-def refuse(method: str, asked: Asked, task: Task, recipe: Recipe, an_epoch: int) -> None:
-    """What a run of the method would refuse at its start, before anything runs."""
-    one = entry(method)
-    own = one.recipe(recipe)
-    settings(asked, method, own, Path()).check(task, 1 if asked.simulate else asked.workers)
-    if is_rival(one.choice.model):
+def check_method(
+    method: str, settings: BenchSettings, task: Task, recipe: Recipe, steps_per_epoch: int
+) -> None:
+    """Raise the errors that a run of the method would raise at its start."""
+    parsed = bench_method(method)
+    recipe, name = parsed.recipe(recipe), parsed.method.model
+    settings.run_settings(method, recipe).check(task, 1 if settings.simulate else settings.workers)
+    if is_pruning_method(name):
         model = task.build()
+        optimizer = build_optimizer(model, recipe)
+        lengths = {"epochs": recipe.epochs, "steps_per_epoch": steps_per_epoch}
         try:
-            make(one.choice.model, model, optimizer(model, own), epochs=own.epochs, an_epoch=an_epoch)
+            build_pruning_change(name, model, optimizer, **lengths)
         except ValueError as error:
             raise ValueError(f"--methods {method}: {error}") from None
 
 
-def left(asked: Asked, root: Path, shard: Shard) -> bool:
-    """Whether a shard has something to do."""
-    _, recipe = asked.found()
-    mine = (cell for cell in cells(asked, recipe) if shard.takes(cell, asked))
-    untimed = [m for m in lacking(asked, root) if shard.times(m, asked)] if asked.timed else []
-    return bool(untimed) or not all(finished(root / cell.name) for cell in mine)
+def has_work(settings: BenchSettings, root: Path, shard: Shard) -> bool:
+    """Whether runs or timed rounds of a shard are missing."""
+    _, recipe = settings.resolve()
+    runs = (run for run in bench_runs(settings, recipe) if shard.has_run(run, settings))
+    if not all(is_finished(root / run.name) for run in runs):
+        return True
+    return settings.timed and any(shard.has_timing(m, settings) for m in untimed_methods(settings, root))
 
 
-def show(asked: Asked, root: Path, target: float | None = None) -> None:
-    """Write what was found into the folder, print the table and say where the page is."""
-    task, recipe = asked.found()
-    rates = rates_of(asked, root, task, recipe) if asked.tune else {}
-    summarise(root, asked.methods, rates)
-    asked.save(root, rates={method: asdict(rate) | {"edge": rate.edge} for method, rate in rates.items()})
+def write_results(settings: BenchSettings, root: Path, target: float | None = None) -> None:
+    """Write the summary, the tuned rates and the page into the folder, and print the table."""
+    task, recipe = settings.resolve()
+    chosen = {m: choose_rate(m, settings, root, task, recipe) for m in settings.methods if settings.tune}
+    rates = {method: rate for method, rate in chosen.items() if rate is not None}
+    write_summary(root, settings.methods, rates)
+    settings.save(root, rates={method: asdict(rate) | {"edge": rate.edge} for method, rate in rates.items()})
     if not any((root / "runs").glob("*/*/run.json")):
         return
-    print(table(root, target))
-    write(report([root], target=target, title=f"{asked.task}: methods compared"), root / PAGE)
+    print(terminal_table(root, target))
+    write(report([root], target=target, title=f"{settings.task}: comparison of methods"), root / PAGE)
     print(f"\n{root / PAGE}: open it in a browser")
 
 
-def _in_this_job(
-    asked: Asked, root: Path, data: Path | None, shard: Shard, target: float | None
+def _bench_in_job(
+    settings: BenchSettings, root: Path, data: Path | None, shard: Shard, target: float | None
 ) -> list[str]:
-    with job(asked.device):
-        control = Control()
-        if asked.network is not None or control.size != asked.workers:
+    with process_group(settings.device):
+        workers = Workers.of_job("bench", side_group=True)
+        if settings.network is not None or workers.size != settings.workers:
             raise ValueError(
-                f"torchrun has started {control.size} workers: leave --network out and let --hosts times --per-host "
-                f"be {control.size}"
+                f"torchrun has started {workers.size} workers; remove --network, and pass --hosts and --per-host whose "
+                f"product is {workers.size}"
             )
-        control.first(lambda: asked.save(root))
-        heard = Heard(Screen(silent=control.rank > 0))
-        stopped = not Work(root, data=data, shard=shard, say=heard.tell).go()
-        if not stopped:
-            control.first(lambda: show(asked, root, target))
-        return heard.failed
+        workers.run_on_first(lambda: settings.save(root))
+        display = EventDisplay(Console(silent=workers.rank > 0))
+        if BenchWorker(root, data=data, shard=shard, on_event=display.show).run():
+            workers.run_on_first(lambda: write_results(settings, root, target))
+        return display.failed

@@ -1,4 +1,4 @@
-"""`Asked`: what a bench is told, and `bench.json`, which keeps it: a folder never mixes what cannot be compared."""
+"""`BenchSettings`: the settings of a bench, saved in its folder as `bench.json`."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..network import Shape
+from ..network import LinkShape
 from ..report import write
-from ..tasks.find import find
-from ..tasks.task import Recipe, Task
-from .entry import entry
+from ..tasks import Recipe, Task, find_task
+from ..train import RunSettings
+from .bench_method import bench_method
 
 FILE = "bench.json"
 VERSION = 1
-#: In every bench of several workers: what the others are compared with. One worker sends nothing, so the first will do.
-ALWAYS = ("dense", "bf16")
-#: They may grow from call to call; all else changes what a cell means.
-_GROW = ("methods", "seeds", "rounds")
+#: Reference methods, part of every bench. A single worker sends nothing, so it has the first only.
+REFERENCES = ("dense", "bf16")
+#: Settings that a later call for the same folder may extend; all others must stay the same.
+_EXTENSIBLE = ("methods", "seeds", "rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be compared, and where.
+class BenchSettings:
+    """The methods to compare, and where they run.
 
     Args:
         task: as in `pufferfish train`.
-        methods: ways to train, as `entry` reads them; dense is always in, and bf16 where several workers exchange.
-        seeds: 0, 1 … below it.
-        recipe, epochs, batch: the task's recipe, and what stands in place of its numbers.
-        tune: learning rates that every method tries; 0: all take the recipe's.
-        hosts, per_host, network: the workers, and the link between hosts; None: this machine's loopback.
-        rounds: in which all methods' steps are timed in turns.
-        simulate: all workers in one process, exactly; times are then predicted.
+        methods: methods as `bench_method` parses them; dense is always added, and bf16 for several workers.
+        seeds: number of seeds, from 0.
+        recipe, epochs, batch: the task's recipe, and overrides of its values.
+        tune: learning rates that every method tries; 0: all use the recipe's.
+        hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
+        rounds: timed rounds, in which the methods take turns.
+        simulate: exact simulation of all workers in one process; step times are predicted.
         device, precision, graph: as in `pufferfish train`.
 
-    >>> Asked(task="digits", methods=("pufferfish",), hosts=4).methods
+    >>> BenchSettings(task="digits", methods=("pufferfish",), hosts=4).methods
     ('dense', 'bf16', 'pufferfish')
-    >>> Asked(task="digits", methods=(), seeds=0)
+    >>> BenchSettings(task="digits", methods=(), seeds=0)
     Traceback (most recent call last):
-    ValueError: --seeds 0: take 1 or more
+    ValueError: --seeds 0: must be at least 1
     """
 
     task: str
@@ -66,140 +66,143 @@ class Asked:
         for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: take 1 or more")
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.tune < 0 or self.tune == 1:
-            raise ValueError(f"--tune lr={self.tune}: take 2 or more rates, such as lr=5")
-        if self.network is not None:
-            shape = Shape.parse(self.network)
-            if not self.simulate:
-                shape.check()
-                if self.hosts < 2:
-                    raise ValueError(
-                        f"--network {self.network}: one host has no link; take --hosts 2 or more"
-                    )
+            raise ValueError(f"--tune lr={self.tune}: must be at least 2 rates, such as lr=5")
+        shape = None if self.network is None else LinkShape.parse(self.network)
+        if shape is not None and not self.simulate:
+            shape.check_emulable()
+            if self.hosts < 2:
+                reason = "a single host has no link; pass --hosts 2 or more"
+                raise ValueError(f"--network {self.network}: {reason}")
         object.__setattr__(self, "methods", tuple(dict.fromkeys([*self.references, *self.methods])))
 
     @property
     def workers(self) -> int:
-        """Of the whole job."""
+        """Number of workers on all hosts."""
         return self.hosts * self.per_host
 
     @property
     def references(self) -> tuple[str, ...]:
-        """What the others are compared with."""
-        return ALWAYS if self.workers > 1 else ALWAYS[:1]
+        """The reference methods."""
+        return REFERENCES if self.workers > 1 else REFERENCES[:1]
 
     @property
     def timed(self) -> bool:
-        """Whether steps are timed in rounds: not those of simulated workers, nor in a CUDA graph, which a run records."""
+        """Whether steps are timed in rounds: not with simulated workers, nor in CUDA graphs, which only runs record."""
         return not self.simulate and not self.graph
 
-    def found(self) -> tuple[Task, Recipe]:
-        """The task and the numbers; refuses what does not fit together before anything runs."""
-        entries = [entry(method) for method in self.methods]
-        task = find(self.task)
-        recipe = task.recipe(self.recipe).changed(epochs=self.epochs, batch=self.batch)
-        for one in entries:
-            one.recipe(recipe)
+    def resolve(self) -> tuple[Task, Recipe]:
+        """The task and the recipe; raises ValueError for settings that do not fit together."""
+        methods = [bench_method(method) for method in self.methods]
+        task = find_task(self.task)
+        recipe = task.recipe(self.recipe).override(epochs=self.epochs, batch=self.batch)
+        for method in methods:
+            method.recipe(recipe)
         if recipe.batch % self.workers:
             raise ValueError(
-                f"a batch of {recipe.batch} does not go to {self.workers} workers in equal parts; change --batch"
+                f"a batch of {recipe.batch} cannot be split equally over {self.workers} workers; change --batch"
             )
         if self.tune and getattr(task, "held", None) == 0:
-            raise ValueError(
-                f"--tune: {self.task} holds no validation data out to choose by; take held= above 0"
-            )
+            raise ValueError(f"--tune: {self.task} has no validation data; set held= above 0")
         return task, recipe
 
-    def with_earlier(self, folder: Path) -> Asked:
-        """This and what the folder was asked for before; refused where that means something else."""
+    def run_settings(self, method: str, recipe: Recipe, folder: Path = Path(), **more: Any) -> RunSettings:
+        """The settings of a method's run."""
+        if self.simulate:
+            more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
+        return RunSettings(
+            bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
+            graph=self.graph, hosts=self.hosts, **more,
+        )  # fmt: skip
+
+    def merge_saved(self, folder: Path) -> BenchSettings:
+        """These settings and those saved in the folder; raises ValueError if their results cannot be compared."""
         if not (folder / FILE).exists():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ValueError(f"{folder}: it is not empty and no bench's folder; choose another for --out")
+                raise ValueError(f"{folder}: not empty, and not the folder of a bench; choose another --out")
             return self
-        old = load(folder)
-        differing = [
-            f"{f.name.replace('_', '-')} was {getattr(old, f.name)!r}, now {getattr(self, f.name)!r}"
+        saved = load_settings(folder)
+        differences = [
+            f"{f.name.replace('_', '-')} was {getattr(saved, f.name)!r}, now {getattr(self, f.name)!r}"
             for f in dataclasses.fields(self)
-            if f.name not in _GROW and getattr(old, f.name) != getattr(self, f.name)
+            if f.name not in _EXTENSIBLE and getattr(saved, f.name) != getattr(self, f.name)
         ]
-        if differing:
-            raise ValueError(
-                f"{folder} holds a bench with other settings: {'; '.join(differing)}. Choose another folder"
-            )
-        return dataclasses.replace(
-            self,
-            methods=(*old.methods, *self.methods),
-            seeds=max(old.seeds, self.seeds),
-            rounds=max(old.rounds, self.rounds),
-        )
+        if differences:
+            changes = "; ".join(differences)
+            raise ValueError(f"{folder} holds a bench with other settings: {changes}. Choose another folder")
+        methods = (*saved.methods, *self.methods)
+        seeds, rounds = max(saved.seeds, self.seeds), max(saved.rounds, self.rounds)
+        return dataclasses.replace(self, methods=methods, seeds=seeds, rounds=rounds)
 
-    def save(self, folder: Path, **more: Any) -> None:
-        """As bench.json, with what was found out."""
+    def save(self, folder: Path, **results: Any) -> None:
+        """Write bench.json, with results such as the tuned learning rates."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / FILE, {"pufferfish_bench": VERSION, **dataclasses.asdict(self), **more})
+        write_json(folder / FILE, {"pufferfish_bench": VERSION, **dataclasses.asdict(self), **results})
 
 
-def load(folder: Path) -> Asked:
-    """What a folder's bench.json says.
+def load_settings(folder: Path) -> BenchSettings:
+    """Read the settings in a folder's bench.json.
 
-    >>> load(Path("/nowhere"))
+    >>> load_settings(Path("/nowhere"))
     Traceback (most recent call last):
-    ValueError: /nowhere/bench.json: there is no such file; this is not the folder of a bench
+    ValueError: /nowhere/bench.json: no such file; this is not the folder of a bench
     """
     path = folder / FILE
     data = read_json(path, "this is not the folder of a bench")
     if data.get("pufferfish_bench") != VERSION:
-        raise ValueError(f"{path}: this is no bench of version {VERSION}, the one that this pufferfish knows")
-    names = {f.name for f in dataclasses.fields(Asked)}
+        raise ValueError(
+            f"{path}: not a bench of version {VERSION}, which this version of pufferfish supports"
+        )
+    names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()
     if missing:
-        raise ValueError(f"{path}: it lacks {', '.join(sorted(missing))}")
-    return Asked(**{name: data[name] for name in names} | {"methods": tuple(data["methods"])})
+        raise ValueError(f"{path}: missing {', '.join(sorted(missing))}")
+    return BenchSettings(**{name: data[name] for name in names} | {"methods": tuple(data["methods"])})
 
 
-def split(text: str) -> tuple[str, ...]:
-    """Methods between commas; those inside of brackets do not count.
+def split_methods(text: str) -> tuple[str, ...]:
+    """Split at commas that are outside of brackets.
 
-    >>> split("dense, topk-0.01,file.py:Mine(rank=2, on=[1,2])")
+    >>> split_methods("dense, topk-0.01,file.py:Mine(rank=2, on=[1,2])")
     ('dense', 'topk-0.01', 'file.py:Mine(rank=2, on=[1,2])')
     """
-    found, depth = [""], 0
+    parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([") - (letter in ")]")
         if letter == "," and depth == 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += letter
-    return tuple(name for part in found if (name := part.strip()))
+            parts[-1] += letter
+    return tuple(name for part in parts if (name := part.strip()))
 
 
-def trials(text: str) -> int:
-    """How many learning rates `--tune` asks for.
+def parse_tune(text: str) -> int:
+    """The number of learning rates in `--tune`.
 
-    >>> trials("lr=5")
+    >>> parse_tune("lr=5")
     5
     """
     match = re.fullmatch(r"lr=([1-9]\d*)", text)
     if match is None:
-        raise ValueError(f"--tune {text}: write lr=5 for five learning rates")
+        raise ValueError(f"--tune {text}: expected a number of learning rates, such as lr=5")
     return int(match[1])
 
 
-def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """A JSON object from a file; the error names it, and says what its absence means."""
+def read_json(path: Path, if_missing: str) -> dict[str, Any]:
+    """Read a JSON object from a file; `if_missing` ends the error message if there is no such file."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; {otherwise}")
+        raise ValueError(f"{path}: no such file; {if_missing}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: this is not JSON: {error}") from None
+        raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: this is a {type(data).__name__}, not what a bench writes")
+        raise ValueError(f"{path}: expected a JSON object, got a {type(data).__name__}")
     return data
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON object atomically; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write(json.dumps(data, indent=1) + "\n", path)

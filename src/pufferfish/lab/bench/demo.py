@@ -1,31 +1,30 @@
-"""The demo: what slow links cost and what low rank and compression bring, on this machine in a few minutes."""
+"""`demo`: a small bench on an emulated slow network, in a few minutes on one machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from . import Asked, run
+from . import BenchSettings, run_bench
 
 LINK = "200mbit"
 METHODS = ("powersgd-4", "pufferfish", "pufferfish+powersgd-4")
 
 
-def asked() -> Asked:
-    """Digits on four workers behind slow links: a bench with fixed settings, nothing else.
+def demo_settings() -> BenchSettings:
+    """The settings of the demo: digits on four workers behind slow links.
 
-    >>> asked().methods
+    >>> demo_settings().methods
     ('dense', 'bf16', 'powersgd-4', 'pufferfish', 'pufferfish+powersgd-4')
     """
-    return Asked(task="digits", methods=METHODS, epochs=8, hosts=4, network=LINK)
+    return BenchSettings(task="digits", methods=METHODS, epochs=8, hosts=4, network=LINK)
 
 
 def demo(out: Path) -> int:
-    """Run it and show it; the exit code."""
-    what = asked()
+    """Run the demo and return its exit code."""
     print(
-        f"Four workers on this machine learn handwritten digits, each behind a link of {LINK}: dense DDP against bf16\n"
-        f"gradients, PowerSGD, Pufferfish, and both. Five short runs, then their steps are timed in turns.\n"
-        f"All of it goes to {out}; the same command goes on where it was stopped.\n",
+        f"Training handwritten digits on four workers of this machine, each behind a {LINK} link: dense DDP, bf16 gradients,\n"
+        f"PowerSGD, Pufferfish, and Pufferfish with PowerSGD. Five short runs, then the steps of all methods are timed.\n"
+        f"Results are written to {out}; rerun the same command to resume an interrupted demo.\n",
         flush=True,
     )
-    return run(what, out)
+    return run_bench(demo_settings(), out)

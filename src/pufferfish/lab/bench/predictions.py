@@ -1,4 +1,4 @@
-"""What the cost model says a step of each method takes, before the rounds that it is held against."""
+"""`predictions`: step times by the cost model, to be compared with the timed rounds."""
 
 from __future__ import annotations
 
@@ -7,44 +7,41 @@ from dataclasses import replace
 
 from ...measure import CostModel, Work, probe
 from ...measure.breakdown import PARTS
-from ...measure.remedies import message_bytes
-from ..advise.contender import Contender
-from ..advise.measured_work import computing, sending
-from ..network import Shape
+from ...measure.step_messages import probe_bytes
+from ..advise.measured_work import measured_work, with_messages
+from ..advise.timed_model import TimedModel
+from ..network import LinkShape
 from ..rivals import SAM
 
 
 def predictions(
-    contenders: Mapping[str, Contender], elsewhere: Shape | None = None
+    models: Mapping[str, TimedModel], target_link: LinkShape | None = None
 ) -> dict[str, dict[str, float]]:
-    """Seconds of every method's step and its parts, by method. Call it on all ranks, when all is warm.
+    """Predict the seconds of a step and of its parts, by method. Call it on all workers, after a warm-up.
 
-    Each method's computing is timed without exchange, its compression runs dry, and the link is probed. Nothing is
-    fitted to steps with an exchange.
-
-    Args:
-        elsewhere: another link than this one, to predict for.
+    The compute of each model is timed without the exchange, its compression is timed in a dry run, and the link is
+    probed, or `target_link` is used. Nothing is fitted to steps with an exchange.
     """
-    works = {name: _work(contender) for name, contender in contenders.items()}
-    first = next(iter(contenders.values()))
-    link = probe(device=first.device, largest=message_bytes(first.bare))
-    if elsewhere is not None:
-        link = link.at(bandwidth=1e6 * elsewhere.mbit, latency=1e-3 * elsewhere.delay_ms)
+    works = {name: _work(model) for name, model in models.items()}
+    first = next(iter(models.values()))
+    link = probe(device=first.device, largest=probe_bytes(first.inner))
+    if target_link is not None:
+        link = link.limited_to(bandwidth=1e6 * target_link.mbit, latency=1e-3 * target_link.delay_ms)
     costs = CostModel(link=link)
-    found = {}
-    for name, work in works.items():
-        said = costs.predict(work)
-        found[name] = {"seconds": said.step} | {part: getattr(said, part) for part in (*PARTS, "hidden")}
-    return found
+    predicted = {name: costs.predict(work) for name, work in works.items()}
+    return {
+        name: {"seconds": p.step} | {part: getattr(p, part) for part in (*PARTS, "hidden")}
+        for name, p in predicted.items()
+    }
 
 
-def _work(contender: Contender) -> Work:
-    """What a step computes and sends; where nothing compresses, by the buckets that DDP has made."""
-    work = computing(contender)
-    if isinstance(contender.optimizer, SAM):  # the first of its two passes is not followed by an exchange
+def _work(model: TimedModel) -> Work:
+    """Compute and messages of a step; without compression, the messages are the buckets that DDP has built."""
+    work = measured_work(model)
+    if isinstance(model.optimizer, SAM):  # only the second of its two passes overlaps with the exchange
         work = replace(work, forward=work.forward + work.backward / 2, backward=work.backward / 2)
-    work = sending(work, contender.bare, contender.chosen.compress, contender.size)
-    if contender.hook is not None:
+    work = with_messages(work, model.inner, model.method.compress, model.size)
+    if model.hook is not None:
         return work
-    sizes = tuple(contender.buckets())
-    return replace(work, messages=tuple(("all_reduce", n) for n in sizes), handed=sizes)
+    sizes = tuple(model.bucket_bytes())
+    return replace(work, messages=tuple(("all_reduce", n) for n in sizes), bucket_bytes=sizes)

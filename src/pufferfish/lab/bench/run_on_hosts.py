@@ -1,4 +1,4 @@
-"""Workers of a bench on hosts of this machine: started, listened to, and started again without a cell that failed."""
+"""`run_on_hosts`: starts the workers of a bench on hosts of this machine; after a failed run, again without it."""
 
 from __future__ import annotations
 
@@ -9,85 +9,91 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..network import Hosts, emulate, why_not
-from ..report.numbers import seconds
-from ..train.launch_workers import GRACE, sigterm_too
-from ..train.screen import Screen
-from .bench_settings import Asked
+from ..network import Hosts, emulate, unavailable_reason
+from ..report.formatting import format_seconds
+from ..train.console import Console
+from ..train.launch_workers import GRACE_SECONDS
+from ..train.signals import sigterm_as_sigint
+from .bench_settings import BenchSettings
 
-#: Of the workers' words, when they fail and do not say where.
-_LAST = 15
+#: Lines of output shown when workers fail without an event.
+_LAST_LINES = 15
 
 
-def run_on_hosts(asked: Asked, root: Path, given: dict[str, Any], screen: Screen) -> list[str]:
-    """Do all that is left, as `Work` with these settings does; names of the cells that failed."""
-    network, reason = asked.network, why_not() if asked.network else None
+def run_on_hosts(settings: BenchSettings, root: Path, options: dict[str, Any], display: EventDisplay) -> None:
+    """Start workers until all runs are finished or failed.
+
+    Args:
+        options: arguments of `BenchWorker`, for JSON.
+        display: shows the events of the workers and keeps the names of the failed runs.
+    """
+    network, reason = settings.network, unavailable_reason() if settings.network else None
     if reason:
-        screen.say(
-            f"network {network}: {reason}. The plain loopback takes its place; steps on {network} are predicted"
+        display.console.info(
+            f"network {network}: {reason}. Using the unshaped loopback; steps on {network} are predicted"
         )
-        given, network = given | {"elsewhere": network}, None
-    heard = Heard(screen)
-    with sigterm_too(), emulate(network, asked.hosts) as hosts:
-        if asked.hosts > 1:
+        options, network = options | {"target_link": network}, None
+    with sigterm_as_sigint(), emulate(network, settings.hosts) as hosts:
+        if settings.hosts > 1:
             link = hosts.measure()
-            screen.say(f"link: {link}")
-            given = given | {"link": asdict(link)}
-        while not _launched(hosts, asked, root, given | {"skip": heard.failed}, heard):
-            screen.say("the others go on")
-    return heard.failed
+            display.console.info(f"link: {link}")
+            options = options | {"link": asdict(link)}
+        while not _launch(hosts, settings, root, options | {"skip": display.failed}, display):
+            display.console.info("continuing with the other runs")
 
 
-def _launched(hosts: Hosts, asked: Asked, root: Path, given: dict[str, Any], heard: Heard) -> bool:
-    """Whether the workers came to their end; False when a cell failed and others are left."""
-    before = len(heard.failed)
-    heard.screen.progress(f"starting {asked.workers} workers …")
-    words = ["-m", "pufferfish.lab.bench.worker", str(root), "--given", json.dumps(given)]
-    code = hosts.launch(words, per_host=asked.per_host, write=heard, grace=GRACE)
-    if code and len(heard.failed) == before:
-        raise OSError("the workers failed with exit code {}:\n{}".format(code, "\n".join(heard.last)))
-    return not code or "timing" in heard.failed
+def _launch(
+    hosts: Hosts, settings: BenchSettings, root: Path, options: dict[str, Any], display: EventDisplay
+) -> bool:
+    """Run the workers; False if a run failed and others are left."""
+    failed_before = len(display.failed)
+    display.console.progress(f"starting {settings.workers} workers …")
+    command = ["-m", "pufferfish.lab.bench.bench_worker", str(root), "--options", json.dumps(options)]
+    code = hosts.launch(command, per_host=settings.per_host, write=display, grace=GRACE_SECONDS)
+    if code and len(display.failed) == failed_before:
+        raise OSError("\n".join([f"the workers failed with exit code {code}:", *display.last_lines]))
+    return not code or "timing" in display.failed
 
 
-class Heard:
-    """Turns the workers' lines into a screen's.
+class EventDisplay:
+    """Shows the events of a `BenchWorker` on a console. Called with the output of workers, line by line.
 
-    >>> heard = Heard(Screen(silent=True))
-    >>> heard('host0 | @{"failed": "runs/x/seed-0", "error": "ValueError: no"}')
-    >>> heard.failed
+    >>> display = EventDisplay(Console(silent=True))
+    >>> display('host0 | @{"failed": "runs/x/seed-0", "error": "ValueError: no"}')
+    >>> display.failed
     ['runs/x/seed-0']
     """
 
-    def __init__(self, screen: Screen) -> None:
-        self.screen = screen
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self.failed: list[str] = []
-        self.last: deque[str] = deque(maxlen=_LAST)
-        self._at = ""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._position = ""
 
     def __call__(self, line: str) -> None:
+        """Handle a line of a host's output: an event, the progress of an epoch, or other output."""
         text = line.partition(" | ")[2]
-        if not text:
-            return
-        if not text.startswith("@{"):
-            self.last.append(line)
+        if text.startswith("@{"):
+            self.show(json.loads(text[1:]))
+        elif text:
+            self.last_lines.append(line)
             if text.startswith("epoch"):
-                self.screen.progress(f"{self._at} {text}"[: shutil.get_terminal_size().columns - 1])
-            return
-        self.tell(json.loads(text[1:]))
+                self.console.progress(f"{self._position} {text}"[: shutil.get_terminal_size().columns - 1])
 
-    def tell(self, told: dict[str, Any]) -> None:
-        """What `Work` says."""
-        say, progress = self.screen.say, self.screen.progress
-        if "begin" in told:
-            self._at = f"[{told['number']}/{told['of']}] {told['begin']}"
-            progress(f"{self._at} …")
-        elif "done" in told:
-            say(f"{self._at}: {told['measure']} {told['score']:.2f}, {seconds(told['seconds'])}")
-        elif "timing" in told:
-            self._at = f"timing the steps of {', '.join(told['timing'])}"
-            say(f"{self._at} …")
-        elif "round" in told:
-            progress(f"round {told['round']} of {told['of']}")
-        elif "failed" in told and told["failed"] not in self.failed:
-            self.failed.append(told["failed"])
-            say(f"{told['failed']} failed: {told['error']}")
+    def show(self, event: dict[str, Any]) -> None:
+        """Show an event."""
+        info, progress = self.console.info, self.console.progress
+        if "begin" in event:
+            self._position = f"[{event['number']}/{event['of']}] {event['begin']}"
+            progress(f"{self._position} …")
+        elif "done" in event:
+            score = f"{event['measure']} {event['score']:.2f}"
+            info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")
+        elif "timing" in event:
+            self._position = f"timing the steps of {', '.join(event['timing'])}"
+            info(f"{self._position} …")
+        elif "round" in event:
+            progress(f"round {event['round']} of {event['of']}")
+        elif "failed" in event and event["failed"] not in self.failed:
+            self.failed.append(event["failed"])
+            info(f"{event['failed']} failed: {event['error']}")

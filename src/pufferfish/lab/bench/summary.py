@@ -1,4 +1,4 @@
-"""What the timed rounds say: `summary.json`, which the report lays over the runs."""
+"""`write_summary`: the results of the timed rounds as `summary.json`, which the report adds to the runs."""
 
 from __future__ import annotations
 
@@ -8,109 +8,94 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...measure import read
-from ..advise.timing_rounds import Round, quartiles, ratios
-from ..report.bench_folder import CEILING, SUMMARY
-from .bench_settings import ALWAYS, read_json, write_json
-from .learning_rates import Rate
+from ...measure import read_run
+from ..advise.timing_rounds import Round, quartiles, speedups
+from ..report.bench_folder import NO_EXCHANGE, SUMMARY
+from .bench_settings import REFERENCES, read_json, write_json
+from .tuned_rate import TunedRate
 
 
-def rounds_of(root: Path) -> list[dict[str, Any]]:
-    """All rounds that were timed, in their order."""
-    paths = sorted(
-        (root / "timing").glob("round-*.json"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)]
-    )
-    return [read_json(path, "it was there a moment ago") for path in paths]
+def read_rounds(root: Path) -> list[dict[str, Any]]:
+    """The files of all timed rounds, in order."""
+    paths = {tuple(map(int, re.findall(r"\d+", p.name))): p for p in (root / "timing").glob("round-*.json")}
+    return [read_json(paths[n], "it was deleted while the bench was running") for n in sorted(paths)]
 
 
-def summarise(root: Path, methods: Sequence[str], rates: Mapping[str, Rate]) -> None:
-    """Write what the rounds and the tuning say, for each method.
+def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedRate]) -> None:
+    """Write the results of the timed rounds and of the tuning, for each method.
 
-    Under "results" and "predicted" it has what a run.json has there: medians over the rounds, and under "rounds" the
-    quartiles, of seconds and of each round's ratio to the references. Steps on a link that stood in for another are
-    not shown as measured.
+    "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
+    quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
+    measured step times are left out.
     """
-    files = rounds_of(root)
+    files = read_rounds(root)
     rounds = [file["methods"] for file in files]
-    found: dict[str, Any] = {method: {"results": {}, "predicted": {}} for method in methods}
+    summary: dict[str, Any] = {method: {"results": {}, "predicted": {}} for method in methods}
     for method in dict.fromkeys(name for r in rounds for name in r):
-        here = [file for file in files if method in file["methods"]]
+        last = [file for file in files if method in file["methods"]][-1]
         results = _results(rounds, method)
-        elsewhere = here[-1]["elsewhere"]
-        if elsewhere:
-            results |= dict.fromkeys(("seconds_a_step", "alone", "parts", "rounds"))
+        if target_link := last["target_link"]:
+            results |= dict.fromkeys(("seconds_a_step", "compute_seconds", "parts", "rounds"))
             results["notes"] = [
-                f"Steps are predicted for {elsewhere}, which cannot be emulated here: the runs went over the plain "
-                "loopback, and how long they took would say nothing."
+                f"Steps are predicted for {target_link}, which cannot be emulated here. The runs used the unshaped "
+                "loopback, so their times are not shown."
             ]
-        said = here[-1]["predicted"].get(method, {})
-        found[method] = {"results": results, "predicted": _predicted(said)}
-    if any("alone" in r[ALWAYS[0]] for r in rounds):
-        found[CEILING] = _ceiling(rounds, found[ALWAYS[0]])
-    elif computing := _simulated(root):
-        found[CEILING] = {"results": {}, "predicted": {"seconds_a_step": statistics.median(computing)}}
+        predicted = {}
+        if prediction := last["predicted"].get(method):
+            parts = {part: value for part, value in prediction.items() if part != "seconds"}
+            predicted = {"seconds_a_step": prediction["seconds"], "parts": parts}
+        summary[method] = {"results": results, "predicted": predicted}
+    dense = REFERENCES[0]
+    if any("compute_seconds" in r[dense] for r in rounds):
+        summary[NO_EXCHANGE] = _no_exchange(rounds, summary[dense])
+    elif seconds := _simulated_compute(root):
+        summary[NO_EXCHANGE] = {"results": {}, "predicted": {"seconds_a_step": statistics.median(seconds)}}
     for method, rate in rates.items():
         if rate.edge:
-            found[method]["results"].setdefault("notes", []).append(at_the_edge(method, rate))
-    write_json(root / SUMMARY, {"methods": found})
-
-
-def at_the_edge(method: str, rate: Rate) -> str:
-    """What has to be said of a rate at the end of the grid."""
-    return (
-        f"{method}: its best learning rate, {rate.lr:.3g}, is the {rate.edge} of {len(rate.scores)} that were tried; "
-        "a better one may lie beyond."
-    )
+            summary[method]["results"].setdefault("notes", []).append(
+                f"{method}: its best learning rate, {rate.lr:.3g}, is the {rate.edge} of the {len(rate.scores)} that were "
+                "tried; a better one may lie beyond."
+            )
+    write_json(root / SUMMARY, {"methods": summary})
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
-    seen = [r[method] for r in rounds if method in r]
+    timings = [r[method] for r in rounds if method in r]
 
     def median(key: str) -> float:
-        return float(statistics.median(x[key] for x in seen))
+        return float(statistics.median(timing[key] for timing in timings))
 
-    timed = [name for name in ALWAYS if name != method and any(name in r for r in rounds)]
-    against = {name: quartiles(ratios(rounds, method, name)) for name in timed}
+    references = [name for name in REFERENCES if name != method and any(name in r for r in rounds)]
     return {
         "seconds_a_step": median("seconds"),
         "bytes_a_step": median("bytes"),
         "messages_a_step": median("messages"),
-        **({"alone": median("alone")} if "alone" in seen[0] else {}),
-        "parts": {part: statistics.median(x["parts"][part] for x in seen) for part in seen[0]["parts"]},
+        **({"compute_seconds": median("compute_seconds")} if "compute_seconds" in timings[0] else {}),
+        "parts": {part: statistics.median(t["parts"][part] for t in timings) for part in timings[0]["parts"]},
         "rounds": {
-            "count": len(seen),
-            "seconds": quartiles([x["seconds"] for x in seen]),
-            "against": against,
+            "count": len(timings),
+            "seconds": quartiles([timing["seconds"] for timing in timings]),
+            "against": {name: quartiles(speedups(rounds, method, name)) for name in references},
         },
     }
 
 
-def _predicted(said: Mapping[str, float]) -> dict[str, Any]:
-    parts = {part: seconds for part, seconds in said.items() if part != "seconds"}
-    return {"seconds_a_step": said["seconds"], "parts": parts} if said else {}
+def _simulated_compute(root: Path) -> list[float]:
+    """Predicted seconds of a dense step without its exchange, for simulated workers."""
+    runs = [read_run(path.parent) for path in sorted((root / "runs" / REFERENCES[0]).glob("*/run.json"))]
+    metrics = [run.metrics for run in runs if run.workers > 1]
+    curves = [(m.get("predicted/step"), m.get("predicted/exchange")) for m in metrics]
+    return [step[-1][2] - exchange[-1][2] for step, exchange in curves if step and exchange]
 
 
-def _simulated(root: Path) -> list[float]:
-    """What the cost model says of a dense step without its exchange, where workers are simulated."""
-    runs = [read(path.parent) for path in sorted((root / "runs" / ALWAYS[0]).glob("*/run.json"))]
-    said = [
-        (run.metrics.get("predicted/step"), run.metrics.get("predicted/exchange"))
-        for run in runs
-        if run.workers > 1
-    ]
-    return [step[-1][2] - exchange[-1][2] for step, exchange in said if step and exchange]
-
-
-def _ceiling(rounds: Sequence[Round], dense: Mapping[str, Any]) -> dict[str, Any]:
-    """As if the dense model's step alone were a method."""
-    alone = [r[ALWAYS[0]]["alone"] for r in rounds]
-    nothing = {"bytes": 0, "messages": 0, "parts": {}}
-    with_it: list[Round] = [
-        r | {CEILING: {"seconds": a, "alone": a, **nothing}} for r, a in zip(rounds, alone, strict=True)
-    ]
-    results = _results(with_it, CEILING)
+def _no_exchange(rounds: Sequence[Round], dense: Mapping[str, Any]) -> dict[str, Any]:
+    """Results of a dense step without the exchange, as if it were a method."""
+    seconds = [r[REFERENCES[0]]["compute_seconds"] for r in rounds]
+    no_traffic = {"bytes": 0, "messages": 0, "parts": {}}
+    steps = [{NO_EXCHANGE: {"seconds": s, "compute_seconds": s, **no_traffic}} for s in seconds]
+    results = _results([r | step for r, step in zip(rounds, steps, strict=True)], NO_EXCHANGE)
     if dense["results"]["seconds_a_step"] is not None:
         return {"results": results, "predicted": {}}
-    # It is the same on any link, but beside predicted steps it counts as one of them.
+    # It does not depend on the link, but is listed with the predictions if the other steps are predicted.
     results |= dict.fromkeys(("seconds_a_step", "rounds"))
-    return {"results": results, "predicted": {"seconds_a_step": statistics.median(alone)}}
+    return {"results": results, "predicted": {"seconds_a_step": statistics.median(seconds)}}

@@ -1,4 +1,4 @@
-"""A bench's table for the terminal: the report's figures, the most asked for first."""
+"""`terminal_table`: the results of a bench as a text table."""
 
 from __future__ import annotations
 
@@ -8,78 +8,85 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...planning.table import aligned, short
-from ..report.bench_folder import CEILING
-from ..report.groups import Comparison, Group, comparisons, find
-from ..report.headline import difference, median, notes, reached, run_ratio, score, speed, step
-from ..report.numbers import nbytes, seconds
-from .bench_settings import ALWAYS
+from ...planning.table import format_count, format_table
+from ..report.bench_folder import NO_EXCHANGE
+from ..report.comparison import Comparison, MethodRuns, compare_runs, find_runs
+from ..report.formatting import format_bytes, format_seconds
+from ..report.headline import (
+    difference_cell,
+    median_cell,
+    notes,
+    round_quartiles,
+    run_speedup,
+    score_cell,
+    step_cell,
+    step_speedup,
+    target_cell,
+)
+from .bench_settings import REFERENCES
 
 
-def table(root: Path, target: float | None = None) -> str:
-    """A line for each method: how large, how fast, and against what; what was predicted; how good; how much it sends.
-
-    Columns that say nothing are left out: one worker sends nothing.
-    """
-    return "\n\n".join(_one(comparison, target) for comparison in comparisons(find([root])))
+def terminal_table(root: Path, target: float | None = None) -> str:
+    """One row per method: size, times, speedups, quality and traffic; empty columns are left out."""
+    return "\n\n".join(_table(comparison, target) for comparison in compare_runs(find_runs([root])))
 
 
-def _one(comparison: Comparison, target: float | None) -> str:
-    by_name = {group.name: group for group in comparison.groups}
-    references = [by_name[name] for name in ALWAYS if name in by_name]
-    against = comparison.reference
-    differ = len({*map(_rate, comparison.groups)} - {"–"}) > 1
-    columns: dict[str, Callable[[Group], str]] = {
-        "method": lambda group: group.name,
-        **({"learning rate": _rate} if differ else {}),
-        "parameters": lambda group: median(group.results("parameters"), short).text,
-        "MACs": lambda group: median(group.results("macs"), short).text,
-        "a step": lambda group: step(group).text,
+def _table(comparison: Comparison, target: float | None) -> str:
+    by_name = {method.name: method for method in comparison.methods}
+    references = [by_name[name] for name in REFERENCES if name in by_name]
+    reference = comparison.reference
+    rates_differ = len({*map(_learning_rate, comparison.methods)} - {"–"}) > 1
+    columns: dict[str, Callable[[MethodRuns], str]] = {
+        "method": lambda method: method.name,
+        **({"learning rate": _learning_rate} if rates_differ else {}),
+        "parameters": lambda method: median_cell(method.results("parameters"), format_count).text,
+        "MACs": lambda method: median_cell(method.results("macs"), format_count).text,
+        "step": lambda method: step_cell(method).text,
     }
-    columns |= {f"× {other.name}": partial(_speed, other) for other in references}
-    columns |= {
-        "predicted": _predicted,
-        comparison.measure.label: lambda group: score(comparison, group).text,
-    }
-    if against:
-        columns[f"to {against.name}"] = lambda group: difference(comparison, group).text
-    columns["bytes a step"] = lambda group: median(group.results("bytes_a_step"), nbytes).text
-    columns["whole run"] = lambda group: median(group.wholes(), seconds).text
-    if against:
-        columns[f"run × {against.name}"] = partial(_whole, against)
+    columns |= {f"vs. {other.name}": partial(_step_speedup, other) for other in references}
+    columns["predicted"] = _prediction
+    columns[comparison.metric.label] = lambda method: score_cell(comparison, method).text
+    if reference:
+        columns[f"difference vs. {reference.name}"] = lambda method: difference_cell(comparison, method).text
+    columns["bytes/step"] = lambda method: median_cell(method.results("bytes_a_step"), format_bytes).text
+    columns["run"] = lambda method: median_cell(method.run_seconds(), format_seconds).text
+    if reference:
+        columns[f"run vs. {reference.name}"] = partial(_run_speedup, reference)
     if target is not None:
-        columns[f"to {target:g}"] = lambda group: reached(group, comparison, target).text
-    shown = {head: [show(group) for group in comparison.groups] for head, show in columns.items()}
-    told = [[head, *cells] for head, cells in shown.items() if {*cells} - {"–", nbytes(0)}]
-    said = [textwrap.fill(note, 110) for note in notes(comparison)]
-    return "\n".join([comparison.title, "", aligned(list(zip(*told, strict=True)), left=(0,)), "", *said])
+        columns[f"time to {target:g}"] = lambda method: target_cell(method, comparison, target).text
+    cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
+    shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
+    table = format_table(list(zip(*shown, strict=True)), left=(0,))
+    footer = [textwrap.fill(note, 110) for note in notes(comparison)]
+    return "\n".join([comparison.title, "", table, "", *footer])
 
 
-def _speed(reference: Group, group: Group) -> str:
-    """How many times as fast as the reference; against the first, with the quartiles."""
-    cell = speed(reference, group)
-    if cell.value is None or reference is group:
+def _step_speedup(reference: MethodRuns, method: MethodRuns) -> str:
+    """Speedup of a step; over the first reference, with its quartiles."""
+    speedup = step_speedup(reference, method)
+    if speedup is None or reference is method:
         return "–"
-    quarters = cell.text[cell.text.find("(") :] if reference.name == ALWAYS[0] and "(" in cell.text else ""
-    return f"{cell.value:.2f}× {quarters}{'predicted' * cell.text.endswith('predicted')}".strip()
+    value, predicted = speedup
+    quartiles = round_quartiles(reference, method) if reference.name == REFERENCES[0] else None
+    suffix = f" ({quartiles[0]:.2f}–{quartiles[2]:.2f})" if quartiles else " (predicted)" * predicted
+    return f"{value:.2f}×{suffix}"
 
 
-def _rate(group: Group) -> str:
-    """The one that its runs took: the recipe's, or its optimizer's, or the one that tuning chose."""
-    found = {run.settings.get("recipe", {}).get("lr") for run in group.runs if group.name != CEILING}
-    return ", ".join(f"{lr:.3g}" for lr in found if lr is not None) or "–"
+def _learning_rate(method: MethodRuns) -> str:
+    """The learning rate of the runs: that of the recipe, of the method's optimizer, or the tuned one."""
+    rates = {run.settings.get("recipe", {}).get("lr") for run in method.runs if method.name != NO_EXCHANGE}
+    return ", ".join(f"{lr:.3g}" for lr in rates if lr is not None) or "–"
 
 
-def _whole(reference: Group, group: Group) -> str:
-    """How many times as fast as the reference's a whole run is."""
-    found = None if group is reference else run_ratio(reference, group)
-    return "–" if found is None else f"{found:.2f}×"
+def _run_speedup(reference: MethodRuns, method: MethodRuns) -> str:
+    speedup = None if method is reference else run_speedup(reference, method)
+    return "–" if speedup is None else f"{speedup:.2f}×"
 
 
-def _predicted(group: Group) -> str:
-    """The cost model's step, and how far off it was."""
-    said, got = (f("seconds_a_step") for f in (group.predictions, group.results))
-    if not said or not got:
+def _prediction(method: MethodRuns) -> str:
+    """The predicted step time, with its relative error."""
+    predicted, measured = (f("seconds_a_step") for f in (method.predictions, method.results))
+    if not predicted or not measured:
         return "–"
-    a, b = statistics.median(said.values()), statistics.median(got.values())
-    return f"{seconds(a)} {100 * (a / b - 1):+.0f} %".replace("-", "−")
+    expected, actual = statistics.median(predicted.values()), statistics.median(measured.values())
+    return f"{format_seconds(expected)} {100 * (expected / actual - 1):+.0f} %".replace("-", "−")

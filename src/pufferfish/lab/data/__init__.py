@@ -1,1 +1,1 @@
-"""The data of the tasks: found, fetched, read, and put in order for any number of workers."""
+"""Data sets of the tasks: download, reading, decoding, and the order of batches for any number of workers."""

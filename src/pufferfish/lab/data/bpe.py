@@ -1,4 +1,4 @@
-"""Byte-pair encoding of words, learned from the training text: no word is unknown, and the text comes back as it was."""
+"""`BPE`: byte-pair encoding learned from the training text. Encoding is lossless except for unseen characters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Pair = tuple[str, str]
 
 
 class BPE:
-    """Pieces of words as numbers. A word begins with its space, so that pieces joined are the text.
+    """Byte-pair encoding: the characters of the training text, and pairs of pieces to merge, in order.
+
+    A word includes the space before it, so the concatenated pieces are the text.
 
     >>> bpe = BPE.learn(["low lower lowest"] * 5, size=13)
     >>> bpe.pieces[4:]
@@ -27,79 +29,79 @@ class BPE:
 
     def __init__(self, letters: Iterable[str], merges: Sequence[Pair]) -> None:
         self.pieces = [*_SPECIAL, *sorted(letters), *(a + b for a, b in merges)]
-        self._number = {piece: i for i, piece in enumerate(self.pieces)}
-        self._rank = {pair: i for i, pair in enumerate(merges)}
-        self._seen: dict[str, list[int]] = {}
+        self._ids = {piece: i for i, piece in enumerate(self.pieces)}
+        self._priority = {pair: i for i, pair in enumerate(merges)}
+        self._cache: dict[str, list[int]] = {}
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> BPE:
-        """The encoding with `size` pieces, or fewer if there are no more pairs: the most frequent pair is joined, again and again.
+        """Learn an encoding with `size` pieces, or fewer if no pairs are left, by merging the most frequent pair repeatedly.
 
-        Of equally frequent ones the first in the alphabet is, so that every machine learns the same.
+        Ties are broken alphabetically, so that the result is the same on every machine.
         """
         counts = Counter(word for text in texts for word in _words(text))
         words = [list(word) for word in counts]
-        times = list(counts.values())
+        frequencies = list(counts.values())
         letters = {letter for word in counts for letter in word}
         pairs: Counter[Pair] = Counter()
-        where: dict[Pair, set[int]] = defaultdict(set)
+        occurrences: dict[Pair, set[int]] = defaultdict(set)
         for i, word in enumerate(words):
             for pair in pairwise(word):
-                pairs[pair] += times[i]
-                where[pair].add(i)
+                pairs[pair] += frequencies[i]
+                occurrences[pair].add(i)
         heap = [(-n, pair) for pair, n in pairs.items()]
         heapq.heapify(heap)
         merges: list[Pair] = []
         while heap and len(_SPECIAL) + len(letters) + len(merges) < size:
             n, best = heapq.heappop(heap)
-            if -n != pairs[best]:  # an old entry; the pair came in again when its count changed
+            if -n != pairs[best]:  # stale: the pair was pushed again when its count changed
                 continue
             merges.append(best)
             changed: Counter[Pair] = Counter()
-            for i in where.pop(best):
+            for i in occurrences.pop(best):
                 for pair in pairwise(words[i]):
-                    changed[pair] -= times[i]
-                words[i] = _joined(words[i], best)
+                    changed[pair] -= frequencies[i]
+                words[i] = _merge(words[i], best)
                 for pair in pairwise(words[i]):
-                    changed[pair] += times[i]
-                    where[pair].add(i)
-            for pair, by in changed.items():
-                pairs[pair] += by
-                if by and pairs[pair] > 0:
+                    changed[pair] += frequencies[i]
+                    occurrences[pair].add(i)
+            for pair, change in changed.items():
+                pairs[pair] += change
+                if change and pairs[pair] > 0:
                     heapq.heappush(heap, (-pairs[pair], pair))
         return cls(letters, merges)
 
     def encode(self, text: str) -> list[int]:
-        """Numbers of the pieces; letters that were not in the training text are `UNKNOWN`."""
-        return [number for word in _words(text) for number in self._encoded(word)]
+        """Piece ids of a text; characters that are not in the training text become `UNKNOWN`."""
+        return [i for word in _words(text) for i in self._encode_word(word)]
 
-    def decode(self, numbers: Iterable[int]) -> str:
-        """The text again; padding, begin and end are left out. A number without a piece is `UNKNOWN`."""
-        known = (i if i < len(self.pieces) else UNKNOWN for i in numbers)
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of piece ids, without padding, begin and end. Ids out of range become `UNKNOWN`."""
+        known = (i if i < len(self.pieces) else UNKNOWN for i in ids)
         return "".join(self.pieces[i] for i in known if i >= UNKNOWN).strip()
 
-    def _encoded(self, word: str) -> list[int]:
-        if word not in self._seen:
+    def _encode_word(self, word: str) -> list[int]:
+        if word not in self._cache:
             parts = list(word)
             while len(parts) > 1:
-                best = min(pairwise(parts), key=lambda pair: self._rank.get(pair, len(self._rank)))
-                if best not in self._rank:
+                best = min(pairwise(parts), key=lambda pair: self._priority.get(pair, len(self._priority)))
+                if best not in self._priority:
                     break
-                parts = _joined(parts, best)
-            self._seen[word] = [self._number.get(part, UNKNOWN) for part in parts]
-        return self._seen[word]
+                parts = _merge(parts, best)
+            self._cache[word] = [self._ids.get(part, UNKNOWN) for part in parts]
+        return self._cache[word]
 
 
 def _words(text: str) -> list[str]:
-    """Words with the space before them, and what stands between them."""
+    """Words and punctuation, each with the space before it."""
     return _WORD.findall(" " + text)
 
 
-def _joined(parts: list[str], pair: Pair) -> list[str]:
-    """`parts` with every `pair` made one, from the left."""
-    done, i = [], 0
+def _merge(parts: list[str], pair: Pair) -> list[str]:
+    """Replace every occurrence of `pair` by its concatenation, from left to right."""
+    merged, i = [], 0
     while i < len(parts):
         both = parts[i] == pair[0] and parts[i + 1 : i + 2] == [pair[1]]
-        done.append(pair[0] + pair[1] if both else parts[i])
+        merged.append(pair[0] + pair[1] if both else parts[i])
         i += 2 if both else 1
-    return done
+    return merged

@@ -1,4 +1,4 @@
-"""CIFAR-10 in its official binary version: a record is a label and the red, green and blue planes of an image."""
+"""CIFAR-10 in its binary version: each record is a label and the red, green and blue planes of an image."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, Download, Found
+from .dataset import DataFile, Dataset, Download
 
 _BATCHES = [f"data_batch_{i}.bin" for i in range(1, 6)]
 _RECORD = 1 + 3 * 32 * 32
@@ -27,23 +27,20 @@ DATASET = Dataset(
 )
 
 
-def images(files: dict[str, Found], test: bool = False) -> tuple[Tensor, Tensor]:
-    """Bytes (n, 32, 32, 3) and labels."""
+def read_images(files: dict[str, DataFile], test: bool = False) -> tuple[Tensor, Tensor]:
+    """Images as bytes (n, 32, 32, 3), and labels (n,)."""
     rows = np.concatenate([_records(files[name]) for name in (["test_batch.bin"] if test else _BATCHES)])
     pixels = np.ascontiguousarray(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
 
 
-def _records(file: Found) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    rest = len(file.data) % _RECORD
-    if rest or not file.data:
+def _records(file: DataFile) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    if len(file.data) % _RECORD or not file.data:
         raise ValueError(
-            f"{file.where}: {len(file.data):,} bytes are no whole records of {_RECORD:,}; get it again"
+            f"{file.path}: {len(file.data):,} bytes are not a multiple of the record size {_RECORD:,}; download it again"
         )
     rows = np.frombuffer(file.data, np.uint8).reshape(-1, _RECORD)
-    worst = int(rows[:, 0].max())
-    if worst > 9:
-        raise ValueError(
-            f"{file.where}: it has a label {worst}, but labels go from 0 to 9; this is not CIFAR-10"
-        )
+    largest = int(rows[:, 0].max())
+    if largest > 9:
+        raise ValueError(f"{file.path}: label {largest} is not between 0 and 9; this is not a CIFAR-10 file")
     return rows

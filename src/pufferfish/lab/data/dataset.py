@@ -1,4 +1,4 @@
-"""Data that lies in a folder, in the official files: found, or one message that says what to put where."""
+"""`Dataset`: the official files of a data set, and how to read them from a data folder."""
 
 from __future__ import annotations
 
@@ -11,158 +11,141 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-VARIABLE = "PUFFERFISH_DATA"
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError)
+T = TypeVar("T")
+DATA_VARIABLE = "PUFFERFISH_DATA"
+#: Errors that damaged files and archives raise.
+_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """One file of a dataset at its home.
-
-    Args:
-        url: where it is.
-        file: its name here.
-        size: its bytes, if known.
-        sha256: of the file; or `content`: of what a gzip file holds, without empty lines at its end.
-    """
+    """One file to download, with its expected size in bytes and checksums, where known."""
 
     url: str
-    file: str
+    file: str  # name of the local file
     size: int | None = None
     sha256: str | None = None
-    content: str | None = None
+    content_sha256: str | None = None  # of the content of a gzip file, without empty lines at its end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A dataset's files and their home.
+    """Files of a data set and where to download them."""
 
-    Args:
-        name: of the task, and of the folder that `fetch` fills.
-        files: what it consists of, each with the names it may have; those that end in .gz are unpacked.
-        archives: names of archives that hold all of them.
-        downloads: what `fetch` gets.
-        folders: more folders inside the data folder in which it may lie.
-    """
-
-    name: str
-    files: Mapping[str, tuple[str, ...]]
-    archives: tuple[str, ...]
-    downloads: tuple[Download, ...]
-    folders: tuple[str, ...] = ()
+    name: str  # name of the task, and of the folder that `fetch` fills
+    files: Mapping[str, tuple[str, ...]]  # by canonical name: names on disk; those in .gz are decompressed
+    archives: tuple[str, ...]  # names of archives that contain all files
+    downloads: tuple[Download, ...]  # files that `fetch` downloads
+    folders: tuple[str, ...] = ()  # further folders inside the data folder to search
 
 
 @dataclass(frozen=True)
-class Found:
-    """A file's bytes, and what to call it in an error."""
+class DataFile:
+    """Content of a file."""
 
-    where: str
+    path: str  # for error messages; "archive:member" for a file in an archive
     data: bytes
 
     def text(self) -> str:
-        """The bytes as text."""
+        """Decode the bytes as UTF-8."""
         try:
             return self.data.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.where}: not UTF-8 text, byte {error.start:,} is wrong") from None
+            raise ValueError(f"{self.path}: not UTF-8 text (invalid byte {error.start:,})") from None
 
 
-def data_folder(folder: Path | None, name: str, what: str) -> Path:
-    """`folder`, or else the one that the environment names."""
+def data_folder(folder: Path | None, task: str, content: str) -> Path:
+    """Return `folder`, or else the one in $PUFFERFISH_DATA; errors name the task and the expected content."""
     if folder is None:
-        named = os.environ.get(VARIABLE)
-        if not named:
-            raise ValueError(f"{name} needs data: give --data or set {VARIABLE} to {what}")
-        folder = Path(named)
+        default = os.environ.get(DATA_VARIABLE)
+        if not default:
+            raise ValueError(f"{task} needs data: set --data or {DATA_VARIABLE} to {content}")
+        folder = Path(default)
     if not folder.exists():
-        raise ValueError(f"{name}: there is no {folder}; give --data or set {VARIABLE} to {what}")
+        raise ValueError(f"{task}: {folder} does not exist; set --data or {DATA_VARIABLE} to {content}")
     return folder
 
 
-def read(dataset: Dataset, folder: Path | None) -> dict[str, Found]:
-    """All files of `dataset`, from the folder itself or one inside it, as they are or in an archive."""
-    get = f"`pufferfish fetch {dataset.name} --data FOLDER`"
-    root = data_folder(folder, dataset.name, f"a folder with {_wanted(dataset)}, or let {get} fill one")
+def read_files(dataset: Dataset, folder: Path | None) -> dict[str, DataFile]:
+    """Read all files of `dataset` from the folder or a known subfolder, either plain or from an archive."""
+    fetch = f"`pufferfish fetch {dataset.name} --data FOLDER`"
+    root = data_folder(folder, dataset.name, f"a folder with {_file_names(dataset)}, or run {fetch}")
     if root.is_file():  # the archive itself
-        return _complete(dataset, _archived(dataset, root), root)
-    places = [root, *(root / name for name in (dataset.name, *dataset.folders))]
-    partial: Path | None = None
-    for place in filter(Path.is_dir, places):
-        paths = {name: next(_existing(place, names), None) for name, names in dataset.files.items()}
-        if all(paths.values()):
-            return {name: _file(path) for name, path in paths.items() if path}
-        partial = partial or (place if any(paths.values()) else None)
-        for archive in _existing(place, dataset.archives):
-            return _complete(dataset, _archived(dataset, archive), archive)
+        return _check_complete(dataset, _read_archive(dataset, root), root)
+    partial: tuple[dict[str, Path], Path] | None = None
+    for candidate in filter(Path.is_dir, (root, *(root / name for name in (dataset.name, *dataset.folders)))):
+        paths = {n: path for n, names in dataset.files.items() if (path := _find_file(candidate, names))}
+        if len(paths) == len(dataset.files):
+            return {name: _read_file(path) for name, path in paths.items()}
+        if archive := _find_file(candidate, dataset.archives):
+            return _check_complete(dataset, _read_archive(dataset, archive), archive)
+        partial = partial or ((paths, candidate) if paths else None)
     if partial is not None:
-        return _complete(
-            dataset,
-            {n: _file(p) for n, names in dataset.files.items() for p in _existing(partial, names)},
-            partial,
-        )
+        _check_complete(dataset, *partial)
     raise ValueError(
-        f"{dataset.name}: no data in {root}; put {_wanted(dataset)} there, or run "
+        f"{dataset.name}: no data in {root}; put {_file_names(dataset)} there, or run "
         f"`pufferfish fetch {dataset.name} --data {root}`"
     )
 
 
-def _wanted(dataset: Dataset) -> str:
+def _file_names(dataset: Dataset) -> str:
     names = list(dataset.files)
-    either = f" or {dataset.archives[0]}" if dataset.archives else ""
-    return f"{', '.join(names[:-1])} and {names[-1]}{either}"
+    archive = f" or {dataset.archives[0]}" if dataset.archives else ""
+    return f"{', '.join(names[:-1])} and {names[-1]}{archive}"
 
 
-def _existing(place: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    return (place / name for name in names if (place / name).is_file())
+def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _complete(dataset: Dataset, found: dict[str, Found], where: Path) -> dict[str, Found]:
-    missing = [name for name in dataset.files if name not in found]
+def _check_complete(dataset: Dataset, files: dict[str, T], source: Path) -> dict[str, T]:
+    missing = [name for name in dataset.files if name not in files]
     if missing:
-        raise ValueError(f"{dataset.name}: {where} lacks {', '.join(missing)}")
-    return found
+        raise ValueError(f"{dataset.name}: {', '.join(missing)} missing in {source}")
+    return files
 
 
-def _file(path: Path) -> Found:
-    data = path.read_bytes()  # what keeps us from reading it, the system says well
+def _read_file(path: Path) -> DataFile:
+    data = path.read_bytes()
     if path.suffix == ".gz":
         try:
             data = gzip.decompress(data)
-        except _BROKEN as error:
-            raise ValueError(f"{path}: damaged ({_line(error)}); get it again") from None
-    return Found(str(path), data)
+        except _ERRORS as error:
+            raise ValueError(f"{path}: damaged ({_first_line(error)}); download it again") from None
+    return DataFile(str(path), data)
 
 
-def _archived(dataset: Dataset, path: Path) -> dict[str, Found]:
-    """The files in an archive; nothing is written to disk."""
-    known = {name: canonical for canonical, names in dataset.files.items() for name in names}
-    found = {}
-    with path.open("rb"):  # what keeps us from reading it, the system says well
+def _read_archive(dataset: Dataset, path: Path) -> dict[str, DataFile]:
+    """Read the files of `dataset` from an archive, without writing to disk."""
+    canonical = {alias: name for name, aliases in dataset.files.items() for alias in aliases}
+    files = {}
+    with path.open("rb"):  # let errors of the file system pass: only decoding errors are translated below
         pass
     try:
-        for member, data in _members(path, set(known)):
-            found[known[member]] = Found(f"{path}:{member}", data)
-    except _BROKEN as error:
-        raise ValueError(f"{path}: damaged, or no archive ({_line(error)}); get it again") from None
-    return found
+        for member, data in _read_members(path, set(canonical)):
+            files[canonical[member]] = DataFile(f"{path}:{member}", data)
+    except _ERRORS as error:
+        problem = f"damaged or not an archive ({_first_line(error)}); download it again"
+        raise ValueError(f"{path}: {problem}") from None
+    return files
 
 
-def _members(path: Path, wanted: set[str]) -> Iterator[tuple[str, bytes]]:
+def _read_members(path: Path, names: set[str]) -> Iterator[tuple[str, bytes]]:
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
-                if Path(name).name in wanted:
+                if Path(name).name in names:
                     yield Path(name).name, archive.read(name)
         return
     with tarfile.open(path) as tar:
         for member in tar:
             name = Path(member.name).name
-            file = tar.extractfile(member) if name in wanted and member.isfile() else None
+            file = tar.extractfile(member) if name in names and member.isfile() else None
             if file is not None:
                 yield name, file.read()
 
 
-def _line(error: Exception) -> str:
-    """The first line of what an error says."""
+def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""`fetch`: a dataset from its home. Goes on where it stopped, checks what came, and leaves no half file under its name."""
+"""`fetch`: download a data set. Resumes interrupted downloads, verifies checksums, and never leaves a partial file under its final name."""
 
 from __future__ import annotations
 
@@ -14,50 +14,48 @@ from pathlib import Path
 from ...lowrank.files import sha256, sync
 from .dataset import Dataset, Download
 
-TIMEOUT = 60.0  # seconds without a byte
-_PIECE = 1 << 16
+TIMEOUT = 60.0  # seconds without data
+_CHUNK = 1 << 16
 
 
 def fetch(dataset: Dataset, folder: Path) -> Path:
-    """Download what `dataset` consists of into a folder of its name in `folder`; what is there already stays.
-
-    Returns:
-        That folder.
-    """
+    """Download the files of `dataset` into `folder`/`dataset.name`, and return that folder. Existing files are kept."""
     target = folder / dataset.name
     target.mkdir(parents=True, exist_ok=True)
     for download in dataset.downloads:
         if not (target / download.file).is_file():
-            _get(download, target / download.file)
+            _download(download, target / download.file)
     return target
 
 
-def _get(download: Download, path: Path) -> None:
+def _download(download: Download, path: Path) -> None:
     part = path.with_name(f"{path.name}.part")
     while True:
-        before, reason = _size(part), "it broke off"
+        before, reason = _size(part), "the connection was closed early"
         try:
             total = _receive(download, part)
             if total is None or _size(part) >= total:
                 break
         except (OSError, http.client.HTTPException) as error:
-            reason = _reason(error)
+            reason = _describe(error)
         if _size(part) > before:
-            continue  # it broke, but it gets on
-        kept = f"; {_size(part):,} bytes are kept, the next attempt goes on from there" if _size(part) else ""
+            continue  # retry as long as there is progress
+        partial = (
+            f"{_size(part):,} bytes are kept, run the command again to resume, or " if _size(part) else ""
+        )
         raise OSError(
-            f"{download.url}: {reason}{kept}; or put {download.file} into {path.parent} yourself"
+            f"{download.url}: {reason}; {partial}put {download.file} into {path.parent} yourself"
         ) from None
-    problem = _wrong(download, part)
+    problem = _mismatch(download, part)
     if problem:
         part.unlink()
-        raise ValueError(f"{download.url}: {problem}; what came was removed, nothing else changed")
+        raise ValueError(f"{download.url}: {problem}; the downloaded file was removed")
     sync(part)
     part.rename(path)
 
 
 def _receive(download: Download, part: Path) -> int | None:
-    """Write what the server sends until it stops; returns how long the file is, if that is known."""
+    """Append the server's reply to `part`; return the size of the complete file, if known."""
     done = _size(part)
     headers = {"User-Agent": "pufferfish", "Accept-Encoding": "identity"}
     if done:
@@ -66,36 +64,36 @@ def _receive(download: Download, part: Path) -> int | None:
         reply = urllib.request.urlopen(urllib.request.Request(download.url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return done  # there is no more of it: the checksum tells whether that is all
+            return done  # nothing is left to download; the checksum shows whether the file is right
         raise
     with reply:
         if reply.status != http.HTTPStatus.PARTIAL_CONTENT:
-            done = 0  # a server that cannot go on sends all of it
+            done = 0  # the server does not support ranges and sends the whole file
         elif not reply.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
-            raise OSError("the server sent another part than asked for")
+            raise OSError("the server sent a different byte range than requested")
         length = reply.headers.get("Content-Length")
         total = done + int(length) if length else download.size
         with part.open("ab" if done else "wb") as file, _Progress(download.file, total) as progress:
-            while piece := reply.read(_PIECE):
-                file.write(piece)
-                done += len(piece)
+            while chunk := reply.read(_CHUNK):
+                file.write(chunk)
+                done += len(chunk)
                 progress.show(done)
     return total
 
 
-def _wrong(download: Download, path: Path) -> str | None:
-    """What is not right about a downloaded file."""
+def _mismatch(download: Download, path: Path) -> str | None:
+    """Describe how a downloaded file differs from the expected one; None if it does not."""
     if download.size is not None and _size(path) != download.size:
-        return f"{_size(path):,} bytes instead of {download.size:,}"
+        return f"got {_size(path):,} bytes, expected {download.size:,}"
     if download.sha256 is not None and sha256(path) != download.sha256:
-        return "its SHA-256 is not the known one"
-    if download.content is not None:
+        return "the SHA-256 of the file does not match"
+    if download.content_sha256 is not None:
         try:
             text = gzip.decompress(path.read_bytes())
         except (OSError, EOFError) as error:
-            return f"damaged ({error})"
-        if hashlib.sha256(text.rstrip(b"\n") + b"\n").hexdigest() != download.content:
-            return "the SHA-256 of its text is not the known one"
+            return f"damaged gzip file ({error})"
+        if hashlib.sha256(text.rstrip(b"\n") + b"\n").hexdigest() != download.content_sha256:
+            return "the SHA-256 of its content does not match"
     return None
 
 
@@ -103,16 +101,16 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _reason(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server says {error.code} {error.reason}"
+        return f"the server returned {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
         return f"not reachable ({error.reason})"
-    return f"it broke off ({error or type(error).__name__})"
+    return f"the connection failed ({error or type(error).__name__})"
 
 
 class _Progress:
-    """A line on the terminal, if there is one, that says how far a download is."""
+    """Progress bar of a download; shown only on a terminal."""
 
     def __init__(self, name: str, total: int | None) -> None:
         self._name, self._total = name, total

@@ -1,4 +1,4 @@
-"""WikiText-2, word level: the official three files, each line's end a word of its own."""
+"""WikiText-2, word level: the three official files, with a token for the end of each line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, Download, Found
+from .dataset import DataFile, Dataset, Download
+from .splits import Splits
 
 VOCABULARY = 33_278
 
@@ -25,24 +26,24 @@ DATASET = Dataset(
 )
 
 
-def tokens(files: dict[str, Found]) -> dict[str, Tensor]:
-    """The splits as numbers; words are numbered as they appear in the training text."""
-    number: dict[str, int] = {}
-    found = {}
+def read_tokens(files: dict[str, DataFile]) -> Splits:
+    """Token ids of each split; words are numbered in the order of their first occurrence in the training text."""
+    ids: dict[str, int] = {}
+    splits: dict[str, tuple[Tensor]] = {}
     for split in ("train", "valid", "test"):
         file = files[f"{split}.txt"]
         words = file.text().rstrip("\n").replace("\n", " <eos> ").split() + ["<eos>"]
         if split == "train":
             for word in words:
-                number.setdefault(word, len(number))
-            if len(number) > VOCABULARY:
+                ids.setdefault(word, len(ids))
+            if len(ids) > VOCABULARY:
                 raise ValueError(
-                    f"{file.where}: {len(number):,} different words, WikiText-2 has {VOCABULARY:,}"
+                    f"{file.path}: {len(ids):,} different words, but WikiText-2 has {VOCABULARY:,}"
                 )
-            unknown = number.get("<unk>")
-        numbers = [number.get(word, unknown) for word in words]
-        if None in numbers:
-            word = words[numbers.index(None)]
-            raise ValueError(f"{file.where}: {word!r} is neither in the training text, nor is <unk>")
-        found[split] = torch.from_numpy(np.array(numbers, dtype=np.int64))
-    return found
+            unknown = ids.get("<unk>")
+        tokens = [ids.get(word, unknown) for word in words]
+        if None in tokens:
+            word = words[tokens.index(None)]
+            raise ValueError(f"{file.path}: neither {word!r} nor <unk> is in the training text")
+        splits[split] = (torch.from_numpy(np.array(tokens, dtype=np.int64)),)
+    return Splits(splits)

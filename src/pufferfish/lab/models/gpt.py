@@ -1,4 +1,4 @@
-"""A small decoder-only language model over bytes."""
+"""`GPT`: a small decoder-only language model over bytes."""
 
 import math
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pufferfish.lab.models.attention import Attention
+from .multi_head_attention import MultiHeadAttention
 
 
 class Block(nn.Module):
-    """Causal self-attention and a GELU feed-forward, each normalised before and added to its input."""
+    """Pre-norm block: causal self-attention and a GELU feed-forward layer, each with a residual connection."""
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = Attention(d, heads)
+        self.attention = MultiHeadAttention(d, heads)
         self.ffn_norm = nn.LayerNorm(d)
         self.up = nn.Linear(d, 4 * d)
         self.down = nn.Linear(4 * d, d)
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, pre-norm blocks, and the embedding's table as the output layer."""
+    """Decoder-only Transformer with learned positions, pre-norm blocks, and an output layer tied to the embedding."""
 
     def __init__(
         self, *, vocabulary: int = 256, d: int = 384, layers: int = 6, heads: int = 6, context: int = 256
@@ -43,14 +43,14 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                # What is added to the residual stream starts smaller the more there are to add.
+                # Layers that add to the residual stream are initialized smaller, the deeper the model (GPT-2).
                 residual = name.endswith((".o", ".down"))
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, time, vocabulary) of the token that follows each of `tokens` (batch, time)."""
+        """Logits (batch, time, vocabulary) of the token after each of `tokens` (batch, time)."""
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""The word-level LSTM language model with a tied embedding."""
+"""`LSTMLanguageModel`: word-level LSTM with a tied embedding."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ State = tuple[Tensor, Tensor]
 
 
 class LSTMLanguageModel(nn.Module):
-    """Embedding, stacked LSTM, and a decoder whose weight is the embedding's table."""
+    """Embedding, stacked LSTM, and a decoder tied to the embedding."""
 
     def __init__(
         self, *, vocabulary: int = 33_278, d: int = 1500, layers: int = 2, dropout: float = 0.65
@@ -21,6 +21,6 @@ class LSTMLanguageModel(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Logits (time, batch, vocabulary) for tokens (time, batch), and the state to go on from."""
+        """Logits (time, batch, vocabulary) of tokens (time, batch), and the final state."""
         x, state = self.lstm(self.dropout(self.embedding(tokens)), state)
         return self.decoder(self.dropout(x)), state

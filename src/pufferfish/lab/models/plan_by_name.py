@@ -1,4 +1,4 @@
-"""Plans for models given by name or by a factory: what `pufferfish plan` shows."""
+"""`plan_by_name`: the plan of a model given by name or by a factory, as `pufferfish plan` shows it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.utils import _pytree as pytree
 
 import pufferfish as pf
 
-from ...planning.profile import Example, run
+from ...planning.profile import Example, run_example
 from ...planning.rules import RankLike, as_rule
 from . import REFERENCES
-from .factory import LOSS, called, load_factory
+from .load_factory import LOSS_CALL, call_user_code, load_factory
 
 
-def make_plan(
+def plan_by_name(
     model: str,
     *,
     rank: str | None,
@@ -29,29 +29,29 @@ def make_plan(
     measure: bool | Literal["graph"],
     device: str,
 ) -> tuple[pf.Plan, list[str]]:
-    """The plan, and what had to be left out."""
+    """Return a model's plan and remarks about its limits; the arguments are those of the command line."""
     rule = as_rule(parse_rank(rank) if rank else 0.25)
     rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
     weights = any(as_rule(r).needs_weights for r in (rule, *rules.values()))
     remarks: list[str] = []
     example: Example | None
     try:
-        where = torch.device(device if weights or measure else "meta")
-        torch.empty(0, device=where)
+        target = torch.device(device if weights or measure else "meta")
+        torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     if model in REFERENCES:
         reference = REFERENCES[model]
-        with where:
+        with target:
             net, example = reference.build(), reference.example()
         keep = reference.keep if keep is None else keep
         multiple = 1 if multiple is None else multiple
     else:
-        net, example, remarks = _from_factory(model, where if where.type != "meta" else None)
+        net, example, remarks = _from_factory(model, target if target.type != "meta" else None)
         if measure and example is None:
-            raise ValueError(f"{model}: --measure needs a batch; return (model, batch)")
+            raise ValueError(f"{model}: --measure needs a batch; return (model, batch) from the function")
     try:
-        made = pf.plan(
+        plan = pf.plan(
             net,
             rule,
             keep=keep or (),
@@ -63,19 +63,17 @@ def make_plan(
             measure=measure,
         )
     except Exception as error:
-        if example is not None and not isinstance(error, ValueError):  # is it their batch that does not fit?
-            called(model, "the model on its batch", run, net, example)
+        if example is not None and not isinstance(error, ValueError):  # does their batch fit the model?
+            call_user_code(model, "the model on its batch", run_example, net, example)
         raise
-    if not made.resolved:
-        made = pf.resolve(made, net)
-        remarks.append(
-            "The ranks are those that the weights give now, as they were built; training changes them."
-        )
-    return made, remarks
+    if not plan.resolved:
+        plan = pf.resolve(plan, net)
+        remarks.append("The ranks are those of the initial weights; they change during training.")
+    return plan, remarks
 
 
 def parse_rank(text: str) -> RankLike:
-    """`0.25`, `8`, `energy:0.9`, `stable`, `budget:params=3e6`.
+    """Parse a rank: `0.25`, `8`, `energy:0.9`, `stable` or `budget:params=3e6`.
 
     >>> parse_rank("0.25"), parse_rank("8"), parse_rank("energy:0.9")
     (0.25, 8, Energy(keep=0.9))
@@ -94,24 +92,24 @@ def parse_rank(text: str) -> RankLike:
         if isinstance(error, ValueError) and str(error).startswith(("Energy", "Budget")):
             raise
         raise ValueError(
-            f"rank {text!r}: write 0.25, 8, energy:0.9, stable or budget:params=3e6 (macs=, bytes=)"
+            f"invalid rank {text!r}: write 0.25, 8, energy:0.9, stable or budget:params=3e6 (macs=, bytes=)"
         ) from None
 
 
 def _from_factory(spec: str, device: torch.device | None) -> tuple[nn.Module, Example | None, list[str]]:
-    made = load_factory(spec)()
-    model, batch, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+    built = load_factory(spec)()
+    model, batch, loss_fn = (*built, None, None)[:3] if isinstance(built, tuple) else (built, None, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{spec} returned {type(model).__name__}, not a model or (model, batch[, loss_fn])")
+        raise ValueError(
+            f"{spec} must return a model or (model, batch[, loss_fn]), got {type(model).__name__}"
+        )
     if device is not None:
         model = model.to(device)
         batch = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)
     if batch is None:
-        return (
-            model,
-            None,
-            ["No batch came with the model: MACs and times are left out. Return (model, batch)."],
-        )
+        remark = "returned no batch: MACs and times are omitted. Return (model, batch) to include them."
+        return model, None, [f"{spec} {remark}"]
     if loss_fn is None:
-        return model, batch, ["No loss_fn came with the model: backward is counted from the outputs' sum."]
-    return model, lambda net: called(spec, LOSS, loss_fn, net, batch), []
+        remark = "returned no loss_fn: backward MACs are those of the sum of the outputs."
+        return model, batch, [f"{spec} {remark}"]
+    return model, lambda net: call_user_code(spec, LOSS_CALL, loss_fn, net, batch), []

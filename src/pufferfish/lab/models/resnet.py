@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A bias-free convolution that keeps the image's size at stride 1."""
+    """Convolution without bias that keeps the image size at stride 1."""
     return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """The projection beside a block, or None where the block's input can be added as it is."""
+    """Projection of the residual connection; None where the input already has the right shape."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
@@ -37,7 +37,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (which carries the stride), 1x1, and a shortcut."""
+    """1x1, 3x3 (with the stride) and 1x1 convolutions, and a shortcut."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages of blocks and a linear classifier.
+    """A stem, four stages of `depths` blocks each, and a linear classifier.
 
-    `inner` and `outputs` are the first stage's channels; every later stage doubles both. `cifar` takes the
-    stem for small images: one 3x3 convolution with neither batch norm nor pooling behind it.
+    `inner` and `outputs` are the channels of the blocks in the first stage; each stage doubles both.
+    `cifar` is the stem for small images: a single 3x3 convolution without batch norm and pooling.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def resnet18(*, classes: int = 10, width: int = 64) -> ResNet:
 
 
 def resnet50(*, classes: int = 1000, width: int = 64, wide: int = 1) -> ResNet:
-    """ResNet-50 for ImageNet; `wide` multiplies the channels inside the bottlenecks."""
+    """ResNet-50 for ImageNet; `wide` multiplies the inner channels of the bottlenecks."""
     return ResNet(
         Bottleneck,
         (3, 4, 6, 3),

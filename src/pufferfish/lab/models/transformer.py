@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer for translation."""
+"""`Transformer`: encoder-decoder for translation."""
 
 import math
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pufferfish.lab.models.attention import Attention
+from .multi_head_attention import MultiHeadAttention
 
 
 def sinusoids(length: int, d: int) -> Tensor:
-    """Position table (length, d): sines in the first half of the columns, cosines in the second."""
+    """Position encodings (length, d): sines in the first half of the columns, cosines in the second."""
     frequencies = torch.exp(torch.arange(d // 2) * (-math.log(10_000.0) / (d // 2)))
     angles = torch.arange(length).unsqueeze(1) * frequencies
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a ReLU between them."""
+    """Two linear layers with a ReLU in between."""
 
     def __init__(self, d: int, hidden: int) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each normalised before and added to its input."""
+    """Pre-norm layer: self-attention and feed-forward, each with a residual connection."""
 
     def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = Attention(d, heads)
+        self.attention = MultiHeadAttention(d, heads)
         self.ffn_norm = nn.LayerNorm(d)
         self.ffn = FeedForward(d, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -48,14 +48,14 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention over the encoder's output, feed-forward; as in the encoder."""
+    """Pre-norm layer: causal self-attention, cross-attention to the encoder's output, feed-forward."""
 
     def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = Attention(d, heads)
+        self.attention = MultiHeadAttention(d, heads)
         self.cross_norm = nn.LayerNorm(d)
-        self.cross = Attention(d, heads)
+        self.cross = MultiHeadAttention(d, heads)
         self.ffn_norm = nn.LayerNorm(d)
         self.ffn = FeedForward(d, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -69,10 +69,10 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Pre-norm encoder and decoder; one table embeds source and target and gives the output.
+    """Pre-norm encoder and decoder; source embedding, target embedding and output layer are tied.
 
-    Sentences are padded on the right with `padding`. The source's padding is masked; the target's lies
-    in the future of every real token, so the causal order hides it already.
+    Sentences are padded on the right with `padding`. Padding of the source is masked; padding of the target comes
+    after every real token, so the causal mask hides it.
     """
 
     positions: Tensor
@@ -105,11 +105,11 @@ class Transformer(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits (batch, target time, vocabulary) of the token that follows each target token."""
+        """Logits (batch, target time, vocabulary) of the token after each target token."""
         return self.decode(target, self.encode(source), source)
 
     def encode(self, source: Tensor) -> Tensor:
-        """The encoder's output (batch, source time, d), the `memory` of `decode`."""
+        """Output of the encoder (batch, source time, d), the `memory` argument of `decode`."""
         mask = self._mask(source)
         x = self._embed(source)
         for layer in self.encoder:
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         return memory
 
     def decode(self, target: Tensor, memory: Tensor, source: Tensor) -> Tensor:
-        """As `forward`, from an encoded source; `source` itself only tells where its padding is."""
+        """Like `forward`, from an encoded source; `source` is used only for its padding mask."""
         mask = self._mask(source)
         x = self._embed(target)
         for layer in self.decoder:
@@ -131,5 +131,5 @@ class Transformer(nn.Module):
         return x
 
     def _mask(self, source: Tensor) -> Tensor:
-        """True at the real tokens, for every head and query."""
+        """Attention mask, true at real tokens, that broadcasts over heads and queries."""
         return (source != self.padding)[:, None, None, :]

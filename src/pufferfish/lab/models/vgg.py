@@ -1,18 +1,15 @@
-"""VGG-19 with batch norm for 32x32 images."""
+"""`VGG19`: with batch norm, for 32x32 images."""
 
 from collections import OrderedDict
 
 from torch import Tensor, nn
 
-# Convolutions of each stage, and how many times the first stage's width it has.
+# Number of convolutions in each stage, and its width relative to the first stage.
 STAGES = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))
 
 
 class VGG19(nn.Module):
-    """Sixteen 3x3 convolutions, halving the image five times, then `fcs` fully connected layers.
-
-    The convolutions have no bias of their own: batch norm adds one behind each of them.
-    """
+    """Sixteen 3x3 convolutions without bias, each followed by batch norm, then `fcs` fully connected layers."""
 
     def __init__(self, *, classes: int = 10, fcs: int = 3, width: int = 64) -> None:
         super().__init__()

@@ -1,10 +1,19 @@
-"""Several hosts on one machine, joined by links as slow as you like: real TCP over an emulated network."""
+"""Several hosts on one machine, joined by emulated links of a chosen speed: real TCP over network namespaces."""
 
-from .clean import clean
 from .hosts import Hosts
-from .link_shape import Shape
-from .link_speed import Link
+from .link_shape import LinkShape
 from .loopback import Loopback, emulate
-from .namespaces import Network, why_not
+from .measured_link import MeasuredLink
+from .network import Network, unavailable_reason
+from .orphans import kill_orphans
 
-__all__ = ["Hosts", "Link", "Loopback", "Network", "Shape", "clean", "emulate", "why_not"]
+__all__ = [
+    "Hosts",
+    "LinkShape",
+    "Loopback",
+    "MeasuredLink",
+    "Network",
+    "emulate",
+    "kill_orphans",
+    "unavailable_reason",
+]

@@ -1,4 +1,4 @@
-"""`Hosts`: what an emulated network and the plain loopback have in common."""
+"""`Hosts`: base class of emulated networks and of the plain loopback."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TypeVar
 
-from .clean import MARK, clean, kill, marked, owner
-from .launch import launch
-from .link_speed import Link, measure
+from .launch import launch as launch_job
+from .measured_link import measure_link
+from .orphans import TAG_VARIABLE, kill_and_wait, kill_orphans, owner_id, tagged_processes
 
 Self = TypeVar("Self", bound="Hosts")
 _serial = itertools.count()
 
 
 class Hosts(ABC):
-    """Hosts 0 … n-1 that reach each other over TCP. A context manager: at its end all that runs on them ends."""
+    """Hosts 0 … n-1 that reach each other over TCP. A context manager: on exit all processes on the hosts are killed."""
 
-    interface: str  #: that has a host's address
-    asked: str  #: the link that was asked for
+    interface: str  #: network interface that has the host's address
+    requested_link: str  #: link between hosts as requested, e.g. "1gbit,delay=5ms"
 
     def __init__(self, hosts: int) -> None:
         if not 1 <= hosts <= 64:
-            raise ValueError(f"{hosts} hosts: choose 1 to 64")
+            raise ValueError(f"hosts must be between 1 and 64, got {hosts}")
         self.hosts = hosts
-        self._mark = f"{owner()}/{next(_serial)}"
+        self._tag = f"{owner_id()}/{next(_serial)}"
         self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self: Self) -> Self:
-        clean()  # what killed ones left would compete for the machine
+        kill_orphans()  # processes of killed runs would compete for the CPU
         return self
 
     def __exit__(
@@ -44,19 +44,19 @@ class Hosts(ABC):
 
     @abstractmethod
     def address(self, host: int) -> str:
-        """Where the others reach a host."""
+        """IP address at which the other hosts reach `host`."""
 
     @abstractmethod
-    def port(self) -> int:
-        """A port that is free on host 0."""
+    def free_port(self) -> int:
+        """TCP port that is free on host 0."""
 
     @abstractmethod
     def cut(self, host: int) -> None:
-        """Pull a host's cable: packets are lost, connections wait."""
+        """Disconnect a host: packets are lost, connections stay open and wait."""
 
     @abstractmethod
     def restore(self, host: int) -> None:
-        """Put it back."""
+        """Reconnect a host."""
 
     def run(
         self,
@@ -67,16 +67,16 @@ class Hosts(ABC):
         stdout: int | IO[str] | None = None,
         stderr: int | IO[str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, in this process's folder; `env` is added to the environment.
+        """Start a command on a host in the current directory, and return its process without waiting.
 
-        It is out of the terminal's reach: ctrl-C is for this process, which ends all when it leaves.
+        `env` is added to the environment. The process is in a session of its own: ctrl-C interrupts only this
+        process, which kills the others on exit.
         """
-        if not 0 <= host < self.hosts:
-            raise ValueError(f"host {host}: there are 0 to {self.hosts - 1}")
-        process = self._start(
+        self._check(host)
+        process = self._popen(
             host,
             command,
-            env={**os.environ, **(env or {}), MARK: f"{self._mark}/{host}"},
+            env={**os.environ, **(env or {}), TAG_VARIABLE: f"{self._tag}/{host}"},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -87,63 +87,38 @@ class Hosts(ABC):
         self._started.append(process)
         return process
 
-    def launch(
-        self,
-        command: Sequence[str],
-        *,
-        per_host: int = 1,
-        env: Mapping[str, str] | None = None,
-        restarts: int = 0,
-        write: Callable[[str], object] = print,
-        grace: float = 10.0,
-    ) -> int:
-        """Run `torchrun command` as one job of all hosts, each with an agent and `per_host` workers of its own.
+    launch = launch_job
+    measure = measure_link
 
-        When one host fails, or on ctrl-C, all end: the agents are told to stop and have `grace` seconds for it.
-
-        Args:
-            command: script and arguments, or "-m", module and arguments.
-            env: added to the environment.
-            restarts: how often torchrun may start the workers again, on all hosts, when some have failed. Ranks then
-                follow the text of the hosts' addresses: from ten hosts on, a rank's host is another.
-            write: gets every line of output, with the host before it.
-
-        Returns:
-            0, or the exit code of the host that failed first.
-        """
-        return launch(
-            self, command, per_host=per_host, env=env or {}, restarts=restarts, write=write, grace=grace
-        )
-
-    def measure(self) -> Link:
-        """The link as it is: what each host gets while all send to the next one, and how long a byte takes."""
-        return measure(self)
-
-    def running(self) -> set[int]:
-        """The processes on all hosts, whoever started them there."""
-        return {pid for pid, mark in marked().items() if mark.startswith(f"{self._mark}/")}
+    def process_ids(self) -> set[int]:
+        """PIDs of all processes on the hosts, including descendants."""
+        return {pid for pid, tag in tagged_processes().items() if tag.startswith(f"{self._tag}/")}
 
     def stop(self, grace: float = 0.0) -> None:
-        """End all that runs on the hosts: what `run` started by SIGTERM, and after `grace` seconds all at once."""
+        """End all processes on the hosts: SIGTERM to those that `run` started, after `grace` seconds SIGKILL to all."""
         for process in self._started:
             process.terminate()
-        end = time.monotonic() + grace
+        deadline = time.monotonic() + grace
         for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-        while left := self.running():  # workers may outlive their agent, and fork while we look
-            kill(left)
-        self._forget()
+                process.wait(max(0.0, deadline - time.monotonic()))
+        while pids := self.process_ids():  # workers may outlive their agent, and may fork meanwhile
+            kill_and_wait(pids)
+        self._reap()
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes and release all resources."""
         self.stop()
 
+    def _check(self, host: int) -> None:
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"host {host} does not exist; hosts are 0 to {self.hosts - 1}")
+
     @abstractmethod
-    def _start(self, host: int, command: Sequence[str], **settings: object) -> subprocess.Popen[str]:
+    def _popen(self, host: int, command: Sequence[str], **settings: object) -> subprocess.Popen[str]:
         """`subprocess.Popen` on a host."""
 
-    def _forget(self) -> None:
+    def _reap(self) -> None:
         for process in self._started:
             process.wait()
         self._started = []

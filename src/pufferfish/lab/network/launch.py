@@ -1,4 +1,4 @@
-"""One job of all hosts: a torchrun agent on each, their output in one place, all ended when one fails."""
+"""`launch`: one torchrun job on all hosts, with one agent per host; all end when one fails."""
 
 from __future__ import annotations
 
@@ -13,94 +13,111 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .hosts import Hosts
 
-#: Seconds that an agent waits for an answer of the others before it gives up: torchrun's 60 are a short cut.
-_PATIENCE = 600
+#: Seconds that an agent waits for the rendezvous store; torchrun's default of 60 is less than a long link failure.
+_STORE_TIMEOUT = 600
 
 
 def launch(
     hosts: Hosts,
     command: Sequence[str],
     *,
-    per_host: int,
-    env: Mapping[str, str],
-    restarts: int,
-    write: Callable[[str], object],
-    grace: float,
+    per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    write: Callable[[str], object] = print,
+    grace: float = 10.0,
 ) -> int:
-    """See `Hosts.launch`."""
+    """Run `torchrun command` as one job on all hosts, with an agent and `per_host` workers on each.
+
+    When a host fails, or on ctrl-C, the job ends: agents get SIGTERM, and after `grace` seconds SIGKILL.
+
+    Args:
+        hosts: hosts of the job; this function is the method `Hosts.launch`.
+        command: script and arguments, or "-m", module and arguments.
+        per_host: workers on each host.
+        env: variables added to the environment.
+        restarts: how often torchrun may restart the workers on all hosts after a failure. torchrun then
+            orders hosts by the text of their addresses, so with ten or more hosts a worker's rank may change.
+        write: called with every line of output, prefixed with the host.
+        grace: seconds between SIGTERM and SIGKILL.
+
+    Returns:
+        0, or the exit code of the host that failed first.
+    """
     if not command:
-        raise ValueError("launch: there is no command; give a script, or '-m' and a module")
+        raise ValueError("launch: the command is empty; pass a script, or '-m' and a module")
     if not 1 <= per_host <= 64:
-        raise ValueError(f"{per_host} workers a host: choose 1 to 64")
+        raise ValueError(f"workers per host must be between 1 and 64, got {per_host}")
     if restarts < 0:
-        raise ValueError(f"{restarts} restarts: choose 0 or more")
-    port = hosts.port()
+        raise ValueError(f"restarts must be 0 or more, got {restarts}")
+    port = hosts.free_port()
     threads = max(1, (os.cpu_count() or 1) // (hosts.hosts * per_host))
-    settings = {
+    variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_CPP_LOG_LEVEL": os.environ.get(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        ),  # agents that end first scare the others
+        # Hides the warnings of agents that outlive the one with the store.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "GLOO_SOCKET_IFNAME": hosts.interface,
         "NCCL_SOCKET_IFNAME": hosts.interface,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restart on gloo finds the old store's keys otherwise
-        **env,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # after a restart gloo would find keys of the previous run
+        **(env or {}),
     }
     agents: list[subprocess.Popen[str]] = []
-    printers: list[threading.Thread] = []
-    trouble: list[Exception] = []
+    readers: list[threading.Thread] = []
+    write_errors: list[Exception] = []
     try:
         for host in range(hosts.hosts):
-            line = [
+            agent_command = [
                 sys.executable, "-m", "torch.distributed.run",
                 f"--nnodes={hosts.hosts}", f"--nproc-per-node={per_host}",
-                # Without it agents look their names up, which leads to 127.0.0.1.
+                # Without it an agent resolves its host name, which gives 127.0.0.1.
                 f"--local-addr={hosts.address(host)}",
-                *_meeting(host, hosts.address(0), port, restarts), *command,
+                *_rendezvous(host, hosts.address(0), port, restarts), *command,
             ]  # fmt: skip
-            agent = hosts.run(host, line, settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            agent = hosts.run(
+                host, agent_command, variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             agents.append(agent)
-            printers.append(threading.Thread(target=_print, args=(host, agent, write, trouble), daemon=True))
-            printers[-1].start()
+            readers.append(
+                threading.Thread(target=_forward_output, args=(host, agent, write, write_errors), daemon=True)
+            )
+            readers[-1].start()
         while True:
             codes = [agent.poll() for agent in agents]
             failed = [code for code in codes if code]
-            if failed or trouble or None not in codes:
+            if failed or write_errors or None not in codes:
                 break
             time.sleep(0.02)
     finally:
         hosts.stop(grace)
-        for printer in printers:
-            printer.join()
-    if trouble:
-        raise trouble[0]
+        for reader in readers:
+            reader.join()
+    if write_errors:
+        raise write_errors[0]
     if not failed:
         return 0
-    return failed[0] if failed[0] > 0 else 128 - failed[0]  # as a shell says that a signal ended it
+    return failed[0] if failed[0] > 0 else 128 - failed[0]  # a shell's code for death by a signal
 
 
-def _meeting(host: int, address: str, port: int, restarts: int) -> list[str]:
-    """How the agents find one another.
-
-    In torchrun's static way they meet once; while a link is cut each would restart its workers alone, again and
-    again. In c10d's they wait for one another.
-    """
+def _rendezvous(host: int, address: str, port: int, restarts: int) -> list[str]:
+    """torchrun's rendezvous options."""
     if not restarts:
         return [f"--node-rank={host}", f"--master-addr={address}", f"--master-port={port}"]
-    more = f"is_host={int(host == 0)},read_timeout={_PATIENCE}"
+    # A static rendezvous happens once: while a link is cut, each agent would restart its workers on its own.
+    # With c10d the agents wait for each other.
+    config = f"is_host={int(host == 0)},read_timeout={_STORE_TIMEOUT}"
     return [
-        f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={more}"
+        f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={config}"
     ]  # fmt: skip
 
 
-def _print(
-    host: int, agent: subprocess.Popen[str], write: Callable[[str], object], trouble: list[Exception]
+def _forward_output(
+    host: int, agent: subprocess.Popen[str], write: Callable[[str], object], errors: list[Exception]
 ) -> None:
     assert agent.stdout is not None
     with agent.stdout as lines:
-        for line in lines:  # to the end, else the workers wait for somebody to read
+        for line in lines:  # read to the end even after an error, or workers block on a full pipe
             try:
                 write(f"host{host} | {line.rstrip()}")
             except Exception as error:
-                trouble.append(error)
+                errors.append(error)

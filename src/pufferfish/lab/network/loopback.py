@@ -1,4 +1,4 @@
-"""`Loopback`: the same hosts without a network, for systems where none can be emulated; and `emulate`, which chooses."""
+"""`Loopback`: hosts without an emulated network, and `emulate`, which falls back to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .hosts import Hosts
-from .link_shape import Shape
-from .namespaces import Network, why_not
+from .link_shape import LinkShape
+from .network import Network, unavailable_reason
 
 
 class Loopback(Hosts):
-    """Hosts that are all this machine, joined by its loopback: nothing is slowed down.
+    """Hosts that are all this machine, joined by its loopback interface at full speed.
 
     >>> with Loopback(2) as hosts:
     ...     hosts.run(1, ["true"]).wait()
@@ -23,37 +23,39 @@ class Loopback(Hosts):
     """
 
     interface = "lo" if sys.platform == "linux" else "lo0"
-    asked = "not shaped"
+    requested_link = "not shaped"
 
     def address(self, host: int) -> str:
         return "127.0.0.1"
 
-    def port(self) -> int:
+    def free_port(self) -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             return int(free.getsockname()[1])
 
     def cut(self, host: int) -> None:
-        raise OSError(f"host {host}: the loopback has no link to cut; an emulated network has")
+        raise OSError(f"host {host}: the loopback has no link to cut; use an emulated network")
 
     restore = cut
 
-    def _start(self, host: int, command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
+    def _popen(self, host: int, command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(command, **settings)
 
 
-def emulate(link: str | Shape | None, hosts: int) -> Hosts:
-    """A `Network` with such links; the `Loopback` for None, and with a warning where none can be emulated.
+def emulate(link: str | LinkShape | None, hosts: int) -> Hosts:
+    """Create hosts on a `Network` with such links; on the `Loopback` if `link` is None.
+
+    Where networks cannot be emulated, warns and returns a `Loopback`.
 
     >>> emulate("100megabit", hosts=2)
     Traceback (most recent call last):
-    ValueError: network '100megabit': write it as 100mbit, 1gbit or 1gbit,delay=5ms
+    ValueError: invalid network '100megabit': write it as 100mbit, 1gbit or 1gbit,delay=5ms
     """
     if link is None:
         return Loopback(hosts)
     network = Network(hosts, link)
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is None:
         return network
-    warnings.warn(f"network {link}: {reason}. The plain loopback takes its place, not shaped", stacklevel=2)
+    warnings.warn(f"network {link}: {reason}. Using the plain loopback, not shaped, instead", stacklevel=2)
     return Loopback(hosts)

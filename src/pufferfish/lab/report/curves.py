@@ -1,4 +1,4 @@
-"""Metrics of runs over time, over bytes and over seeds."""
+"""Training curves: metrics over time or bytes, averaged over seeds."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import statistics
 from typing import NamedTuple
 
 from ...measure import Run
-from .groups import Comparison, Group, Measure, clocked
+from .comparison import Comparison, MethodRuns, Metric, has_measured_time
 
-#: Where on the axis, the mean over seeds, the lowest and the highest seed.
+#: Position on the x axis, mean over seeds, lowest and highest seed.
 Point = tuple[float, float, float, float]
-MOST_POINTS = 160  # of a line; more than a screen shows
+MAX_POINTS = 160  # per curve; more than a screen shows
 
 
-class Charted(NamedTuple):
-    """What the curves are of: the rows' name, what the axis says, and the measure."""
+class CurveSpec(NamedTuple):
+    """The metric that the curves show: its name in metrics.csv, its axis label, and how it is shown."""
 
-    rows: str
+    name: str
     label: str
-    measure: Measure
+    metric: Metric
 
 
-def charted(comparison: Comparison) -> Charted:
-    """The validation measure; where nobody validated, the loss that a loop logs."""
-    measure = comparison.measure
-    validated = Charted(f"valid/{measure.name}", f"validation {measure.label}", measure)
-    for found in (validated, Charted("loss", "loss", Measure("loss", higher=False))):
-        if any(curve(run, found.rows, "seconds") for run in comparison.runs):
-            return found
-    return validated
+def curve_spec(comparison: Comparison) -> CurveSpec:
+    """The validation metric, or the training loss where no run recorded a validation metric."""
+    metric = comparison.metric
+    validation = CurveSpec(f"valid/{metric.name}", f"validation {metric.label}", metric)
+    for spec in (validation, CurveSpec("loss", "loss", Metric("loss", higher=False))):
+        if any(run_curve(run, spec.name, "seconds") for run in comparison.runs):
+            return spec
+    return validation
 
 
-def mean_curve(group: Group, name: str, over: str, scale: float = 1.0) -> list[Point]:
-    """A metric over "seconds" or "bytes", at the steps that all of a method's runs have."""
-    shown = [run for run in group.runs if over != "seconds" or clocked(run)]
-    found = [points for run in shown if (points := curve(run, name, over))]
-    steps = sorted(set.intersection(*(set(points) for points in found))) if found else []
-    if len(steps) > MOST_POINTS:
-        steps = [steps[round(i * (len(steps) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
-    line = []
+def mean_curve(method: MethodRuns, name: str, over: str, scale: float = 1.0) -> list[Point]:
+    """A metric over "seconds" or "bytes", at the steps that all runs of a method have."""
+    runs = [run for run in method.runs if over != "seconds" or has_measured_time(run)]
+    curves = [curve for run in runs if (curve := run_curve(run, name, over))]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    if len(steps) > MAX_POINTS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
+    points = []
     for step in steps:
-        values = [points[step][1] * scale for points in found]
-        x = statistics.fmean(points[step][0] for points in found)
-        if x > 0 or over == "seconds":  # bytes go on a logarithmic scale
-            line.append((x, statistics.fmean(values), min(values), max(values)))
-    return line
+        values = [curve[step][1] * scale for curve in curves]
+        x = statistics.fmean(curve[step][0] for curve in curves)
+        if x > 0 or over == "seconds":  # bytes are drawn on a logarithmic scale
+            points.append((x, statistics.fmean(values), min(values), max(values)))
+    return points
 
 
-def curve(run: Run, name: str, over: str) -> dict[int, tuple[float, float]]:
-    """A metric by step, each with where that was on the other axis."""
+def run_curve(run: Run, name: str, over: str) -> dict[int, tuple[float, float]]:
+    """A metric by step, as pairs of the position on the x axis ("seconds" or "bytes") and the value."""
     sent = run.metrics.get("bytes", [])
     points: dict[int, tuple[float, float]] = {}
     at, total = 0, 0.0
@@ -62,16 +62,16 @@ def curve(run: Run, name: str, over: str) -> dict[int, tuple[float, float]]:
     return points if over == "seconds" or sent else {}
 
 
-def typical(run: Run, name: str) -> float | None:
-    """A metric's median over the second half of a run, when the start and the switch are over."""
+def late_median(run: Run, name: str) -> float | None:
+    """Median of a metric over the second half of a run, after the start and the switch."""
     values = [value for _, _, value in run.metrics.get(name, []) if math.isfinite(value)]
     return statistics.median(values[len(values) // 2 :]) if values else None
 
 
-def first_to(run: Run, measure: Measure, target: float) -> float | None:
-    """Seconds until the validation measure was as good as `target`, in the units it is shown in."""
-    for seconds, _, value in run.metrics.get(f"valid/{measure.name}", []):
-        shown = value * measure.scale
-        if shown >= target if measure.higher else shown <= target:
+def seconds_to_target(run: Run, metric: Metric, target: float) -> float | None:
+    """Seconds until the validation metric reached `target`, given in the units in which it is shown."""
+    for seconds, _, value in run.metrics.get(f"valid/{metric.name}", []):
+        shown = value * metric.scale
+        if shown >= target if metric.higher else shown <= target:
             return seconds
     return None

@@ -1,4 +1,4 @@
-"""The tables as CSV, LaTeX and Markdown."""
+"""Export of tables as CSV, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LATEX = {
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Long form, a line for each cell, numbers in full; half of a 95 % interval is a column of its own.
+    """CSV in long form, one line per cell, with full precision. Half-widths of intervals are columns of their own.
 
     >>> from pufferfish.lab.report.tables import Cell
-    >>> print(as_csv([Table("T", ["method", "a step"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
+    >>> print(as_csv([Table("T", ["method", "step time"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
     table,row,column,value
     T,1,method,dense
-    T,1,a step,1.5
+    T,1,step time,1.5
     """
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n")
@@ -38,35 +38,36 @@ def as_csv(tables: Sequence[Table]) -> str:
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
-    """
+    """Markdown tables.
+
     >>> from pufferfish.lab.report.tables import Cell
-    >>> print(as_markdown([Table("T", ["method", "a step"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
+    >>> print(as_markdown([Table("T", ["method", "step time"], [[Cell("dense"), Cell("1.5 s", 1.5)]])]), end="")
     ## T
     <BLANKLINE>
-    | method | a step |
+    | method | step time |
     |---|--:|
     | dense | 1.5 s |
     """
     parts = []
     for table in tables:
         lines = [f"## {table.title}", "", _line(table.columns)]
-        lines.append("|" + "|".join("--:" if right else "---" for right in to_right(table)) + "|")
+        lines.append("|" + "|".join("--:" if right else "---" for right in right_aligned(table)) + "|")
         lines += [_line([cell.text for cell in row]) for row in table.rows]
         parts.append("\n".join(lines + [text for note in table.notes for text in ("", note)]) + "\n")
     return "\n".join(parts)
 
 
 def as_latex(tables: Sequence[Table]) -> str:
-    r"""For the packages booktabs and textcomp.
+    r"""LaTeX tables, which need the packages booktabs and textcomp.
 
     >>> from pufferfish.lab.report.tables import Cell
-    >>> print(as_latex([Table("T", ["method", "of all"], [[Cell("a_b"), Cell("15 %", 0.15)]])]), end="")
+    >>> print(as_latex([Table("T", ["method", "share"], [[Cell("a_b"), Cell("15 %", 0.15)]])]), end="")
     \begin{table}
     \centering
     \caption{T.}
     \begin{tabular}{lr}
     \toprule
-    method & of all \\
+    method & share \\
     \midrule
     a\_b & 15 \% \\
     \bottomrule
@@ -76,30 +77,25 @@ def as_latex(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         caption = " ".join([f"{latex(table.title)}.", *map(latex, table.notes)])
+        alignment = "".join("r" if right else "l" for right in right_aligned(table))
         lines = [r"\begin{table}", r"\centering", rf"\caption{{{caption}}}"]
-        lines += [
-            rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in to_right(table))}}}",
-            r"\toprule",
-        ]
-        lines += [
-            _row(table.columns),
-            r"\midrule",
-            *(_row([cell.text for cell in row]) for row in table.rows),
-        ]
+        lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", _row(table.columns), r"\midrule"]
+        lines += [_row([cell.text for cell in row]) for row in table.rows]
         parts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n")
     return "\n".join(parts)
 
 
 def latex(text: str) -> str:
-    r"""
+    r"""Escape text for LaTeX.
+
     >>> latex("93.4 ± 0.1 %")
     '93.4 $\\pm$ 0.1 \\%'
     """
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def to_right(table: Table) -> list[bool]:
-    """Which columns hold numbers."""
+def right_aligned(table: Table) -> list[bool]:
+    """For each column, whether it holds numbers and is aligned to the right."""
     columns = [[row[n] for row in table.rows] for n in range(len(table.columns))]
     return [any(cell.value is not None for cell in column) for column in columns]
 

@@ -1,4 +1,4 @@
-"""The table that people look at first, and what has to be known to read it."""
+"""`headline`: the main table of a report, one row per method, and the notes needed to read it."""
 
 from __future__ import annotations
 
@@ -6,205 +6,196 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from .bench_folder import CEILING
-from .curves import first_to
-from .groups import Comparison, Group, clocked, seed_of, trainings
-from .numbers import count, faster, interval, millions, nbytes, seconds
-from .statistics import differences, estimate, ratio
-from .tables import Cell, Table, flat
+from .bench_folder import NO_EXCHANGE
+from .comparison import Comparison, MethodRuns, has_measured_time, seed_of, trainings
+from .curves import seconds_to_target
+from .formatting import format_bytes, format_estimate, format_number, format_seconds, format_speedup
+from .seed_statistics import estimate, paired_differences, paired_speedup
+from .tables import Cell, Table, flat, label
 
 
 def headline(comparison: Comparison, target: float | None = None) -> Table:
-    """A line for each method: how large, how good, how fast, how much on the wire."""
-    measure, reference = comparison.measure, comparison.reference
-    against = reference.name if reference else ""
-    counted = any(group.results("macs") for group in comparison.groups)
-    columns = ["method", "parameters", *["MACs"] * counted, measure.label]
-    columns += [f"difference to {against}"] * bool(reference) + ["a step"]
-    columns += [f"step against {against}"] * bool(reference) + ["whole run"]
-    columns += [f"run against {against}"] * bool(reference)
-    columns += [] if target is None else [f"time to {target:g}"]
-    sent = [x for group in comparison.groups for x in group.results("bytes_a_step").values()]
+    """Size, quality, speed and traffic of each method."""
+    metric, reference = comparison.metric, comparison.reference
+    sent = [x for method in comparison.methods for x in method.results("bytes_a_step").values()]
     sizes = ["bytes_a_step"] * (any(sent) or not sent) + ["peak_memory"]
-    columns += [*(key.replace("_", " ") for key in sizes), "seeds"]
-    speeds = {group.name: step_ratio(reference, group) for group in comparison.groups}
-    fastest = max((s[0] for s in speeds.values() if s), default=1.0)
+    speedups = [step_speedup(reference, method) for method in comparison.methods]
+    fastest = max((s[0] for s in speedups if s), default=1.0)
     rows = []
-    for group in comparison.groups:
-        row = [Cell(group.name), median(group.results("parameters"), count)]
-        row += [median(group.results("macs"), millions)] * counted + [score(comparison, group)]
+    for method in comparison.methods:
+        row = {"method": Cell(method.name)}
+        row["parameters"] = median_cell(method.results("parameters"), "{:,.0f}".format)
+        if any(other.results("macs") for other in comparison.methods):
+            row["MACs"] = median_cell(method.results("macs"), lambda n: f"{format_number(n / 1e6)} M")
+        row[metric.label] = score_cell(comparison, method)
         if reference:
-            row.append(difference(comparison, group))
-        row.append(step(group))
+            row[f"difference vs. {reference.name}"] = difference_cell(comparison, method)
+        row["step time"] = step_cell(method)
         if reference:
-            row.append(speed(reference, group, fastest) if group is not reference else Cell())
-        row.append(median(group.wholes(), seconds))
+            row[f"step speedup vs. {reference.name}"] = _step_speedup_cell(reference, method, fastest)
+        row["run time"] = median_cell(method.run_seconds(), format_seconds)
         if reference:
-            whole = run_ratio(reference, group)
-            row.append(_speed((whole, False) if whole else None) if group is not reference else Cell())
+            whole = run_speedup(reference, method) if method is not reference else None
+            row[f"run speedup vs. {reference.name}"] = _speedup_cell((whole, False) if whole else None)
         if target is not None:
-            row.append(reached(group, comparison, target))
-        row += [median(group.results(key), nbytes) for key in sizes]
-        rows.append(
-            [*row, Cell() if group.name == CEILING else Cell(str(len(group.finished)), len(group.finished))]
-        )
-    return Table("Methods side by side", columns, rows, notes(comparison))
+            row[f"time to {target:g}"] = target_cell(method, comparison, target)
+        row |= {label(key): median_cell(method.results(key), format_bytes) for key in sizes}
+        seeds = len(method.finished)
+        row["seeds"] = Cell() if method.name == NO_EXCHANGE else Cell(str(seeds), seeds)
+        rows.append(row)
+    cells = [list(row.values()) for row in rows]
+    return Table("Comparison of methods", list(rows[0]), cells, notes(comparison))
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What has to be known to read the table."""
-    measure, reference = comparison.measure, comparison.reference
-    scores = [score(comparison, group) for group in comparison.groups]
+    """How the figures of the table are computed, and what is missing or differs between runs."""
+    metric, reference, methods = comparison.metric, comparison.reference, comparison.methods
+    scores = [score_cell(comparison, method) for method in methods]
     intervals = any(cell.half is not None for cell in scores)
-    said = ["± is half of a 95 % interval (Student's t) over seeds."] * intervals
+    lines = ["± is half the width of a 95 % confidence interval (Student's t) over seeds."] * intervals
     if any(cell.value is not None for cell in scores):
-        said.append(f"{'More' if measure.higher else 'Less'} {measure.name} is better.")
-    if any(group.results("macs") for group in comparison.groups):
-        said.append(
-            "MACs are those of a forward pass for one row of a batch, by the model at the end of the run."
-        )
+        lines.append(f"{'Higher' if metric.higher else 'Lower'} {metric.name} is better.")
+    if any(method.results("macs") for method in methods):
+        lines.append("MACs are counted in a forward pass of the final model for one row of a batch.")
     if reference is None:
-        said.append(
-            "Nothing to compare with: none of the runs is named bf16 or dense (--against takes another)."
+        lines.append(
+            "No reference to compare with: no run is named bf16 or dense (--against selects another reference)."
         )
     else:
-        said.append(
-            f"Differences to {reference.name} are paired by seed"
-            f"{'; “better” and “worse” stand only where the interval leaves 0 out' * intervals}. Speed against {reference.name} is the median of the seeds' ratios, for one step and for "
-            "the whole run, warm-up included; below 1 it is slower."
+        lines.append(
+            f"Differences vs. {reference.name} are paired by seed"
+            f"{'; “better” and “worse” mean that the interval excludes 0' * intervals}. Speedups vs. {reference.name} are "
+            "medians of the ratios per seed, for one step and for the whole run including its warm-up; below 1 is slower."
         )
-    counts = sorted({group.rounds["count"] for group in comparison.groups if group.rounds})
-    if counts:
-        said.append(
-            f"A step is the median of {'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} timed in rounds in which all "
-            "methods took turns, each with its model as it is at the end of its run; its speed the median of the rounds' ratios, from the lower "
-            "to the upper quartile in brackets."
+    if counts := sorted({method.rounds["count"] for method in methods if method.rounds}):
+        lines.append(
+            f"Step times are medians over {'–'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} timed rounds. All "
+            "methods take turns in each round, with their models as they are at the end of their runs. Step speedups are medians "
+            "of the ratios per round, with lower and upper quartile in brackets."
         )
-    if any(group.name == CEILING for group in comparison.groups):
-        said.append(f"“{CEILING}” is dense DDP's step without any.")
-    for group in comparison.groups:
-        said += dict.fromkeys(note for run in group.runs for note in run.results.get("notes") or ())
-        late = [str(seed_of(run)) for run in group.runs if not run.finished]
-        if late:
-            said.append(f"{group.name}: seed {', '.join(late)} did not finish; in the curves only.")
-        if (
-            reference
-            and group.finished
-            and not {*map(seed_of, group.finished)} & {*map(seed_of, reference.finished)}
-        ):
-            said.append(
-                f"{group.name}: no finished seed in common with {reference.name}, so nothing is paired."
-            )
-        if reference and group.wholes() and reference.wholes() and group.steps() != reference.steps():
-            said.append(
-                f"{group.name}: another number of steps than {reference.name}; whole runs are not compared."
-            )
-        broken = [str(seed_of(run)) for run in group.finished if run.results.get(measure.name, 0.0) is None]
-        if broken:
-            said.append(f"{group.name}: seed {', '.join(broken)} ended with no number for {measure.name}.")
-        often = max((len(trainings(run)) for run in group.finished), default=0)
-        if often:
-            said.append(
-                f"{group.name}: its whole run is {often} trainings. Its parameters and MACs are those that are not zero; "
+    if any(method.name == NO_EXCHANGE for method in methods):
+        lines.append(f"“{NO_EXCHANGE}” is a step of dense DDP without communication.")
+    for method in methods:
+        lines += dict.fromkeys(note for run in method.runs for note in run.results.get("notes") or ())
+        if unfinished := ", ".join(str(seed_of(run)) for run in method.runs if not run.finished):
+            lines.append(f"{method.name}: seed {unfinished} did not finish; shown in the curves only.")
+        if reference and method.finished:
+            if not {*map(seed_of, method.finished)} & {*map(seed_of, reference.finished)}:
+                lines.append(
+                    f"{method.name}: no finished seed in common with {reference.name}, so not compared."
+                )
+            timed = method.run_seconds() and reference.run_seconds()
+            if timed and method.steps() != reference.steps():
+                lines.append(
+                    f"{method.name}: not as many steps as {reference.name}; run times are not compared."
+                )
+        failed = [str(seed_of(run)) for run in method.finished if run.results.get(metric.name, 0.0) is None]
+        if failed:
+            lines.append(f"{method.name}: seed {', '.join(failed)} ended without a finite {metric.name}.")
+        if count := max((len(trainings(run)) for run in method.finished), default=0):
+            lines.append(
+                f"{method.name}: its run time includes {count} trainings. Its parameters and MACs count nonzero weights only; "
                 "its steps compute with all of them."
             )
-        said += _differing(group)
-    return said
+        settings = [flat(run.settings) for run in method.runs]
+        keys = dict.fromkeys(key for each in settings for key in each if key != "seed")
+        if differing := ", ".join(key for key in keys if len({each.get(key) for each in settings}) > 1):
+            lines.append(f"{method.name}: its runs differ in {differing}, not only in the seed.")
+    return lines
 
 
-def _differing(group: Group) -> list[str]:
-    """Seeds are replicas: what else differs between a method's runs is said."""
-    found = [flat(run.settings) for run in group.runs]
-    keys = [key for key in dict.fromkeys(k for run in found for k in run) if key != "seed"]
-    differing = [key for key in keys if len({run.get(key) for run in found}) > 1]
-    return [f"{group.name}: its runs differ in {', '.join(differing)}, not in the seed alone."] * bool(
-        differing
-    )
-
-
-def median(values: Mapping[int, float], show: Callable[[float], str]) -> Cell:
+def median_cell(values: Mapping[int, float], show: Callable[[float], str]) -> Cell:
+    """Median over seeds."""
     if not values:
         return Cell()
-    middle = statistics.median(values.values())
-    return Cell(show(middle), middle)
+    median = statistics.median(values.values())
+    return Cell(show(median), median)
 
 
-def score(comparison: Comparison, group: Group) -> Cell:
-    """How good it is, over its seeds."""
-    measure = comparison.measure
-    value = estimate([x * measure.scale for x in group.results(measure.name).values()])
-    return Cell() if value is None else Cell(interval(value, measure.places), value.mean, value.half)
+def score_cell(comparison: Comparison, method: MethodRuns) -> Cell:
+    """Mean of the metric over seeds, with its interval."""
+    metric = comparison.metric
+    value = estimate([x * metric.scale for x in method.results(metric.name).values()])
+    return Cell() if value is None else Cell(format_estimate(value, metric.places), value.mean, value.half)
 
 
-def difference(comparison: Comparison, group: Group) -> Cell:
-    measure, reference = comparison.measure, comparison.reference
+def difference_cell(comparison: Comparison, method: MethodRuns) -> Cell:
+    """Mean difference to the reference over the seeds that both have, with its interval."""
+    metric, reference = comparison.metric, comparison.reference
     assert reference is not None
-    gaps = differences(group.results(measure.name), reference.results(measure.name))
-    value = estimate([gap * measure.scale for gap in gaps])
-    if value is None or group is reference:
+    differences = paired_differences(method.results(metric.name), reference.results(metric.name))
+    value = estimate([difference * metric.scale for difference in differences])
+    if value is None or method is reference:
         return Cell()
-    text = interval(value, measure.places, sign=True)
-    if not value.settled:
+    text = format_estimate(value, metric.places, sign=True)
+    if not value.significant:
         return Cell(text, value.mean, value.half)
-    better = (value.mean > 0) == measure.higher
-    return Cell(
-        f"{text}, {'better' if better else 'worse'}", value.mean, value.half, "good" if better else "bad"
-    )
+    word, tone = ("better", "good") if (value.mean > 0) == metric.higher else ("worse", "bad")
+    return Cell(f"{text}, {word}", value.mean, value.half, tone)
 
 
-def step(group: Group) -> Cell:
-    measured = group.results("seconds_a_step")
+def step_cell(method: MethodRuns) -> Cell:
+    """Time of a step, measured or else predicted."""
+    measured = method.results("seconds_a_step")
     if measured:
-        return median(measured, seconds)
-    said = median(group.predictions("seconds_a_step"), seconds)
-    return Cell(f"{said.text} predicted", said.value) if said.value is not None else said
+        return median_cell(measured, format_seconds)
+    cell = median_cell(method.predictions("seconds_a_step"), format_seconds)
+    return Cell(f"{cell.text} (predicted)", cell.value) if cell.value is not None else cell
 
 
-def step_ratio(reference: Group | None, group: Group) -> tuple[float, bool] | None:
-    """How many times as fast a step is, and whether that is predicted."""
+def step_speedup(reference: MethodRuns | None, method: MethodRuns) -> tuple[float, bool] | None:
+    """Speedup of a step, and whether it is predicted."""
     if reference is None:
         return None
-    timed = quarters(reference, group)
-    if timed is not None:
-        return timed[1], False
-    for key, said in (("results", False), ("predictions", True)):
-        found = ratio(getattr(reference, key)("seconds_a_step"), getattr(group, key)("seconds_a_step"))
-        if found is not None:
-            return found, said
-    return None
+    quartiles = round_quartiles(reference, method)
+    if quartiles is not None:
+        return quartiles[1], False
+    key = "seconds_a_step"
+    measured = paired_speedup(reference.results(key), method.results(key))
+    if measured is not None:
+        return measured, False
+    expected = paired_speedup(reference.predictions(key), method.predictions(key))
+    return None if expected is None else (expected, True)
 
 
-def quarters(reference: Group, group: Group) -> tuple[float, float, float] | None:
-    """Quartiles of the speed-up over the rounds of a bench, if one timed both."""
-    found = group.rounds.get("against", {}).get(reference.name)
-    return tuple(found) if found else None
+def round_quartiles(reference: MethodRuns, method: MethodRuns) -> tuple[float, float, float] | None:
+    """Quartiles of the step speedup over the timed rounds of a bench; None without rounds."""
+    quartiles = method.rounds.get("against", {}).get(reference.name)
+    return tuple(quartiles) if quartiles else None
 
 
-def run_ratio(reference: Group, group: Group) -> float | None:
-    return ratio(reference.wholes(), group.wholes()) if group.steps() == reference.steps() else None
+def run_speedup(reference: MethodRuns, method: MethodRuns) -> float | None:
+    """Speedup of the whole run; None for runs with another number of steps."""
+    if method.steps() != reference.steps():
+        return None
+    return paired_speedup(reference.run_seconds(), method.run_seconds())
 
 
-def _speed(found: tuple[float, bool] | None, fastest: float | None = None) -> Cell:
-    if found is None:
+def _speedup_cell(speedup: tuple[float, bool] | None, fastest: float | None = None) -> Cell:
+    if speedup is None:
         return Cell()
-    value, said = found
+    value, predicted = speedup
     tone = "bad" if round(value, 2) < 1 else "good" if round(value, 2) > 1 else ""
-    text = faster(value) + (" predicted" if said else "")
+    text = format_speedup(value) + (" (predicted)" if predicted else "")
     return Cell(text, value, tone=tone, share=value / fastest if fastest else None)
 
 
-def speed(reference: Group, group: Group, fastest: float | None = None) -> Cell:
-    """How many times as fast a step is, from the lower to the upper quartile of the rounds where there are some."""
-    cell, timed = _speed(step_ratio(reference, group), fastest), quarters(reference, group)
-    if timed is None:
+def _step_speedup_cell(reference: MethodRuns, method: MethodRuns, fastest: float) -> Cell:
+    if method is reference:
+        return Cell()
+    cell = _speedup_cell(step_speedup(reference, method), fastest)
+    quartiles = round_quartiles(reference, method)
+    if quartiles is None:
         return cell
-    return replace(cell, text=f"{cell.text} ({timed[0]:.2f}–{timed[2]:.2f})")
+    return replace(cell, text=f"{cell.text} ({quartiles[0]:.2f}–{quartiles[2]:.2f})")
 
 
-def reached(group: Group, comparison: Comparison, target: float) -> Cell:
-    """How long it took to a validation score."""
-    times = {seed_of(run): first_to(run, comparison.measure, target) for run in group.runs if clocked(run)}
-    reached = {seed: at for seed, at in times.items() if at is not None}
-    cell = median(reached, seconds)
+def target_cell(method: MethodRuns, comparison: Comparison, target: float) -> Cell:
+    """Time until the validation metric reached the target."""
+    runs = [run for run in method.runs if has_measured_time(run)]
+    times = {seed_of(run): seconds_to_target(run, comparison.metric, target) for run in runs}
+    reached = {seed: seconds for seed, seconds in times.items() if seconds is not None}
+    cell = median_cell(reached, format_seconds)
     missed = len(times) - len(reached)
-    return Cell(f"{cell.text} ({missed} not)", cell.value) if reached and missed else cell
+    text = f"{cell.text} ({missed} of {len(times)} seeds did not)"
+    return Cell(text, cell.value) if reached and missed else cell

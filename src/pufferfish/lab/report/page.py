@@ -1,42 +1,38 @@
-"""One page of HTML that needs nothing else: no network, no fonts, no scripts but its own few lines."""
+"""`page`: a self-contained HTML page, without external fonts, scripts or images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from ...measure.breakdown import PARTS
-from .bench_folder import CEILING
-from .curves import charted
-from .export import to_right
+from .bench_folder import NO_EXCHANGE
+from .comparison import Comparison, recorded_layers
+from .curves import curve_spec
+from .export import right_aligned
 from .figures import bars, curves, part_swatch, scatter
-from .findings import findings
-from .groups import Comparison, layers_of
 from .headline import headline
+from .highlights import highlights
 from .layer_figures import rank_dots, spectrum
 from .style import CSS, JS, PATTERNS
 from .svg import element, swatch, text
-from .tables import Cell, Table, breakdown, low_rank, predicted, ranks, settings, setup, summary
+from .tables import Cell, Table, breakdown, is_low_rank, predicted, ranks, settings, setup, summary
 
-MOST_SPECTRA = 240  # of a page, to stay below a megabyte
+MAX_SPECTRA = 240  # per page, to stay below a megabyte
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
-    """The whole page; what the runs do not say is said to be missing."""
-    several = len(comparisons) > 1
+    """The page of a report. Missing data is stated in its place."""
     links = [element("a", text(c.title), href=f"#part{n}") for n, c in enumerate(comparisons)]
-    sections = [
-        element("section", *_section(c, target, several, len(comparisons)), id=f"part{n}")
-        for n, c in enumerate(comparisons)
-    ]
-    runs = [run for c in comparisons for run in c.runs if run.name != CEILING]
+    parts = [_section(c, target, len(comparisons)) for c in comparisons]
+    sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
+    runs = [run for c in comparisons for run in c.runs if run.name != NO_EXCHANGE]
     days = sorted({run.started[:10] for run in runs if run.started})
     many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     lead = many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
     body = [
         element("h1", text(title)), element("p", text(lead), class_="soft"),
-        element("nav", *links, aria_label="Comparisons") if several else "", *sections,
+        element("nav", *links, aria_label="Comparisons") if len(links) > 1 else "", *sections,
     ]  # fmt: skip
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
@@ -47,28 +43,28 @@ def page(comparisons: Sequence[Comparison], title: str, target: float | None = N
     ])  # fmt: skip
 
 
-def _section(comparison: Comparison, target: float | None, several: bool, parts: int) -> list[str]:
-    marks = {group.name: i for i, group in enumerate(comparison.groups)}
-    said = [element("h2", text(comparison.title))] if several else []
-    said.append(element("p", text(summary(comparison, with_title=not several)), class_="soft"))
-    found = findings(comparison)
-    if found:
+def _section(comparison: Comparison, target: float | None, sections: int) -> list[str]:
+    marks = {method.name: i for i, method in enumerate(comparison.methods)}
+    parts = [element("h2", text(comparison.title))] if sections > 1 else []
+    parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
+    shown = highlights(comparison)
+    if shown:
         cards = [
             element(
-                "li", element("span", text(f.what)), element("b", text(f.figure)),
-                element("span", _name(f.method), class_="who"), element("span", text(f.note)),
-            ) for f in found
+                "li", element("span", text(h.title)), element("b", text(h.figure)),
+                element("span", _name(h.method), class_="who"), element("span", text(h.note)),
+            ) for h in shown
         ]  # fmt: skip
         against = comparison.reference.name if comparison.reference else ""
-        said.append(element("p", text(f"Against {against}:")))
-        said.append(element("ul", *cards, class_="cards"))
-    said.append(_table(headline(comparison, target), marks))
-    said += [element("h3", "Time"), *_time(comparison, marks)]
-    said += [element("h3", "Progress"), *_progress(comparison)]
-    said += [element("h3", "Layers"), *_layers(comparison, MOST_SPECTRA // parts)]
-    said.append(_table(setup(comparison), {}))
-    every = settings(comparison)
-    return said + [_folded("All settings", _table(every, {}))] * bool(every and every.rows)
+        parts.append(element("p", text(f"Compared with {against}:")))
+        parts.append(element("ul", *cards, class_="cards"))
+    parts.append(_table(headline(comparison, target), marks))
+    parts += [element("h3", "Time"), *_time(comparison, marks)]
+    parts += [element("h3", "Training curves"), *_curves(comparison)]
+    parts += [element("h3", "Layers"), *_layers(comparison, MAX_SPECTRA // sections)]
+    parts.append(_table(setup(comparison), {}))
+    table = settings(comparison)
+    return parts + [_folded("All settings", _table(table, {}))] * bool(table and table.rows)
 
 
 def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
@@ -77,73 +73,67 @@ def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
     figures, missing = [], []
     if drawn:
         legend = [element("li", part_swatch(name), text(name)) for name in PARTS]
-        legend.append(
-            element(
-                "li", part_swatch("hidden"), "exchange hidden behind backward, which took no time of its own"
-            )
-        )
-        note = "Shorter is better." if table else "No run says what the time went to."
-        figures.append(_figure("A step of each method", note, drawn, legend if table else ()))
+        hidden = "exchange hidden behind the backward pass, which adds no time"
+        legend.append(element("li", part_swatch("hidden"), hidden))
+        note = "Shorter is better." if table else "No run recorded the parts of a step."
+        figures.append(_figure("Step time of each method", note, drawn, legend if table else ()))
     else:
-        missing.append(_missing("No run says how long a step takes."))
+        missing.append(_missing("No run recorded the time of a step."))
     if dots:
-        note = "A step, by the cost model. On the dashed line it is right, in the band within 20 %."
-        figures.append(_figure("Predicted against measured", note, dots))
+        note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20 %."
+        figures.append(_figure("Predicted and measured", note, dots))
     else:
-        missing.append(_missing("No run has both a predicted and a measured time of a step."))
+        missing.append(_missing("No run has both a predicted and a measured step time."))
     return [_beside(figures), *missing, _table(table, marks), _table(beside, marks)]
 
 
-def _progress(comparison: Comparison) -> list[str]:
-    rows, _, measure = charted(comparison)
-    several = any(len(group.runs) > 1 for group in comparison.groups)
-    note = "Mean over seeds; the band goes from the lowest to the highest seed. " * several
-    note += "Early values may lie outside the frame."
+def _curves(comparison: Comparison) -> list[str]:
+    rows, _, metric = curve_spec(comparison)
+    several = any(len(method.runs) > 1 for method in comparison.methods)
+    note = "Mean over seeds, with a band from the lowest to the highest seed. " * several
+    note += "Early values can lie outside the plot."
     drawn, missing = [], []
-    for over, axis, lacks in (("time", "seconds", "times of its own"), ("bytes", "bytes", "rows “bytes”")):
+    for over, axis, missed in (("time", "seconds", "measured times"), ("bytes", "bytes", "rows “bytes”")):
         if figure := curves(comparison, axis):
-            drawn.append(_figure(f"{measure.name.capitalize()} over {over}", note, figure))
+            drawn.append(_figure(f"{metric.name.capitalize()} over {over}", note, figure))
         else:
-            missing.append(_missing(f"No curve over {over}: no run has {lacks} beside “{rows}”."))
+            missing.append(_missing(f"No curve over {over}: no run has {missed} for “{rows}”."))
     if not drawn:
         return [_missing(f"No run has rows “{rows}” or “loss”, so there are no curves.")]
     return [_beside(drawn), *missing]
 
 
-def _layers(comparison: Comparison, most: int) -> list[str]:
+def _layers(comparison: Comparison, max_spectra: int) -> list[str]:
     drawn, table = rank_dots(comparison), ranks(comparison)
     if drawn is None or table is None:
-        return [_missing("No run has low-rank layers in its record.")]
-    methods = [(i, group) for i, group in enumerate(comparison.groups) if low_rank(group)]
-    legend = [element("li", swatch(i), text(group.name)) for i, group in methods]
-    figures = [
-        _figure("Rank of every layer", "Of the first seed; at 100 % a layer is full-rank.", drawn, legend)
-    ]
-    each = max(1, most // len(methods))
+        return [_missing("No run recorded low-rank layers.")]
+    methods = [(i, method) for i, method in enumerate(comparison.methods) if is_low_rank(method)]
+    legend = [element("li", swatch(i), text(method.name)) for i, method in methods]
+    note = "First seed only. A layer at 100 % has full rank."
+    figures = [_figure("Rank of each layer", note, drawn, legend)]
+    each = max(1, max_spectra // len(methods))
     folded: list[str] = []
     missing: list[str] = []
-    for _, group in methods:
-        layers = sorted(layers_of(group.runs[0]), key=lambda layer: layer.get("rank") is None)
+    for _, method in methods:
+        layers = sorted(recorded_layers(method.runs[0]), key=lambda layer: layer.get("rank") is None)
         shown = [(layer, svg) for layer in layers[:each] if (svg := spectrum(layer))]
         if not shown:
-            missing.append(_missing(f"{group.name}: no spectra in its record."))
+            missing.append(_missing(f"{method.name}: no singular values recorded."))
             continue
         items = [element("li", svg, element("span", text(layer["name"]))) for layer, svg in shown]
-        title = (
-            f"{group.name}, the first {each} of {len(layers)} layers" if len(layers) > each else group.name
-        )
+        title = method.name + f", the first {each} of {len(layers)} layers" * (len(layers) > each)
         folded.append(_folded(title, element("ul", *items, class_="spectra"), opened=not folded))
     if folded:
-        note = "Logarithmic, the largest first: dashed before the switch, solid after it."
+        note = "Logarithmic scale, in descending order. Dashed: before the switch; solid: after it."
         figures.append(_figure("Singular values", note, "".join(folded)))
     return [_beside(figures), *missing, _folded("Ranks as a table", _table(table, {}))]
 
 
 def _table(table: Table | None, marks: dict[str, int]) -> str:
-    """With row heads; the numbers behind the cells lie beside them, for sorting."""
+    """A table with row headings; cells carry their values as `data-value`, for sorting."""
     if table is None:
         return ""
-    right = to_right(table)
+    right = right_aligned(table)
     heads = [
         element("th", text(name) or " ", scope="col", class_="n" if r else None)
         for name, r in zip(table.columns, right, strict=True)
@@ -156,16 +146,13 @@ def _table(table: Table | None, marks: dict[str, int]) -> str:
         rows.append(element("tr", *cells))
     inside = element("caption", text(table.title)) + element("thead", element("tr", *heads))
     whole = element("table", inside, element("tbody", *rows))
-    notes = (
-        element("ul", *(element("li", text(note)) for note in table.notes), class_="notes")
-        if table.notes
-        else ""
-    )
+    items = [element("li", text(note)) for note in table.notes]
+    notes = element("ul", *items, class_="notes") if items else ""
     return element("div", whole, class_="scroll", tabindex=0, role="region", aria_label=table.title) + notes
 
 
 def _name(name: str) -> str:
-    """It may be broken between joined methods."""
+    """A name with an optional line break after each +."""
     return text(name).replace("+", "+<wbr>")
 
 
@@ -191,5 +178,5 @@ def _folded(title: str, inside: str, opened: bool = False) -> str:
     return element("details", element("summary", text(title)), inside, **({"open": ""} if opened else {}))
 
 
-def _missing(what: str) -> str:
-    return f'<p class="soft">{escape(what, quote=False)}</p>'
+def _missing(message: str) -> str:
+    return element("p", text(message), class_="soft")

@@ -1,6 +1,6 @@
-"""How the page looks, in the light and in the dark, and the few lines that sort its tables."""
+"""Style sheet of the page, for light and dark mode, and the script that sorts its tables."""
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; lighter ones on a dark ground.
+# The colours of Okabe and Ito, which are safe for colour-blind readers; lighter variants for dark mode.
 CSS = """
 :root{color-scheme:light dark;--ground:#fbfbfa;--card:#fff;--ink:#1b1d21;--soft:#62666d;--rule:#e3e4e6;--accent:#0072b2;
 --good:#00714f;--bad:#b34700;--c0:#3c4046;--c1:#0072b2;--c2:#d55e00;--c3:#009e73;--c4:#b8558a;--c5:#c98600;--c6:#3a9bd6;
@@ -74,7 +74,7 @@ PATTERNS = """<svg class="patterns" aria-hidden="true"><defs>
 <pattern id="hidden" width="5" height="5" patternUnits="userSpaceOnUse"><rect width="5" height="5"/><path d="M-1 6L6-1"/></pattern>
 </defs></svg>"""
 
-# Heads become buttons here, so that without scripts nothing looks as if it could be pressed.
+# The script turns headings into buttons, so that without scripts nothing looks clickable.
 JS = """
 for (const head of document.querySelectorAll("thead th")) {
   const table = head.closest("table"), column = head.cellIndex, button = document.createElement("button");

@@ -1,4 +1,4 @@
-"""What the paper compares with: optimizers for large batches, and tickets found by pruning."""
+"""Methods that the paper compares with: optimizers for large batches, and pruning by lottery and Early-Bird tickets."""
 
 from .early_bird import EarlyBird
 from .lamb import LAMB

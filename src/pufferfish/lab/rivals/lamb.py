@@ -1,4 +1,4 @@
-"""LAMB: AdamW whose update is scaled, layer by layer, to the size of the weights."""
+"""LAMB: AdamW with the update of each layer scaled to the norm of its weights."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust_ratio import LayerWise, complete, trust_ratios, wide
+from .trust_ratio import LayerwiseOptimizer, accumulation_dtype, add_group_settings, trust_ratios
 
 
-class LAMB(LayerWise, optim.AdamW):
+class LAMB(LayerwiseOptimizer, optim.AdamW):
     """Layer-wise adaptive moments (You et al. 2020): r = m̂/(√v̂ + ε) + λw, then w ← w − lr · ‖w‖/‖r‖ · r.
 
     Args:
-        lr: the share of their norm that weights move in a step. A tensor can be changed under a CUDA graph.
-        exclude_vectors: biases and scales of norms (1-D and below) have no weight decay and ratio 1.
+        lr: change of the weights in a step, relative to their norm. A tensor can be changed under a CUDA graph.
+        exclude_vectors: parameters of one dimension or less (biases, scales of norms) have no weight decay and ratio 1.
         foreach: False updates one parameter at a time, which needs less memory.
-        capturable: steps are counted on the device, as a CUDA graph needs it.
+        capturable: count steps on the device, which a CUDA graph requires.
 
-    A layer whose weights or whose update are all 0 has ratio 1. Everything but the parameters may differ by group.
+    A layer whose weights or update are all 0 has ratio 1. All settings may differ by parameter group.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = LAMB(layer.parameters(), lr=0.01)
@@ -44,17 +44,15 @@ class LAMB(LayerWise, optim.AdamW):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable)
-        complete(self, exclude_vectors=exclude_vectors)
+        add_group_settings(self, exclude_vectors=exclude_vectors)
         for settings in (self.defaults, *self.param_groups):
-            # AdamW would refuse it beside a rate that is a tensor.
+            # Not passed to AdamW, which rejects foreach=True with a tensor lr.
             settings["foreach"] = foreach if settings["foreach"] is None else settings["foreach"]
 
-    def _update(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool
-    ) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], scaled: bool) -> None:
         capturable = group["capturable"]
         if not capturable and params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("LAMB counts its steps on the host; a CUDA graph needs capturable=True")
+            raise ValueError("LAMB: a CUDA graph cannot count steps on the host; pass capturable=True")
         states = [self._state(p, capturable) for p in params]
         means, squares, steps = (
             [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
@@ -65,17 +63,19 @@ class LAMB(LayerWise, optim.AdamW):
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
 
-        done = torch.stack(steps).double()  # 1 − 0.999 has four digits in fp32
+        done = torch.stack(steps).double()  # 1 − 0.999 has only four digits in fp32
         first, second = (
-            list((1 - beta**done).to(wide(params[0])).unbind()) if capturable else (1 - beta**done).tolist()
+            list((1 - beta**done).to(accumulation_dtype(params[0])).unbind())
+            if capturable
+            else (1 - beta**done).tolist()
             for beta in group["betas"]
         )
-        sizes = torch._foreach_div(squares, second)
-        torch._foreach_sqrt_(sizes)
-        torch._foreach_add_(sizes, group["eps"])
+        denominators = torch._foreach_div(squares, second)
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
         updates = list(torch._foreach_div(means, first))
-        torch._foreach_div_(updates, sizes)
-        if trusted:
+        torch._foreach_div_(updates, denominators)
+        if scaled:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
             ratios = trust_ratios(params, updates)
             torch._foreach_mul_(updates, ratios)

@@ -1,4 +1,4 @@
-"""LARS: SGD whose rate follows, layer by layer, the size of the weights over that of their gradient."""
+"""LARS: SGD with a learning rate per layer, proportional to the norm of its weights over that of its gradient."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust_ratio import LayerWise, complete, trust_ratios
+from .trust_ratio import LayerwiseOptimizer, add_group_settings, trust_ratios
 
 
-class LARS(LayerWise, optim.SGD):
+class LARS(LayerwiseOptimizer, optim.SGD):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017).
 
-    g ← η‖w‖/(‖g‖ + λ‖w‖) · (g + λw), then momentum and the step of SGD. As in torch's SGD the rate stands outside the
-    momentum, so that a schedule acts at once.
+    g ← η‖w‖/(‖g‖ + λ‖w‖) · (g + λw), then momentum and the step of SGD. As in torch's SGD, the learning rate is not part
+    of the momentum, so that a schedule acts at once.
 
     Args:
-        lr: common for large batches are 5 to 30, since `trust` makes it small. A tensor can be changed under a CUDA graph.
+        lr: usually 5 to 30 for large batches, since `trust` is small. A tensor can be changed under a CUDA graph.
         trust: η.
-        exclude_vectors: biases and scales of norms (1-D and below) have no weight decay and ratio 1.
+        exclude_vectors: parameters of one dimension or less (biases, scales of norms) have no weight decay and ratio 1.
         foreach: False updates one parameter at a time, which needs less memory.
 
-    A layer whose weights or whose gradient are all 0 has ratio 1. Everything but the parameters may differ by group.
+    A layer whose weights or gradient are all 0 has ratio 1. All settings may differ by parameter group.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = LARS(layer.parameters(), lr=10.0, weight_decay=1e-4, nesterov=True)
@@ -31,7 +31,7 @@ class LARS(LayerWise, optim.SGD):
     >>> before = layer.weight.detach().clone()
     >>> optimizer.step()
     >>> moved = (layer.weight - before).norm() / before.norm()
-    >>> f"{moved:.3f}"  # 10 · 0.001, and 0.9 times that in advance
+    >>> f"{moved:.3f}"  # 10 · 0.001, and 0.9 times that for Nesterov momentum
     '0.019'
     """
 
@@ -50,21 +50,20 @@ class LARS(LayerWise, optim.SGD):
         if not trust > 0:
             raise ValueError(f"LARS: trust={trust} is not above 0; 0.001 is usual")
         super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, foreach=foreach)
-        complete(self, trust=trust, exclude_vectors=exclude_vectors)
+        add_group_settings(self, trust=trust, exclude_vectors=exclude_vectors)
 
-    def _update(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], trusted: bool
-    ) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], scaled: bool) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
-        if trusted:
+        if scaled:
             ratios = trust_ratios(params, grads, group["trust"], decay)
             grads = list(torch._foreach_add(grads, params, alpha=decay))
             torch._foreach_mul_(grads, ratios)
         if momentum:
-            kept = [self._buffer(p) for p in params]
-            torch._foreach_mul_(kept, momentum)
-            torch._foreach_add_(kept, grads)
-            grads = list(torch._foreach_add(grads, kept, alpha=momentum)) if group["nesterov"] else kept
+            buffers = [self._buffer(p) for p in params]
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, grads)
+            nesterov = group["nesterov"]
+            grads = list(torch._foreach_add(grads, buffers, alpha=momentum)) if nesterov else buffers
         torch._foreach_sub_(params, torch._foreach_mul(grads, group["lr"]))
 
     def _buffer(self, p: Tensor) -> Tensor:

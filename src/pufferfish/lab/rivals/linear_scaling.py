@@ -1,4 +1,4 @@
-"""Linear scaling of the learning rate for large batches, with the gradual warm-up that it needs."""
+"""`linear_scaling`: the learning rate for large batches, scaled linearly, with a gradual warm-up."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def linear_scaling(
     warm_up: int,
     after: Callable[[Optimizer], LRScheduler] | None = None,
 ) -> LRScheduler:
-    """k times the batch, k times the rate (Goyal et al. 2017): it rises from the optimizer's rate to k times that.
+    """Scale the learning rate by k for a batch k times as large (Goyal et al. 2017), rising from the optimizer's rate.
 
     Args:
-        optimizer: with the rate that is right for `base_batch`.
-        batch: what an update sees, over all workers.
+        optimizer: with the learning rate for `base_batch`.
+        batch: samples per update, over all workers.
         warm_up: updates until the full rate; call the scheduler's `step` after every update.
-        after: makes the schedule that follows. It sees the full rate, and counts from the end of the warm-up.
+        after: builds the schedule that follows; it sees the full rate and counts from the end of the warm-up.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -40,13 +40,13 @@ def linear_scaling(
             raise ValueError(f"linear_scaling: {name}={value!r} is not a whole number ≥ {least}")
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(
-            "linear_scaling: the optimizer has a schedule; give that as after=, and load saved state later"
+            "linear_scaling: the optimizer already has a schedule; pass it as after=, and load saved state later"
         )
     k = batch / base_batch
     full = [group["lr"] * k for group in optimizer.param_groups]  # all first: groups may share a tensor
     for group, lr in zip(optimizer.param_groups, full, strict=True):
         if isinstance(lr, Tensor):
-            group["lr"].copy_(lr)  # captured graphs hold on to the tensor
+            group["lr"].copy_(lr)  # in place: captured graphs hold the tensor
         else:
             group["lr"] = lr
     rise = LambdaLR(optimizer, lambda done: 1.0 if done >= warm_up else (1 + (k - 1) * done / warm_up) / k)

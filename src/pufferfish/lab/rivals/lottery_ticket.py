@@ -1,37 +1,51 @@
-"""`LotteryTicket`: train, prune the smallest weights, rewind the others, train again, round after round."""
+"""`LotteryTicket`: train, prune the smallest weights, rewind the others and train again, round after round."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ...optim.carry import Optimizers, as_list, check
-from ...switching.job import Job
-from .masks import Masks
-from .rewind import copied, put_back, taken
-from .round_cost import Cost, Round
+from ...distributed.job import Job
+from ...optim.carry import Optimizers, as_list, check_optimizers
+from .pruning_masks import PruningMasks
+from .snapshot import clone_nested, restore_snapshot, snapshot
+
+
+@dataclass(frozen=True)
+class PruningRound:
+    """One round of training.
+
+    Args:
+        weights: number of weights that are not pruned.
+        steps: number of updates.
+        seconds: since its start, including validation.
+    """
+
+    weights: int
+    steps: int
+    seconds: float
 
 
 class LotteryTicket:
-    """Iterative magnitude pruning around your own loop.
+    """Iterative magnitude pruning (Frankle & Carbin 2019) in your own loop.
 
-    Weights are parameters of two dimensions or more. Gradients of pruned ones are zeroed in backward (before DDP's
-    all-reduce and before clipping), the weights themselves after every `optimizer.step`: they are exactly zero, whatever
-    the optimizer does. All ranks have rank 0's mask. The masked network is as large and as slow as before.
+    Weights are parameters of two or more dimensions. Gradients of pruned weights are zeroed in backward (before DDP's
+    all-reduce and before clipping) and the weights themselves after every `optimizer.step`, so they are exactly zero
+    with any optimizer. All workers use the mask of rank 0. The masked network is as large and as slow as before.
 
-    Call `step` after every update, `next_round` at the end of every training; a schedule starts anew there.
+    Call `step` after every update and `next_round` at the end of every round; start learning-rate schedules over there.
 
     Args:
         model: plain, DDP or compiled; not sharded.
         optimizer: one or several, of the model's parameters.
-        rounds: how often to prune; there is one training more.
-        fraction: of the weights that are left, pruned in a round.
-        scope: the smallest of the whole model ("global") or of each tensor ("layer").
-        rewind: to the weights, batch statistics and optimizer state after so many updates; 0: as they are now.
+        rounds: how often to prune; the model is trained once more than that.
+        fraction: of the remaining weights to prune in a round.
+        scope: prune the smallest weights of the whole model ("global") or of each tensor ("layer").
+        rewind: restore weights, batch statistics and optimizer state as of this many updates; 0: the initial ones.
         keep: names or patterns of parameters that are never pruned.
 
     >>> import torch
@@ -46,8 +60,8 @@ class LotteryTicket:
     ...         optimizer.zero_grad()
     ...     if not ticket.next_round():
     ...         break
-    >>> [int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1], ticket.cost().steps
-    ([..., ...], 12)
+    >>> [int(p.count_nonzero()) for p in model.parameters() if p.dim() > 1], [r.steps for r in ticket.trained()]
+    ([..., ...], [4, 4, 4])
     >>> ticket.weights, ticket.total
     (40, 160)
     """
@@ -65,118 +79,112 @@ class LotteryTicket:
     ) -> None:
         if rounds < 1 or rewind < 0:
             raise ValueError(
-                f"LotteryTicket: rounds={rounds}, rewind={rewind}; take 1 round or more, and an update from 0 on"
+                f"LotteryTicket: rounds={rounds}, rewind={rewind}; rounds must be at least 1, rewind at least 0"
             )
         if not 0 < fraction < 1:
             raise ValueError(f"LotteryTicket: fraction={fraction} is not between 0 and 1")
         if scope not in ("global", "layer"):
             raise ValueError(f'LotteryTicket: scope={scope!r} is neither "global" nor "layer"')
         self.model, self.optimizers = model, as_list(optimizer)
-        check(self.optimizers)
+        check_optimizers(self.optimizers)
         if not self.optimizers or Job(model).sharded:
-            raise ValueError("LotteryTicket: it wants an optimizer, and a model that is not sharded")
+            raise ValueError("LotteryTicket: it needs an optimizer, and a model that is not sharded")
         self.rounds, self.fraction, self.scope, self.rewind = rounds, fraction, scope, rewind
-        self._masks = Masks(model, keep)
+        self._masks = PruningMasks(model, keep)
         self.total = self._masks.total
-        self.done: list[Round] = []
-        self._steps, self._before, self._since = 0, 0.0, time.perf_counter()
-        self._early: dict[str, Any] | None = taken(model, self.optimizers) if rewind == 0 else None
-        self._handles = self._masks.hold(self.optimizers)
+        self.done: list[PruningRound] = []
+        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
+        self._early: dict[str, Any] | None = snapshot(model, self.optimizers) if rewind == 0 else None
+        self._handles = self._masks.register_hooks(self.optimizers)
 
     @property
     def round(self) -> int:
-        """The round that is being trained, counted from 0, the dense one."""
+        """Current round; 0 is the dense one."""
         return len(self.done)
 
     @property
     def start(self) -> int:
-        """The update at which a round's schedule starts: that of the rewound weights."""
+        """Update at which the current round starts its schedule: that of the rewound weights."""
         return self.rewind if self.round else 0
 
     @property
     def weights(self) -> int:
-        """How many are not pruned."""
-        return self._masks.left
+        """Number of weights that are not pruned."""
+        return self._masks.remaining
 
     def masks(self) -> dict[str, Tensor]:
-        """By name: which weights are left."""
-        return {name: mask.bool() for name, mask in self._masks.of.items()}
+        """Return the masks by parameter name; True where a weight remains."""
+        return {name: mask.bool() for name, mask in self._masks.masks.items()}
 
     def step(self) -> None:
         """Count an update."""
         self._steps += 1
         if self._early is None and self._steps == self.rewind:
-            self._early = taken(self.model, self.optimizers)
+            self._early = snapshot(self.model, self.optimizers)
 
     def next_round(self) -> bool:
-        """Prune and rewind; False, and nothing done, after the last round. On every rank, at the end of a round.
+        """Prune and rewind at the end of a round, on every worker; returns False and does nothing after the last round.
 
-        Parameters stay the same tensors, gradients and the optimizer's state do not: a CUDA graph is captured anew.
+        Parameters stay the same tensors; gradients and optimizer state are replaced, so capture CUDA graphs again.
         """
         if self.round == self.rounds:
             return False
         job = Job(self.model)
-        about = "round or settings; all must call next_round alike"
         facts = (self.round, self._steps, self.rounds, self.fraction, self.scope, self.rewind, self.total)
-        job.workers.agree(repr(facts), 0, about)
-        job.workers.together(self._refuse)
-        self.done.append(self._round())
+        job.workers.agree(repr(facts), 0, "round or settings; all must call next_round alike")
+        job.workers.run_on_all(self._check_prunable)
+        self.done.append(self._current_round())
         self._masks.prune(self.fraction, self.scope)
-        for mask in self._masks.of.values():
-            job.workers.share(mask, 0)
+        for mask in self._masks.masks.values():
+            job.workers.broadcast_tensor(mask, 0)
         self._rewind()
-        self._steps, self._before, self._since = 0, 0.0, time.perf_counter()
+        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
         return True
 
-    def cost(self, *, epoch: int | None = None, macs: int | None = None) -> Cost:
-        """What all rounds took so far; with the updates of an epoch and the MACs of one update also in those."""
-        rounds = (*self.done, self._round())
-        steps = sum(r.steps for r in rounds)
-        return Cost(
-            rounds, steps, sum(r.seconds for r in rounds),
-            None if epoch is None else steps / epoch, None if macs is None else steps * macs,
-        )  # fmt: skip
+    def trained(self) -> list[PruningRound]:
+        """Return all rounds so far, with the current one."""
+        return [*self.done, self._current_round()]
 
     def remove(self) -> None:
-        """Let the weights go: they are zero now, and trained from now on."""
+        """Remove the hooks: pruned weights are zero now, and trained from now on."""
         while self._handles:
             self._handles.pop().remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, text and tensors; `Checkpoint(scheduler=ticket)` keeps it beside the model and optimizer."""
+        """Return numbers, text and tensors; `Checkpoint(scheduler=ticket)` saves them with model and optimizer."""
         return {
             "masks": self.masks(),
             "early": self._early,
             "rounds": [asdict(r) for r in self.done],
             "steps": self._steps,
-            "seconds": self._seconds(),
+            "seconds": self._round_seconds(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on inside the round that was saved; model and optimizer are loaded by themselves."""
+        """Resume inside the saved round; load model and optimizer separately."""
         self._masks.load(state["masks"])
-        self._early = copied(state["early"])
-        self.done = [Round(**r) for r in state["rounds"]]
-        self._steps, self._before, self._since = state["steps"], state["seconds"], time.perf_counter()
+        self._early = clone_nested(state["early"])
+        self.done = [PruningRound(**r) for r in state["rounds"]]
+        self._steps, self._earlier_seconds = state["steps"], state["seconds"]
+        self._start_time = time.perf_counter()
 
-    def _seconds(self) -> float:
-        return self._before + time.perf_counter() - self._since
+    def _round_seconds(self) -> float:
+        return self._earlier_seconds + time.perf_counter() - self._start_time
 
-    def _round(self) -> Round:
-        return Round(self.weights, self._steps, self._seconds())
+    def _current_round(self) -> PruningRound:
+        return PruningRound(self.weights, self._steps, self._round_seconds())
 
-    def _refuse(self) -> None:
-        """What cannot be pruned, before anything is changed."""
+    def _check_prunable(self) -> None:
         if self._early is None or self._steps == 0:
             raise ValueError(
                 f"LotteryTicket: rewind={self.rewind}, and this round had {self._steps} updates; train longer, and call "
                 "ticket.step() after each"
             )
-        self._masks.refuse()
+        self._masks.check_finite()
 
     def _rewind(self) -> None:
         assert self._early is not None
-        put_back(self.model, self.optimizers, self._early)
+        restore_snapshot(self.model, self.optimizers, self._early)
         self._masks.apply()
         for optimizer in self.optimizers:
             self._masks.apply_to_state(optimizer)

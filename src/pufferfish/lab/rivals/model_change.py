@@ -1,4 +1,4 @@
-"""`Change`: what may become of a model between epochs, as a training loop sees it: nothing, low rank, or a rival's pruning."""
+"""`ModelChange`: a change of the model between epochs, as a training loop sees it: none, low rank, or pruning."""
 
 from __future__ import annotations
 
@@ -15,70 +15,71 @@ from ...measure import RunLog
 from ...planning.profile import Example, profile
 
 
-class Change:
-    """Nothing: the model stays as it is. What changes it derives from this.
+class ModelChange:
+    """Leaves the model as it is; subclasses change it.
 
-        change.restore(folder)                          # of checkpoints; then the checkpoint's own resume
+        change.restore(folder)                          # of checkpoints, before `Checkpoint.resume`
         for epoch in range(change.epochs):
-            changed = change.begin_epoch(epoch)         # what holds old parameters, such as a graph, is made anew
-            for step in range(epoch * an_epoch, (epoch + 1) * an_epoch):
-                lr = recipe.rate(*change.schedule(step))
+            changed = change.begin_epoch(epoch)         # if True, capture CUDA graphs again
+            for step in range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
+                lr = recipe.lr_at(*change.schedule_position(step))
                 ...
                 change.after_step()
 
     Args:
         model: as the loop calls it.
         epochs: of the recipe.
-        an_epoch: updates in one.
 
-    >>> change = Change(nn.Linear(4, 2), epochs=3, an_epoch=10)
-    >>> change.epochs, change.begin_epoch(0), change.schedule(12), change.parameters
+    Attributes:
+        epochs: to train in total.
+
+    >>> change = ModelChange(nn.Linear(4, 2), epochs=3, steps_per_epoch=10)
+    >>> change.epochs, change.begin_epoch(0), change.schedule_position(12), change.parameters
     (3, False, (12, 30), 10)
     """
 
-    #: Around what is not training.
-    aside: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    #: Context for work that is not training.
+    untimed: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
 
-    def __init__(self, model: nn.Module, *, epochs: int, an_epoch: int) -> None:
-        self.model, self.an_epoch = model, an_epoch
-        self.epochs = epochs  # to train in all
+    def __init__(self, model: nn.Module, *, epochs: int, steps_per_epoch: int) -> None:
+        self.model, self.epochs, self.steps_per_epoch = model, epochs, steps_per_epoch
 
     @property
-    def kept(self) -> dict[str, Any]:
-        """What a `Checkpoint` is given."""
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Arguments for `Checkpoint`."""
         return {}
 
     @property
-    def report(self) -> str:
-        """What has become of the model, in a line."""
+    def summary(self) -> str:
+        """One line about the change so far."""
         return ""
 
     @property
     def parameters(self) -> int:
-        """Those that are left."""
+        """Number of remaining parameters."""
         return sum(p.numel() for p in unwrap(self.model).parameters())
 
     def restore(self, folder: Path) -> None:
-        """Before weights are loaded from the newest checkpoint there: the structure that they are for."""
+        """Give the model the structure that the weights of the newest checkpoint in `folder` need."""
 
     def begin_epoch(self, epoch: int) -> bool:
-        """At the start of every epoch, on every rank: whether the model or the optimizer's state is another now."""
+        """Call at the start of every epoch, on every worker. True if the model or the optimizer's state was replaced."""
         return False
 
     def after_step(self) -> None:
-        """After every update."""
+        """Call after every update."""
 
-    def schedule(self, step: int) -> tuple[int, int]:
-        """At which update of how many the learning rate's schedule is."""
-        return step, self.epochs * self.an_epoch
+    def schedule_position(self, step: int) -> tuple[int, int]:
+        """Return the position in the learning-rate schedule: (update, number of updates)."""
+        return step, self.epochs * self.steps_per_epoch
 
-    def changed(self, log: RunLog) -> None:
-        """Into the records: what has just become of the model."""
+    def log_change(self, log: RunLog) -> None:
+        """Record the change that `begin_epoch` has made."""
 
-    def macs(self, example: Example) -> int:
-        """Of a forward pass."""
+    def forward_macs(self, example: Example) -> int:
+        """Return the MACs of a forward pass."""
         return profile(self.model, example).forward_macs
 
     def results(self, log: RunLog) -> dict[str, Any]:
-        """At the end of the run, for its records."""
+        """Return results for the run's records, at its end."""
         return {"parameters": self.parameters, "low_rank_layers": len(ranks_of(self.model))}

@@ -1,6 +1,7 @@
-"""What the lab trains: models, data and recipes, each task a small file. `find` gives one by name."""
+"""Tasks of the lab: a model, data and recipes each. `find_task` returns one by name."""
 
-from .find import TASKS, find
-from .task import Batch, Recipe, Task
+from .find_task import TASKS, find_task
+from .recipe import Recipe
+from .task import Batch, Task
 
-__all__ = ["TASKS", "Batch", "Recipe", "Task", "find"]
+__all__ = ["TASKS", "Batch", "Recipe", "Task", "find_task"]

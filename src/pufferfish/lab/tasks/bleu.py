@@ -1,4 +1,4 @@
-"""BLEU of a corpus: sacrebleu's figure, by sacrebleu where it is installed, else by the same rules."""
+"""`bleu`: corpus BLEU by sacrebleu, or by an equal implementation where it is not installed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-ORDER = 4
-# The tokens of mteval-v13a: punctuation on its own, but for dots, commas and dashes inside numbers.
+MAX_ORDER = 4
+# Tokenization of mteval-v13a: punctuation is split off, except dots, commas and dashes inside numbers.
 _RULES = [
     (re.compile(r"([{-~\[-` -&(-+:-@/])"), r" \1 "),
     (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),
@@ -19,8 +19,8 @@ _RULES = [
 ]
 
 
-def bleu(said: Sequence[str], meant: Sequence[str]) -> float:
-    """From 0 to 100, of translations and one reference each.
+def bleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Corpus BLEU, from 0 to 100, with one reference per translation.
 
     >>> bleu(["a man sleeps on a green sofa ."], ["a man sleeps on a red sofa ."])
     59.46
@@ -28,55 +28,55 @@ def bleu(said: Sequence[str], meant: Sequence[str]) -> float:
     try:
         sacrebleu = importlib.import_module("sacrebleu")
     except ImportError:
-        return own_bleu(said, meant)
-    return float(sacrebleu.corpus_bleu(list(said), [list(meant)]).score)
+        return own_bleu(translations, references)
+    return float(sacrebleu.corpus_bleu(list(translations), [list(references)]).score)
 
 
-def own_bleu(said: Sequence[str], meant: Sequence[str]) -> float:
-    """As `bleu`, without sacrebleu.
+def own_bleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Same as `bleu`, without sacrebleu.
 
     >>> own_bleu(["a man sleeps ."], ["a man sleeps ."])
     100.0
     """
-    if len(said) != len(meant):
-        raise ValueError(f"{len(said)} translations and {len(meant)} references")
-    right, all_ = [0] * ORDER, [0] * ORDER
-    said_words = meant_words = 0
-    for pair in zip(said, meant, strict=True):
-        a, b = map(words, pair)
-        said_words += len(a)
-        meant_words += len(b)
-        for n in range(ORDER):
-            here, there = _grams(a, n + 1), _grams(b, n + 1)
-            right[n] += (here & there).total()
-            all_[n] += here.total()
-    if not right[0]:
+    if len(translations) != len(references):
+        raise ValueError(f"{len(translations)} translations, but {len(references)} references")
+    matches, counts = [0] * MAX_ORDER, [0] * MAX_ORDER
+    length = reference_length = 0
+    for pair in zip(translations, references, strict=True):
+        tokens, reference_tokens = map(tokenize, pair)
+        length += len(tokens)
+        reference_length += len(reference_tokens)
+        for i in range(MAX_ORDER):
+            ngrams, reference_ngrams = _ngrams(tokens, i + 1), _ngrams(reference_tokens, i + 1)
+            matches[i] += (ngrams & reference_ngrams).total()
+            counts[i] += ngrams.total()
+    if not matches[0]:
         return 0.0
-    logs, none = [], 0
-    for matched, count in zip(right, all_, strict=True):
+    log_precisions, unmatched = [], 0
+    for matched, count in zip(matches, counts, strict=True):
         if not count:
             return 0.0
-        if not matched:
-            none += 1  # each order without a match counts as half of the one before
-        logs.append(math.log(matched / count if matched else 1 / (2**none * count)))
-    brevity = min(0.0, 1 - meant_words / said_words)
-    return 100 * math.exp(brevity + sum(logs) / ORDER)
+        # Exponential smoothing: each order without a match counts half of the previous one.
+        unmatched += not matched
+        log_precisions.append(math.log(matched / count if matched else 1 / (2**unmatched * count)))
+    brevity = min(0.0, 1 - reference_length / length)
+    return 100 * math.exp(brevity + sum(log_precisions) / MAX_ORDER)
 
 
-def words(text: str) -> list[str]:
-    """Tokens of a sentence.
+def tokenize(text: str) -> list[str]:
+    """Split a sentence into tokens by the rules of mteval-v13a.
 
-    >>> words("It's 1,000.5 km, or more...")
+    >>> tokenize("It's 1,000.5 km, or more...")
     ["It's", '1,000.5', 'km', ',', 'or', 'more', '.', '.', '.']
     """
     text = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
-    for name in ("&quot;", "&amp;", "&lt;", "&gt;"):
-        text = text.replace(name, html.unescape(name))
+    for entity in ("&quot;", "&amp;", "&lt;", "&gt;"):
+        text = text.replace(entity, html.unescape(entity))
     text = f" {text} "
-    for pattern, spaced in _RULES:
-        text = pattern.sub(spaced, text)
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
     return text.split()
 
 
-def _grams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
+def _ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))

@@ -1,4 +1,4 @@
-"""CIFAR-10: ResNet-18 or VGG-19."""
+"""`Cifar10`: CIFAR-10 with ResNet-18 or VGG-19."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from pathlib import Path
 
 from torch import nn
 
-from ..data.cifar10 import DATASET, images
-from ..data.dataset import read
-from ..data.order import Splits, held_out
+from ..data.cifar10 import DATASET, read_images
+from ..data.dataset import read_files
+from ..data.splits import Splits, hold_out
 from ..models import REFERENCES
-from .classify import Classify
-from .task import Recipe, known
+from .image_classification import ImageClassification
+from .recipe import Recipe
+from .task import check_choice
 
 
 @dataclass(frozen=True)
-class Cifar10(Classify):
-    """The paper's image task.
-
-    Args:
-        model: "resnet18" or "vgg19".
-        held: training images held out for validation; with 0 all 50,000 are trained on and there is no "valid".
+class Cifar10(ImageClassification):
+    """CIFAR-10, the paper's image task.
 
     >>> Cifar10("vgg19").recipe("paper").switch_at
     80
@@ -32,13 +29,13 @@ class Cifar10(Classify):
     dataset = DATASET
     mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
     shift = 4
-    mirror = True
+    flip = True
 
-    model: str = "resnet18"
-    held: int = 1000
+    model: str = "resnet18"  # or "vgg19"
+    held: int = 1000  # training images held out for validation; 0 uses all 50,000, without a "valid" split
 
     def __post_init__(self) -> None:
-        known(self.name, "model", self.model, ("resnet18", "vgg19"))
+        check_choice(self.name, "model", self.model, ("resnet18", "vgg19"))
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
@@ -60,8 +57,8 @@ class Cifar10(Classify):
         return REFERENCES[self.model].build()
 
     def load(self, folder: Path | None) -> Splits:
-        files = read(DATASET, folder)
-        pixels, labels = images(files)
-        train, valid = held_out(len(labels), self.held)
-        splits = {"train": (pixels[train], labels[train]), "test": images(files, test=True)}
+        files = read_files(DATASET, folder)
+        pixels, labels = read_images(files)
+        train, valid = hold_out(len(labels), self.held)
+        splits = {"train": (pixels[train], labels[train]), "test": read_images(files, test=True)}
         return Splits(splits | ({"valid": (pixels[valid], labels[valid])} if self.held else {}))

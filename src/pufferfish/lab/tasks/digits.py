@@ -1,4 +1,4 @@
-"""Handwritten digits of 8×8 pixels: comes along, trains in seconds."""
+"""`Digits`: handwritten digits of 8×8 pixels, which train in seconds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.digits import digits
-from ..data.order import Splits, held_out
-from .classify import Classify
-from .task import Recipe, known
+from ..data.splits import Splits, hold_out
+from .image_classification import ImageClassification
+from .recipe import Recipe
+from .task import check_choice
 
 
 @dataclass(frozen=True)
-class Digits(Classify):
-    """Needs no data folder.
-
-    Args:
-        model: "cnn", three convolutions and two linear layers, or "mlp", three linear layers.
-        width: channels of the first convolution, a quarter of those of the last; 4 × it in the hidden layers.
-        held: training images held out for validation.
+class Digits(ImageClassification):
+    """Handwritten digits of 8×8 pixels; the data is included in the package.
 
     >>> task = Digits()
     >>> data = task.load(None)
@@ -37,27 +33,20 @@ class Digits(Classify):
     mean, std = (4.9,), (6.0,)
     shift = 1
 
-    model: str = "cnn"
-    width: int = 64
-    held: int = 144
+    model: str = "cnn"  # three convolutions and two linear layers; "mlp": three linear layers
+    width: int = 64  # channels of the first convolution; hidden layers have 4 × `width` features
+    held: int = 144  # training images held out for validation
 
     def __post_init__(self) -> None:
-        known(self.name, "model", self.model, ("cnn", "mlp"))
+        check_choice(self.name, "model", self.model, ("cnn", "mlp"))
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:
-        return {
-            "short": Recipe(
-                epochs=12,
-                batch=64,
-                lr=0.03 if self.model == "cnn" else 0.1,
-                warm_up=0.2,
-                nesterov=True,
-                weight_decay=5e-4,
-                label_smoothing=0.1,
-                switch_at=4,
-            )
-        }
+        short = Recipe(
+            epochs=12, batch=64, lr=0.03 if self.model == "cnn" else 0.1, warm_up=0.2, nesterov=True,
+            weight_decay=5e-4, label_smoothing=0.1, switch_at=4,
+        )  # fmt: skip
+        return {"short": short}
 
     @property
     def keep(self) -> Sequence[str]:
@@ -83,13 +72,11 @@ class Digits(Classify):
         return nn.Sequential(layers)
 
     def load(self, folder: Path | None) -> Splits:
-        (images, labels), test = digits(), digits(test=True)
-        train, valid = held_out(len(labels), self.held)
-        parts = {
-            "train": (images[train], labels[train]),
-            "valid": (images[valid], labels[valid]),
-            "test": test,
-        }
-        return Splits(
-            {s: ((x * 16).round().to(torch.uint8).permute(0, 2, 3, 1), y) for s, (x, y) in parts.items()}
-        )
+        (x, y), test = digits(), digits(test=True)
+        train, valid = hold_out(len(y), self.held)
+        splits = {"train": (x[train], y[train]), "valid": (x[valid], y[valid]), "test": test}
+        return Splits({name: (_to_bytes(images), labels) for name, (images, labels) in splits.items()})
+
+
+def _to_bytes(images: Tensor) -> Tensor:
+    return (images * 16).round().to(torch.uint8).permute(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""Any text file, byte by byte: a small GPT."""
+"""`Text`: any text file, byte by byte, with a small GPT."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import numpy as np
 import torch
 
 from ..data.dataset import data_folder
-from ..data.order import Splits
-from .language import Windows
+from ..data.splits import Splits
+from .gpt_task import GPTTask
 
 
 @dataclass(frozen=True)
-class Text(Windows):
-    """The first nine tenths of the file are for training, then half a tenth each for validation and test.
+class Text(GPTTask):
+    """A text file: the first 90 % are for training, the next 5 % for validation, the last 5 % for testing.
 
-    Args:
-        d, layers, heads, context, dropout: of the GPT.
-        file: its name in the data folder. Without one the folder is the file itself, or has a single one.
+    By default, the data folder is the file or contains a single .txt file; `file` names one of several.
 
     >>> Text(d=64, layers=2, heads=2, context=32).build()(torch.zeros(1, 32, dtype=torch.long)).shape
     torch.Size([1, 32, 256])
     """
 
     name = "text"
-    measure = "loss"
+    metric = "loss"
     vocabulary = 256
 
     file: str = ""
@@ -37,7 +35,7 @@ class Text(Windows):
         parts = text.tensor_split([len(text) * 90 // 100, len(text) * 95 // 100])
         if min(map(len, parts)) <= self.context:
             raise ValueError(
-                f"{path}: {len(text):,} bytes are too few; a twentieth must be more than the context, {self.context}"
+                f"{path}: {len(text):,} bytes are too few; 5 % of them must be more than the context of {self.context}"
             )
         return Splits({name: (part,) for name, part in zip(("train", "valid", "test"), parts, strict=True)})
 
@@ -46,10 +44,10 @@ class Text(Windows):
             return folder
         if self.file:
             if not (folder / self.file).is_file():
-                raise ValueError(f"text: there is no file {self.file} in {folder}")
+                raise ValueError(f"text: file {self.file} not found in {folder}")
             return folder / self.file
         files = sorted(folder.glob("*.txt"))
         if len(files) != 1:
-            some = f"{len(files)} text files" if files else "no .txt file"
-            raise ValueError(f"text: {folder} has {some}; give --data FILE, or text:file=NAME")
+            found = f"{len(files)} text files" if files else "no .txt file"
+            raise ValueError(f"text: {folder} has {found}; use --data FILE or text:file=NAME")
         return files[0]

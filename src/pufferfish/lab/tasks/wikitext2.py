@@ -1,99 +1,84 @@
-"""WikiText-2, word by word: the paper's LSTM, or a small GPT."""
+"""`Wikitext2` and `Wikitext2GPT`: WikiText-2, word level, with the paper's LSTM or a small GPT."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.dataset import read
-from ..data.order import Epoch, Splits, steps
-from ..data.token_rows import columns
-from ..data.wikitext2 import DATASET, VOCABULARY, tokens
+from ..data.batch_order import BatchOrder, Device, steps_per_epoch
+from ..data.dataset import read_files
+from ..data.splits import Splits
+from ..data.token_windows import to_columns
+from ..data.wikitext2 import DATASET, VOCABULARY, read_tokens
 from ..models import REFERENCES, LSTMLanguageModel
-from .language import Windows, figures
-from .task import Batch, Recipe, Task, evaluating
+from .gpt_task import GPTTask, loss_and_perplexity
+from .recipe import Recipe
+from .task import Batch, Task, eval_mode
 
-#: Columns of a text to evaluate on: as many as in the paper's code, so that figures compare.
+#: Columns in evaluation: as many as in the paper's code, so that figures are comparable.
 COLUMNS = 10
-
-
-def load(folder: Path | None) -> Splits:
-    """The three splits, one row of tokens each."""
-    return Splits({split: (row,) for split, row in tokens(read(DATASET, folder)).items()})
 
 
 @dataclass(frozen=True)
 class Wikitext2(Task):
-    """The paper's language task.
+    """WikiText-2 with an LSTM, the paper's language task.
 
-    The text lies in as many columns as a batch has rows. A batch is (tokens, targets, h, c): the next `bptt` rows of the
-    columns, and the LSTM's state, which `loss` writes for the batch after it.
-
-    Args:
-        d, layers, dropout: of the LSTM.
-        bptt: words that gradients go back through.
+    The text is arranged in one column per row of a batch. A batch is (tokens, targets, h, c): the next `bptt` words of
+    each column, and the LSTM's state, which `loss` updates for the next batch.
 
     >>> Wikitext2().recipe("paper").lr
     20.0
     """
 
     name = "wikitext2"
-    measure = "perplexity"
-    higher = False
+    metric = "perplexity"
+    higher_is_better = False
     dataset = DATASET
+    carried_tensors = 2
+    keep = REFERENCES["lstm"].keep
+    recipes: ClassVar[Mapping[str, Recipe]] = {
+        "paper": Recipe(
+            epochs=40, batch=20, lr=20.0, schedule="plateau", plateau=0.25, momentum=0.0, clip=0.25,
+            switch_at=10, switch_lr=0.5,
+        ),
+        "short": Recipe(epochs=12, batch=80, lr=20.0, momentum=0.0, clip=0.25, switch_at=4),
+    }  # fmt: skip
 
     d: int = 1500
     layers: int = 2
     dropout: float = 0.65
-    bptt: int = 35
-
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        paper = Recipe(
-            epochs=40, batch=20, lr=20.0, schedule="plateau", plateau=0.25, momentum=0.0, clip=0.25,
-            switch_at=10, switch_lr=0.5,
-        )  # fmt: skip
-        short = Recipe(epochs=12, batch=80, lr=20.0, momentum=0.0, clip=0.25, switch_at=4)
-        return {"paper": paper, "short": short}
-
-    @property
-    def keep(self) -> Sequence[str]:
-        return REFERENCES["lstm"].keep
-
-    @property
-    def carries(self) -> int:
-        return 2
+    bptt: int = 35  # number of words for truncated backpropagation through time
 
     def build(self) -> nn.Module:
         return LSTMLanguageModel(vocabulary=VOCABULARY, d=self.d, layers=self.layers, dropout=self.dropout)
 
     def load(self, folder: Path | None) -> Splits:
-        return load(folder)
+        return read_tokens(read_files(DATASET, folder))
 
     def steps(self, data: Splits, batch: int) -> int:
         rows = data.size("train") // batch
-        return steps(rows - 1, self.bptt, f"words in each of {batch} columns to guess")
+        return steps_per_epoch(rows - 1, self.bptt, f"words to predict in each of {batch} columns")
 
-    def epoch(self, data: Any, of: Epoch) -> Iterator[Batch]:
-        (text,) = data.on(of.split, of.device)
-        width = of.batch if of.training else COLUMNS
-        mine = columns(text, width)[:, of.part(width)]
-        # Training batches are of one size; of a text to evaluate on the last one may be shorter.
-        last = self.bptt * self.steps(data, of.batch) if of.training else len(mine) - 1
-        h, c = (torch.zeros(self.layers, mine.shape[1], self.d, device=of.device) for _ in range(2))
-        for i in range(of.start * self.bptt, last, self.bptt):
+    def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
+        (text,) = data.on(order.split, order.device)
+        width = order.batch if order.training else COLUMNS
+        columns = to_columns(text, width)[:, order.shard_slice(width)]
+        # Training batches have the same size; in evaluation the last one may be shorter.
+        last = self.bptt * self.steps(data, order.batch) if order.training else len(columns) - 1
+        h, c = (torch.zeros(self.layers, columns.shape[1], self.d, device=order.device) for _ in range(2))
+        for i in range(order.start * self.bptt, last, self.bptt):
             end = min(i + self.bptt, last)
-            yield mine[i:end], mine[i + 1 : end + 1], h, c
+            yield columns[i:end], columns[i + 1 : end + 1], h, c
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         text, targets, h, c = batch
-        logits, state = model(text, (h.clone(), c.clone()))  # what backward needs stays as it is
+        logits, state = model(text, (h.clone(), c.clone()))  # backward needs them unchanged
         if model.training:
             for old, new in zip((h, c), state, strict=True):
                 old.copy_(new.detach())
@@ -102,48 +87,32 @@ class Wikitext2(Task):
         )
 
     def evaluate(
-        self,
-        model: nn.Module,
-        data: Any,
-        split: str,
-        *,
-        device: torch.device | str = "cpu",
-        batch: int = COLUMNS,
+        self, model: nn.Module, data: Any, split: str, *, device: Device = "cpu", batch: int = COLUMNS
     ) -> dict[str, float]:
-        """`batch` changes nothing: the text always lies in the same columns."""
-        lost, seen = torch.zeros((), device=device), 0
+        """`batch` has no effect: evaluation always uses the same columns."""
+        loss, count = torch.zeros((), device=device), 0
         state: Any = None
-        with evaluating(model) as plain:
+        with eval_mode(model) as module:
             for text, targets, *zeros in self.batches(data, split, batch, device=device):
-                logits, state = plain(text, tuple(zeros) if state is None else state)
-                lost += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-                seen += targets.numel()
-        return figures(float(lost), seen)
+                logits, state = module(text, tuple(zeros) if state is None else state)
+                loss += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+                count += targets.numel()
+        return loss_and_perplexity(float(loss), count)
 
 
 @dataclass(frozen=True)
-class Wikitext2GPT(Windows):
-    """The same text for a small GPT: `wikitext2:gpt`.
-
-    Args:
-        d, layers, heads, context, dropout: of the GPT.
-    """
+class Wikitext2GPT(GPTTask):
+    """WikiText-2 with a small GPT: `wikitext2:gpt`."""
 
     name = "wikitext2"
-    measure = "perplexity"
+    metric = "perplexity"
     dataset = DATASET
     vocabulary = VOCABULARY
+    recipes: ClassVar[Mapping[str, Recipe]] = {
+        "short": replace(GPTTask.recipes["short"], epochs=12, warm_up=0.05, switch_at=4)
+    }
 
     context: int = 128
 
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        return {
-            "short": Recipe(
-                epochs=12, batch=64, lr=1e-3, schedule="cosine", warm_up=0.05, floor=0.1, optimizer="adamw",
-                betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, switch_at=4,
-            )
-        }  # fmt: skip
-
     def load(self, folder: Path | None) -> Splits:
-        return load(folder)
+        return read_tokens(read_files(DATASET, folder))

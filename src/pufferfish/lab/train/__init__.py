@@ -1,8 +1,7 @@
-"""One training loop for all tasks: on one device, on many, or on one that plays many. It resumes by itself."""
+"""One training loop for all tasks: in one process, on several workers, or with simulated workers. It resumes by itself."""
 
-from .layer_records import layers
-from .loop import train
-from .optimizer import optimizer
-from .settings import Settings
+from .build_optimizer import build_optimizer
+from .run_settings import RunSettings
+from .train import train
 
-__all__ = ["Settings", "layers", "optimizer", "train"]
+__all__ = ["RunSettings", "build_optimizer", "train"]

@@ -1,93 +1,80 @@
-"""`start`: the same command on workers of this machine, on its loopback or on an emulated network."""
+"""`launch_workers`: run a command on workers of this machine, over the loopback or an emulated network."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..network import Hosts, emulate
-from .screen import RELAYED, Relay, Screen
+from .console import RELAYED, Console
+from .output_relay import OutputRelay
+from .signals import sigterm_as_sigint
 
-#: Seconds that workers have to save when they are asked to stop.
-GRACE = 60.0
+#: Seconds that workers have to save a checkpoint when they are stopped.
+GRACE_SECONDS = 60.0
 
 
-def start(command: Sequence[str], *, network: str | None, hosts: int, per_host: int) -> int:
-    """Run `command` (a script or "-m", a module, and arguments) on all workers, and show what they say.
+def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, per_host: int) -> int:
+    """Run `command` (a script, or "-m" and a module, with arguments) on all workers and show their messages.
 
-    Ctrl-C and SIGTERM ask the workers to stop; a second time ends them at once. In any case nothing is left.
+    Ctrl-C and SIGTERM stop the workers after a checkpoint; a second one ends them at once. No process is left behind.
 
     Args:
-        network: the links between hosts; None: the loopback.
+        network: link between the hosts, such as "100mbit"; None: the loopback.
+        per_host: workers on each host.
 
     Returns:
-        The exit code: 0, 2 for what they refuse, 130 when they were asked to stop, else 1.
+        Exit code: 0; 2 if the workers reject their input; 130 if they were stopped; 1 otherwise.
     """
-    screen = Screen()
-    relay = Relay(screen)
+    console = Console()
+    relay = OutputRelay(console)
     try:
-        with sigterm_too(), _emulated(network, hosts, screen) as machines:
+        with sigterm_as_sigint(), _emulated_hosts(network, hosts, console) as machines:
             link = None
             if hosts > 1 and network is None:
-                screen.say(
-                    "the hosts are joined by the plain loopback, not shaped; say --network, such as 100mbit"
+                console.info(
+                    "the hosts share the unshaped loopback; use --network to shape their links, such as --network 100mbit"
                 )
             if hosts > 1:
-                link = asdict(machines.measure())
-                screen.say(
-                    f"link: asked {link['asked']}, got {link['got_mbit']:.1f} Mbit/s, {link['latency_ms']:.2f} ms"
-                )
+                measured = machines.measure()
+                link = asdict(measured)
+                console.info(f"link: {measured}")
             env = {RELAYED: json.dumps({"link": link, "hosts": hosts})}
-            code = machines.launch(command, per_host=per_host, env=env, write=relay, grace=GRACE)
+            code = machines.launch(command, per_host=per_host, env=env, write=relay, grace=GRACE_SECONDS)
     except KeyboardInterrupt:
         return 130
-    if not code or relay.refused:
-        return 2 if relay.refused else 0
-    why = relay.why
-    if relay.trouble:
-        print(relay.trouble, file=sys.stderr)
-        why = "a worker has failed, see above"
-    screen.say(f"{why}; the same command goes on from the last checkpoint")
+    if not code or relay.errors:
+        return 2 if relay.errors else 0
+    reason = relay.failure_reason
+    if relay.failure_output:
+        print(relay.failure_output, file=sys.stderr)
+        reason = "a worker has failed, see above"
+    console.info(f"{reason}; rerun the same command to resume from the last checkpoint")
     return 1
 
 
-def told() -> dict[str, Any]:
-    """What `start` has told this worker: {"link", "hosts"}; empty where it was not started so.
+def launch_info() -> dict[str, Any]:
+    """Return what `launch_workers` passed to this worker: {"link", "hosts"}; empty for other workers.
 
-    >>> told()
+    >>> launch_info()
     {}
     """
     return dict(json.loads(os.environ.get(RELAYED, "{}")))
 
 
 @contextlib.contextmanager
-def _emulated(network: str | None, hosts: int, screen: Screen) -> Iterator[Hosts]:
-    """In words to the user where no network can be emulated."""
+def _emulated_hosts(network: str | None, count: int, console: Console) -> Iterator[Hosts]:
+    """Emulate the hosts; show warnings as messages."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = emulate(network, hosts)
+        hosts = emulate(network, count)
     for warning in caught:
-        screen.say(str(warning.message))
-    with made:
-        yield made
-
-
-@contextlib.contextmanager
-def sigterm_too() -> Iterator[None]:
-    """SIGTERM as ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        console.info(str(warning.message))
+    with hosts:
+        yield hosts

@@ -1,4 +1,4 @@
-"""What a forward pass costs, for one row of a batch: an image, a sentence, a column of text."""
+"""`macs_per_row`: MACs of a forward pass for one row of a batch, such as an image, a sentence or a column of text."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..rivals.model_change import Change
-from .parts import Parts
-from .screen import Screen
+from ..rivals.model_change import ModelChange
+from .console import Console
+from .run_components import RunComponents
 
-#: So many are counted together: sentences differ, and batch norms want several.
+#: Rows that are counted at once: sentences differ in length, and batch norms need several rows.
 ROWS = 8
 
 
-def macs_a_row(parts: Parts, change: Change, screen: Screen) -> dict[str, Any]:
-    """{"macs": …} of the model as it is now; without it, and a word why, where they cannot be counted."""
-    task, recipe = parts.task, parts.given.recipe
+def macs_per_row(components: RunComponents, change: ModelChange, console: Console) -> dict[str, Any]:
+    """Return {"macs": …} for the current model; an empty dict, and a message why, where they cannot be counted."""
+    task, recipe = components.task, components.settings.recipe
     rows = min(ROWS, recipe.batch)
-    drawn = torch.Generator().manual_seed(0)  # the same rows for all methods
-    batch = next(task.batches(parts.data, "train", rows, device=parts.device, generator=drawn))
+    generator = torch.Generator().manual_seed(0)  # the same rows for all methods
+    batch = next(task.batches(components.data, "train", rows, device=components.device, generator=generator))
 
     def example(model: nn.Module) -> Tensor:
         return task.loss(model, batch, recipe)
 
     try:
-        return {"macs": round(change.macs(example) / rows)}
+        return {"macs": round(change.forward_macs(example) / rows)}
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        screen.say(f"MACs are not counted: {str(error).splitlines()[0]}")
+        console.info(f"MACs are not counted: {str(error).splitlines()[0]}")
         return {}

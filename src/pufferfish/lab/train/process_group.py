@@ -1,33 +1,32 @@
-"""The processes of a job: joining them, each one's device, and how a user stops them."""
+"""`process_group`: the torch.distributed group of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import signal
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-#: In gloo's errors, which have no class of their own.
-_LOST = ("gloo/transport", "timeout caused pair closure")
+#: Found in gloo's connection errors, which have no class of their own.
+_GLOO_CONNECTION_ERRORS = ("gloo/transport", "timeout caused pair closure")
 
 
-class Lost(RuntimeError):
-    """Others of the job cannot be reached any more."""
+class WorkersUnreachable(RuntimeError):
+    """Raised when the connection to other workers is lost."""
 
 
 @contextlib.contextmanager
-def job(device: str, timeout: float | None = None) -> Iterator[int]:
-    """How many processes: of the group there is, of one made as torchrun says and left afterwards, or alone.
+def process_group(device: str, timeout: float | None = None) -> Iterator[int]:
+    """Yield the world size, joining a process group first where torchrun's environment asks for one.
+
+    A group that is already initialized is used and left open. Without torchrun there is no group and the size is 1.
 
     Args:
-        timeout: seconds that they wait for one another; None: as long as torch does.
+        device: "cuda" selects NCCL, anything else gloo.
+        timeout: seconds that workers wait for one another; None: torch's default.
     """
     if dist.is_available() and dist.is_initialized():
         yield dist.get_world_size()
@@ -36,74 +35,17 @@ def job(device: str, timeout: float | None = None) -> Iterator[int]:
         yield 1
         return
     try:
-        wait = None if timeout is None else timedelta(seconds=timeout)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise OSError(f"the workers do not meet at {where}: {str(error).splitlines()[0]}") from None
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise OSError(f"cannot join the other workers at {address}: {str(error).splitlines()[0]}") from None
     try:
         yield dist.get_world_size()
     except RuntimeError as error:
-        gone = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-        if gone or any(words in str(error) for words in _LOST):
-            raise Lost(re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])) from error
+        lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if lost or any(text in str(error) for text in _GLOO_CONNECTION_ERRORS):
+            raise WorkersUnreachable(re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])) from error
         raise
     finally:
         dist.destroy_process_group()
-
-
-def enough_gpus(device: str, workers: int) -> None:
-    """Refuse more workers on this machine than it has GPUs: no two of them can share one.
-
-    >>> enough_gpus("cpu", 1000)
-    """
-    there = torch.cuda.device_count() if device == "cuda" else workers
-    if workers > there:
-        raise ValueError(
-            f"{workers} workers on {there} GPU{'s' * (there != 1)}: each needs its own; start fewer, or take --device cpu"
-        )
-
-
-def place(device: str) -> torch.device:
-    """This process's device; the groups that it joins afterwards take it too.
-
-    >>> place("cpu")
-    device(type='cpu')
-    """
-    if device != "cuda":
-        return torch.device(device)
-    enough_gpus(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    told = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or ""
-    rank = int(told) if told.isdigit() else dist.get_rank() if dist.is_initialized() else 0
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def placed(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """The model there, in place, in the memory format that is fast on it.
-
-    >>> placed(nn.Linear(2, 2), "cpu")
-    Linear(in_features=2, out_features=2, bias=True)
-    """
-    model.to(device)
-    if torch.device(device).type == "cuda":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C asks to stop, as SIGTERM does; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,75 +1,32 @@
-"""Where a run's numbers go beside its metrics.csv: JSON lines, TensorBoard."""
+"""Further outputs for the metrics of a run, beside metrics.csv: JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
-
-from ...measure import RunLog
 
 JSONL = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Takes what is logged, row by row."""
+    """An output for logged metrics."""
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, float]) -> None:
-        """The values after `step` updates."""
+        """Write the values after `step` updates."""
 
     def close(self) -> None:
-        """The last row was written."""
-
-
-class Log(RunLog):
-    """A `RunLog` that tells others, too."""
-
-    def __init__(
-        self, folder: Path, sinks: Sequence[str] = (), resume: int | None = None, **about: Any
-    ) -> None:
-        super().__init__(folder, resume=resume, **about)
-        self.elapsed: float | None = None  # of a simulation: seconds that its workers would have trained
-        self._sinks: list[Sink] = []
-        for name in sinks if self.writes else ():
-            self._sinks.append(SINKS[name](folder, resume))
-
-    def __enter__(self) -> Log:
-        return self
-
-    @property
-    def clock(self) -> float:
-        """Seconds of training so far, those before a restart too."""
-        return self._before + time.perf_counter() - self._began
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is no training: its time is not the run's."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._began += time.perf_counter() - start
-
-    def log(self, *, step: int, epoch: float | None = None, **values: Any) -> None:
-        if self.elapsed is not None:
-            self._before, self._began = self.elapsed, time.perf_counter()
-        super().log(step=step, epoch=epoch, **values)
-        for sink in self._sinks:
-            sink.log(step, epoch, {name: float(x) for name, x in values.items()})
-
-    def close(self, finished: bool = True) -> None:
-        super().close(finished)
-        while self._sinks:
-            self._sinks.pop().close()
+        """Close the output."""
 
 
 class JsonLines:
-    """An object a row, in metrics.jsonl.
+    """Writes metrics.jsonl, one object per row.
+
+    Args:
+        resume: updates that a resumed run has done; later rows are removed. None: a new run.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -82,13 +39,12 @@ class JsonLines:
 
     def __init__(self, folder: Path, resume: int | None) -> None:
         path = folder / JSONL
-        kept: list[str] = []
+        earlier: list[str] = []
         if resume is not None and path.exists():
-            whole = [
-                line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")
-            ]
-            kept = [line for line in whole if json.loads(line)["step"] <= resume]
-        path.write_text("".join(kept), encoding="utf-8")
+            lines = path.read_text(encoding="utf-8").splitlines(True)
+            complete = [line for line in lines if line.endswith("\n")]
+            earlier = [line for line in complete if json.loads(line)["step"] <= resume]
+        path.write_text("".join(earlier), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, float]) -> None:
@@ -101,13 +57,13 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files, in tensorboard/ of the run's folder."""
+    """Writes event files to tensorboard/ in the run's folder."""
 
     def __init__(self, folder: Path, resume: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        later = None if resume is None else resume + 1
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=later)
+        purge_step = None if resume is None else resume + 1
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, float]) -> None:
         for name, x in values.items():
@@ -120,13 +76,13 @@ class TensorBoard:
 SINKS: dict[str, Any] = {"jsonl": JsonLines, "tensorboard": TensorBoard}
 
 
-def check(sinks: Sequence[str]) -> None:
-    """Refuse what does not exist or is not installed.
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise if a sink does not exist or its package is not installed.
 
-    >>> check(["jsonl"])
+    >>> check_sinks(["jsonl"])
     """
-    for name in sinks:
+    for name in names:
         if name not in SINKS:
-            raise ValueError(f"there is no sink {name!r}; there are {', '.join(SINKS)}")
-    if "tensorboard" in sinks and find_spec("tensorboard") is None:
+            raise ValueError(f"unknown sink {name!r}; must be one of {', '.join(SINKS)}")
+    if "tensorboard" in names and find_spec("tensorboard") is None:
         raise ImportError("--tensorboard: the package tensorboard is not installed: pip install tensorboard")

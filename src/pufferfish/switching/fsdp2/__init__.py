@@ -1,6 +1,6 @@
-"""The switch under FSDP2: a model whose shards cannot be changed in place is built again and filled."""
+"""The switch under FSDP2, whose shards cannot be changed in place: the model is built again in low rank."""
 
-from .outline import outline, parameters
-from .rebuild import rebuild, spectra
+from .rebuild import rebuild
+from .sharded_job import ShardedJob
 
-__all__ = ["outline", "parameters", "rebuild", "spectra"]
+__all__ = ["ShardedJob", "rebuild"]

@@ -1,4 +1,4 @@
-"""What becomes of each parameter of a sharded dense model in the low-rank one that takes over from it."""
+"""`Route`: the low-rank parameters that each parameter of a sharded dense model becomes, and its transfer to them."""
 
 from __future__ import annotations
 
@@ -8,44 +8,55 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...layers import low_rank_type
+from ...layers import FactorMap, low_rank_type
+from ...layers.matrix import at_least_fp32
 from ...layers.names import named_modules, own_name
 from ...lowrank.factorize import set_parameter
-from ...optim.carry import Carrier, State, kinds_of, project, swap, wide, with_square, with_variance
-from ...optim.factor_map import Change
+from ...optim.carry import (
+    Carrier,
+    State,
+    project,
+    replace_parameters,
+    square_to_variance,
+    state_kinds,
+    variance_to_square,
+)
 from ...planning.plan import Entry, Plan
-from .outline import local, part, whole
+from .outline import local, shard_like, whole
 
-Factors = dict[str, tuple[Tensor, Tensor]]  # entry → down.weight and up.weight, whole
+#: Whole down.weight and up.weight by entry name.
+Factors = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Route:
-    """What becomes of one dense parameter."""
+    """The low-rank parameters that one dense parameter becomes."""
 
-    targets: list[str]  # the new parameters, in their order
-    entries: list[Entry] = field(default_factory=list)  # its matrices that are split
-    slices: list[tuple[slice, str]] = field(default_factory=list)  # rows that are carried over, new name
+    targets: list[str]  # names of the new parameters, in their order
+    entries: list[Entry] = field(default_factory=list)  # its matrices that are factorized
+    slices: list[tuple[slice, str]] = field(
+        default_factory=list
+    )  # rows that are copied, and the name of the copy
 
     @property
-    def same(self) -> bool:
-        """It stays the same parameter, under this or another name."""
+    def unchanged(self) -> bool:
+        """Whether it stays the same parameter, under this or another name."""
         return not self.entries and len(self.targets) == 1
 
 
 def find_routes(dense: nn.Module, plan: Plan) -> dict[str, Route]:
-    """For every parameter of the dense model."""
+    """Routes of all parameters of the dense model, by name."""
     routes = {own_name(name): Route([own_name(name)]) for name, _ in dense.named_parameters()}
     layers = {name: module for name, _, module in named_modules(dense)}
     for layer, ranks in plan.ranks.items():
         kind = low_rank_type(type(layers[layer])) if layer in layers else None
         if kind is None:
-            continue  # `reshape_` is about to say what does not fit
-        change = Change(layer, kind.matrices(layers[layer]), ranks, {}, {})
-        for source, targets in change.parts.items():
+            continue  # `reshape_` raises for it
+        mapping = FactorMap(kind.matrices(layers[layer]), ranks, {}, {})
+        for source, targets in mapping.targets.items():
             routes[f"{layer}.{source}"] = Route([f"{layer}.{target}" for target in targets])
-        for x in change.matrices:
-            for source, rows, target in x.moves(x.name in ranks):
+        for x in mapping.matrices:
+            for source, rows, target in x.copied_slices(x.name in ranks):
                 routes[f"{layer}.{source}"].slices.append((rows, f"{layer}.{target}"))
     for e in plan:
         if e.rank is not None and e.matrix is not None and f"{e.layer}.{e.matrix.weight}" in routes:
@@ -53,12 +64,12 @@ def find_routes(dense: nn.Module, plan: Plan) -> dict[str, Route]:
     return routes
 
 
-class Arrivals:
-    """The new model, which takes its parameters in one by one."""
+class NewParameters:
+    """Parameters of the new model, assigned one by one."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
-        self.paths: dict[str, list[str]] = {}  # a tied parameter has several
+        self.paths: dict[str, list[str]] = {}  # a tied parameter has several paths
         names: dict[int, str] = {}
         for path, p in model.named_parameters(remove_duplicate=False):
             self.paths.setdefault(names.setdefault(id(p), own_name(path)), []).append(path)
@@ -72,59 +83,59 @@ class Arrivals:
 
     def fill(self, name: str, full: Tensor) -> None:
         like = self.get(name)
-        self.put(name, nn.Parameter(part(full, like, like.dtype, self.device), like.requires_grad))
+        self.put(name, nn.Parameter(shard_like(full, like, like.dtype, self.device), like.requires_grad))
 
 
-def take_apart(
-    old: nn.Parameter, route: Route, factors: Factors, arrivals: Arrivals, carrier: Carrier
-) -> None:
-    """One dense parameter's factors and slices into the new model, its state after them; then it is freed."""
+def transfer(old: nn.Parameter, route: Route, factors: Factors, new: NewParameters, carrier: Carrier) -> None:
+    """Assign the factors and slices of one dense parameter to the new model, then its optimizer state; free it."""
     for e in route.entries:
         assert e.matrix is not None
         for name, value in zip((e.matrix.down, e.matrix.up), factors[e.name], strict=True):
-            arrivals.fill(f"{e.layer}.{name}", value)
+            new.fill(f"{e.layer}.{name}", value)
     if route.slices:
         full = whole(old)
         for rows, name in route.slices:
-            arrivals.fill(name, full[rows])
+            new.fill(name, full[rows])
         del full
-    news = {name: arrivals.get(name) for name in route.targets}
+    parameters = {name: new.get(name) for name in route.targets}
     for optimizer in carrier.optimizers:
-        if not swap(optimizer, [old], list(news.values())):
+        if not replace_parameters(optimizer, [old], list(parameters.values())):
             continue
         state = optimizer.state.pop(old, {})
-        if carrier.carry and state and carrier._can(optimizer, state):
-            for name, carried in _carried(state, route, factors, news).items():
-                optimizer.state[news[name]] = carried
+        if carrier.carries(optimizer, state):
+            for name, carried in _factor_states(state, route, factors, parameters).items():
+                optimizer.state[parameters[name]] = carried
         else:
-            carrier._fresh(optimizer, list(news.values()))
+            carrier.reset_state(optimizer, list(parameters.values()))
     old.grad = None
-    local(old).untyped_storage().resize_(0)  # FSDP holds on to the tensor
+    local(old).untyped_storage().resize_(0)  # FSDP keeps a reference to the tensor
 
 
-def _carried(state: State, route: Route, factors: Factors, news: Mapping[str, Tensor]) -> dict[str, State]:
-    """`optim.factor_state` of shards: one tensor of the state is whole at a time."""
-    kinds, state = kinds_of(state), with_variance(state)
-    made: dict[str, State] = {name: {} for name in news}
+def _factor_states(
+    state: State, route: Route, factors: Factors, parameters: Mapping[str, Tensor]
+) -> dict[str, State]:
+    """State of the new parameters from that of the dense one. One tensor of the state is gathered at a time."""
+    kinds, state = state_kinds(state), square_to_variance(state)
+    states: dict[str, State] = {name: {} for name in parameters}
     for key in list(state):
         value = state.pop(key)
         if key not in kinds or value is None:
-            for carried in made.values():
+            for carried in states.values():
                 carried[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        value, dtype = whole(value), value.dtype  # the shard is gone now
+        value, dtype = whole(value), value.dtype  # frees the shard
         for name, piece in _pieces(kinds[key], value, route, factors):
-            made[name][key] = part(piece, news[name], dtype, news[name].device)
+            states[name][key] = shard_like(piece, parameters[name], dtype, parameters[name].device)
         del value, piece
-    return {name: with_square(carried) for name, carried in made.items()}
+    return {name: variance_to_square(carried) for name, carried in states.items()}
 
 
 def _pieces(kind: str, full: Tensor, route: Route, factors: Factors) -> Iterator[tuple[str, Tensor]]:
-    """What an optimizer keeps for a whole dense parameter, as it would keep it for the new ones."""
+    """A whole tensor of optimizer state, converted for each of the new parameters."""
     for rows, name in route.slices:
         yield name, full[rows]
     for e in route.entries:
         assert e.matrix is not None
-        x, (U, V) = e.matrix, map(wide, e.matrix.unfold(*factors[e.name]))
-        pair = x.fold(*project(kind, wide(x.unroll(full)), U, V))
+        x, (U, V) = e.matrix, map(at_least_fp32, e.matrix.to_factors(*factors[e.name]))
+        pair = x.from_factors(*project(kind, at_least_fp32(x.to_matrix(full)), U, V))
         yield from zip((f"{e.layer}.{x.down}", f"{e.layer}.{x.up}"), pair, strict=True)

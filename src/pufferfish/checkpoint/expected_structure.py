@@ -1,0 +1,77 @@
+"""Structure that a model and its optimizers need to load a checkpoint, computed without changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from ..distributed.job import Job
+from ..layers import meta_copy
+from ..layers.names import own_name, unwrap
+from ..lowrank.checks import check_plan
+from ..lowrank.factorize import nan_factors, ranks_of, replace_layers_, svd_factors
+from ..optim.by_name import group_names, names_by_id
+from ..planning.plan import Plan
+
+Ranks = dict[str, dict[str, int]]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def expected_structure(
+    path: Path,
+    ranks: Ranks,
+    plan: Plan | None,
+    model: nn.Module,
+    optimizers: Sequence[optim.Optimizer] = (),
+    may_change: bool = True,
+) -> tuple[nn.Module, list[optim.Optimizer]]:
+    """Return model and optimizers with the structure of the saved ones; `model` itself is not changed.
+
+    These are the given objects if their structure fits, otherwise a converted copy on the meta device.
+
+    Args:
+        path: the checkpoint, for error messages.
+        ranks: ranks of the saved model's low-rank layers.
+        plan: the plan that makes a dense model the saved one.
+        may_change: whether a dense model may be converted.
+    """
+    current = ranks_of(model)
+    for name, p in unwrap(model).named_parameters():
+        if p.is_meta:
+            raise ValueError(f"{name} is on the meta device; call model.to_empty(device=…) before resume")
+    if current == ranks:
+        return model, list(optimizers)
+    if current or plan is None or not may_change or is_sharded(model):
+        raise ValueError(
+            f"{path}: the saved model is {_describe(ranks)}, this one is {_describe(current)}; build it dense and "
+            "pass switch=, or call pf.reshape_(model, pf.Checkpoint.plan_in(folder)) before wrapping it"
+        )
+    names, copy = names_by_id(model), meta_copy(model)
+    by_name = {own_name(name): p for name, p in unwrap(copy).named_parameters()}
+    stand_ins: list[optim.Optimizer] = [
+        optim.SGD([{"params": [by_name[name] for name in group]} for group in group_names(optimizer, names)])
+        for optimizer in optimizers
+    ]
+    try:
+        check_plan(unwrap(copy), plan)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    replace_layers_(unwrap(copy), plan, stand_ins, svd_factors)
+    return copy, stand_ins
+
+
+def restructure_(average: nn.Module, ranks: Ranks, plan: Plan | None) -> None:
+    """Give an averaged copy of the model the structure that `expected_structure` has checked."""
+    if plan is not None and ranks_of(average) != ranks:
+        replace_layers_(unwrap(average), plan, None, nan_factors)
+        Job(average).rewrap({})
+
+
+def _describe(ranks: Ranks) -> str:
+    return f"low-rank in {len(ranks)} layers" if ranks else "dense"

@@ -1,0 +1,70 @@
+"""The manifest of a checkpoint: size and SHA-256 of every file, so that damage is detected when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..lowrank.files import sha256, sync
+
+MANIFEST = "manifest.json"
+_VERSION = 1
+
+
+def file_record(file: Path) -> dict[str, Any]:
+    """Flush `file` to disk and return its manifest entry: size in bytes and SHA-256."""
+    file.chmod(0o644)  # safetensors makes files readable by their owner only
+    sync(file)
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
+
+
+def write_manifest(folder: Path, files: Mapping[str, Any], world_size: int) -> None:
+    """Write the manifest of `files` (name → `file_record`) and flush it to disk."""
+    data = {"pufferfish checkpoint": _VERSION, "world": world_size, "files": dict(sorted(files.items()))}
+    data["sha256"] = _digest(data)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps(data, indent=1) + "\n")
+    sync(manifest)
+    sync(folder)
+
+
+def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `path` after checking every file against it.
+
+    Args:
+        contents: compare the SHA-256 of each file, not only its size.
+
+    Raises:
+        ValueError: if the checkpoint is damaged or has another format.
+    """
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(f"{path}: damaged, {MANIFEST} is missing")
+    try:
+        data: dict[str, Any] = json.loads(manifest.read_text())
+        digest = data.pop("sha256")
+        intact = digest == _digest(data)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{manifest}: damaged, or not written by pufferfish.Checkpoint")
+    version = data["pufferfish checkpoint"]
+    if version != _VERSION:
+        raise ValueError(f"{manifest}: format {version}, this version of pufferfish reads {_VERSION}")
+    for name, record in data["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise ValueError(f"{file}: damaged, the file is missing")
+        size = file.stat().st_size
+        if size != record["bytes"]:
+            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {record['bytes']:,}")
+        if contents and sha256(file) != record["sha256"]:
+            raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
+    return data | {"sha256": digest}
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

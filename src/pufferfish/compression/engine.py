@@ -1,0 +1,346 @@
+"""`Engine`: one worker's part in averaging named gradients, by any method, with error feedback where it needs some."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .batch import Batch, make_batches, make_buckets
+from .exchange import Exchange, Group, Transport
+from .hierarchy import Hierarchy, make_hierarchy
+from .meter import Meter
+from .method import StepContext, Steps, Sum
+from .settings import Settings
+from .state import State
+
+#: Bytes of gradients that are sent together during the backward pass.
+BUCKET = 25 * 2**20
+#: Larger norms count as infinite: sums of their squares would be. Below 1e-22 a norm is 0.
+_LIMIT = 1e15
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is sent together, fixed until the gradients or the settings change."""
+
+    parts: list[list[Batch]]  # buckets; with a hierarchy, the batches of each worker of this machine
+    own: list[Batch]  # those that this worker exchanges
+    number: dict[Batch, int]  # of its generator; 0 is the agreement on the step's outcome
+    owners: list[list[str]]  # names of the gradients in each part
+    together: dict[int, list[str]]  # gradients that must all be there before the first of them is sent
+    device: torch.device
+
+
+class Engine:
+    """Averages gradients over the workers of a group. The DDP and FSDP2 hooks are adapters to it.
+
+    Messages are laid out by parameter name. What a method does not send is kept as error feedback: fp32, each worker's own,
+    added to the next gradient. When any worker's gradients are not finite, nothing of the step is kept on any worker, and
+    all results are NaN. A parameter whose gradient is zero on all workers counts as unused: its result is zero, and its
+    error feedback waits.
+
+    Args:
+        settings: See `Settings`.
+        group: A process group (default: all processes, or this one alone), a `Transport` or a `Hierarchy`.
+
+    >>> from pufferfish.compression import BFloat16
+    >>> Engine(Settings(BFloat16())).average({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+
+    def __init__(
+        self, settings: Settings, group: dist.ProcessGroup | Transport | Hierarchy | None = None
+    ) -> None:
+        if isinstance(group, Hierarchy):
+            self.hierarchy: Hierarchy | None = group
+        else:
+            self.hierarchy = make_hierarchy(settings.hierarchy, group)
+        if self.hierarchy is not None:
+            self.transport: Transport = self.hierarchy.between
+        else:
+            assert not isinstance(group, Hierarchy)
+            self.transport = group if isinstance(group, Transport) else Group(group)
+        inside = (self.hierarchy.size, self.hierarchy.worker) if self.hierarchy else (1, 0)
+        self.state = State(self.transport.worker, self.transport.size, *inside)
+        self._layout: _Layout | None = None
+        self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
+        self._used_before: bool  # whether these settings have been used in a step
+        self.use(settings)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far, finite or not."""
+        return self.state.steps
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and times so far."""
+        return self.transport.meter
+
+    def use(self, settings: Settings) -> None:
+        """Change method or error feedback from the next step on; call it on all workers alike.
+
+        What the old method has not sent becomes error feedback of the new one, or is sent with the next gradient where it
+        has none. Other state of the old method is dropped.
+        """
+        self.settings, self._arranged, self._used_before = settings, None, False
+        methods = list(settings.by_pattern.values())
+        overlap = settings.overlap
+        if overlap is None:
+            flat = settings.scope == "layer" and self.hierarchy is None
+            overlap = flat and all(method.elementwise for method in methods)
+        #: Size of the buckets that are sent during the backward pass; None: everything is sent after it.
+        self.overlap_bytes = BUCKET if overlap else None
+        #: Whether methods keep state in the gradients' units; otherwise nobody needs to know them.
+        self.keeps_units = any(m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods)
+
+    def average(
+        self, gradients: Mapping[str, Tensor], units: Mapping[str, float] | None = None, scale: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Return the mean over the workers, by name, in the gradients' shapes and dtypes.
+
+        Call it on all workers alike, each time with all parameters: the state of a missing one is dropped.
+
+        Args:
+            gradients: This worker's, by parameter name.
+            units: Loss scale over learning rate, by name, 0 where unknown: error feedback is rescaled when it changes.
+            scale: Loss scale, to which momenta are rescaled.
+        """
+        means = {name: torch.empty_like(g) for name, g in gradients.items()}
+        if any(g.numel() for g in gradients.values()):
+            self.arrange(gradients)
+            step = self.begin(units, scale)
+            step.add(gradients)
+            step.finish(means)
+            step.commit()
+        return means
+
+    def arrange(self, like: Mapping[str, Tensor], bucket_bytes: int | None = None) -> None:
+        """Lay out messages for gradients of the shapes, dtypes and device of `like`, in the order of their use.
+
+        Buckets are filled in the given order, in each the order is that of names. Nothing happens if all is as before.
+        """
+        arranged = [bucket_bytes, *((name, g.shape, g.dtype, g.device) for name, g in like.items())]
+        if arranged == self._arranged:
+            return
+        device = next(iter(like.values())).device
+        for name, g in like.items():
+            if not g.is_floating_point() or g.device != device:
+                raise ValueError(
+                    f"{name}: a {g.dtype} gradient on {g.device}; all gradients must be floats on {device}"
+                )
+        if (
+            not self._used_before and self.state.resumed is None
+        ):  # later, a switch may have renamed parameters
+            self.settings.check_patterns(like)
+        sent_together = self.hierarchy.owners(like) if self.hierarchy else make_buckets(like, bucket_bytes)
+        parts = [make_batches(self.settings, {name: like[name] for name in names}) for names in sent_together]
+        batches = [batch for part in parts for batch in part]
+        self.state.check_resumed(batches)
+        owners = [[name for batch in part for name in batch.names] for part in parts]
+        # with a hierarchy nobody's part is complete before everything is there
+        together = owners if self.hierarchy is None else [[name for names in owners for name in names]]
+        before, self._arranged, self._used_before = self._layout, arranged, True
+        self._layout = _Layout(
+            parts,
+            batches if self.hierarchy is None else parts[self.hierarchy.worker],
+            {batch: i for i, batch in enumerate(batches, 1)},
+            owners,
+            {i: names for i, names in enumerate(together) if names},
+            device,
+        )
+        named = self.state.named()
+        if self.hierarchy is not None and before is not None:
+            self.hierarchy.move_errors(named, before.parts, parts, device)
+        self.state.arrange(self._layout.own, device, named)
+
+    def begin(self, units: Mapping[str, float] | None = None, scale: float = 1.0) -> Step:
+        """Start a step whose gradients arrive one by one: `add` them, then `finish` and `commit`."""
+        layout, state, settings = self._layout, self.state, self.settings
+        assert layout is not None, "call arrange before the first step"
+        if (units and units != state.units) or scale != state.scale:
+            state.rescale(units or {}, scale)
+        contexts = {}
+        for batch in layout.own:
+            batch.lent = 0
+            contexts[batch] = StepContext(
+                worker=self.transport.worker,
+                size=self.transport.size,
+                step=state.steps,
+                names=batch.names,
+                dtype=batch.dtype,
+                device=layout.device,
+                seed=settings.seed,
+                exchange=settings.exchange,
+                units=tuple([state.units.get(name, 0.0) for name in batch.names]),
+                error_feedback=batch.error_feedback,
+                state=dict(batch.state),
+                empty=batch.empty,
+            )
+        missing = {i: set(names) for i, names in layout.together.items()}
+        return Step(self, layout, contexts, missing, Exchange(self.transport), self.transport.meter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and text, by parameter name. Error feedback is each worker's own: save it on all of them."""
+        return self.state.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Continue from a saved state; see `State.load_state_dict`."""
+        if shapes is None and self._arranged is not None:
+            shapes = {name: shape for name, shape, _, _ in self._arranged[1:]}
+        self.state.load_state_dict(state, shapes)
+        self._arranged, self._layout = None, None
+
+
+@dataclass(eq=False)
+class Step:
+    """One exchange in progress, made by `Engine.begin`. Gradients arrive in any order; a part is sent once complete."""
+
+    engine: Engine
+    layout: _Layout
+    contexts: dict[Batch, StepContext]
+    missing: dict[int, set[str]]  # names of the gradients that each part waits for
+    exchange: Exchange
+    meter: Meter
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)  # of the gradients in each part
+    finite: Tensor = field(init=False)  # whether all gradients are finite on all workers
+    used: dict[Batch, Tensor] = field(init=False)  # which parameters have a gradient on any worker
+
+    @torch.no_grad()
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add some gradients. Each part's first messages are sent as soon as all of its gradients are there."""
+        device = self.layout.device
+        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+            self.gradients |= {name: g for name, g in gradients.items() if g.numel()}
+            for names in self.missing.values():
+                names.difference_update(gradients)
+            for i in [i for i, names in self.missing.items() if not names]:
+                del self.missing[i]
+                self._start(i)
+
+    def advance(self) -> bool:
+        """Wait for the messages in flight and send the next ones. False: there are none left."""
+        device = self.layout.device
+        with torch.no_grad(), self.meter.working(device), torch.autocast(device.type, enabled=False):
+            return self.exchange.advance()
+
+    @torch.no_grad()
+    def finish(self, out: Mapping[str, Tensor]) -> None:
+        """Complete the exchange and write the means into `out`. Nothing is kept before `commit`."""
+        if self.missing:
+            missing = sorted(set().union(*self.missing.values()))
+            raise ValueError(
+                f"gradients are missing that were there in the step before: {', '.join(missing)}"
+            )
+        engine, device = self.engine, self.layout.device
+        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+            while self.exchange.advance():
+                pass
+            self._write(out)
+        size = engine.transport.size * (engine.hierarchy.size if engine.hierarchy else 1)
+        self.meter.step(sum([g.nbytes for g in self.gradients.values()]), size)
+        engine.state.steps += 1
+        engine.state.resumed = None
+
+    @torch.no_grad()
+    def commit(self, ok: Tensor | None = None) -> None:
+        """Keep error feedback and the methods' state, of a step that is finite on all workers and `ok` elsewhere too."""
+        finite, used = self.finite, self.used
+        if ok is not None:
+            finite, used = finite & ok, {batch: flags & ok for batch, flags in used.items()}
+        for batch, context in self.contexts.items():
+            rest = self.exchange.results[self.layout.number[batch]][1]
+            batch.commit(context.state, rest, finite, used[batch])
+
+    def _start(self, i: int) -> None:
+        """Send the first messages of a part whose gradients are complete."""
+        hierarchy, norms = self.engine.hierarchy, _norms([self.gradients[n] for n in self.layout.together[i]])
+        self.norms[i] = norms
+        part = self.layout.parts[i if hierarchy is None else hierarchy.worker]
+        generators = self._generators(part, ~(norms <= _LIMIT).all())
+        if self.missing:
+            self.exchange.start(generators)
+            return
+        # The last part: agree how many workers have gradients that are not finite, and how many use each parameter.
+        norms = torch.cat([self.norms[j] for j in self.layout.together])
+        flags = torch.cat([~(norms <= _LIMIT).all()[None], norms > 0]).float()
+        if hierarchy is not None:
+            flags = hierarchy.inside.sum(flags)()
+        if len(self.layout.together) == 1:
+            self.exchange.start({0: _agreement(flags)} | generators)
+        else:  # in a message of its own: which part is last may differ
+            self.exchange.start(generators)
+            self.exchange.start({0: _agreement(flags)})
+
+    def _generators(self, part: Sequence[Batch], bad: Tensor) -> dict[int, Steps]:
+        """The methods' generators on finite numbers: gradients plus error feedback, or zeros if they are `bad`."""
+        gradients = self.gradients
+        if self.engine.hierarchy is not None:
+            gradients = self.engine.hierarchy.average_inside(self.layout.owners, gradients, bad)
+            bad = torch.zeros_like(bad)
+        xs = {batch: self.contexts[batch].empty(batch.shape, batch.precision) for batch in part}
+        for dtype in {batch.dtype for batch in part}:  # one call for all of a dtype
+            some = [batch for batch in part if batch.dtype == dtype]
+            places = [place for batch in some for place in batch.split(xs[batch])]
+            torch._foreach_copy_(places, [gradients[name] for batch in some for name in batch.names])
+            errors = [(xs[batch], batch.error) for batch in some if batch.error is not None]
+            if errors:  # error feedback
+                torch._foreach_add_([x for x, _ in errors], [error for _, error in errors])
+        generators = {}
+        for batch, x in xs.items():
+            if bad.device.type != "cpu" or bad:  # a GPU is not asked: waiting for it would take longer
+                x.masked_fill_(bad, 0)
+            steps = batch.method.compress(x, self.contexts[batch])
+            if not isinstance(steps, Generator):
+                raise TypeError(f"{type(batch.method).__name__}.compress must yield the messages it sends")
+            generators[self.layout.number[batch]] = steps
+        return generators
+
+    def _write(self, out: Mapping[str, Tensor]) -> None:
+        """Write the means into `out`: zeros for unused parameters, NaN or zeros for a step that is not finite."""
+        results, layout = self.exchange.results, self.layout
+        counts = results[0][0]
+        self.finite = counts[0] == 0
+        used = self.finite & (counts[1:] > 0)
+        self.used = dict(
+            zip(layout.number, used.split([len(batch.names) for batch in layout.number]), strict=True)
+        )
+        nonfinite = torch.where(
+            self.finite, 0.0, float("nan") if self.engine.settings.nonfinite == "nan" else 0.0
+        )
+        means: dict[str, Tensor] = {}
+        for batch in self.contexts:
+            mean, rest = results[layout.number[batch]]
+            for what, x in (("mean", mean), *([("rest", rest)] if batch.error_feedback else [])):
+                if x is None or x.shape != batch.shape:
+                    raise ValueError(
+                        f"{batch.method!r}.compress must return a {what} of the shape {batch.shape} of x"
+                    )
+            mask = self.finite if batch.zeros_stay_zero else self.used[batch]
+            mean = batch.where(mask, mean, nonfinite.to(mean.dtype))
+            means.update(zip(batch.names, batch.split(mean), strict=True))
+        if self.engine.hierarchy is not None:
+            means = self.engine.hierarchy.share_inside(layout.owners, means, self.gradients)
+        torch._foreach_copy_([out[name] for name in means], list(means.values()))
+
+
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of each gradient: the fastest way to find zeros and non-finite numbers."""
+    found: dict[int, Tensor] = {}
+    for dtype in {g.dtype for g in gradients}:
+        some = {i: g for i, g in enumerate(gradients) if g.dtype == dtype}
+        norms = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
+        found.update(zip(some, norms, strict=True))
+    return torch.stack([found[i] for i in range(len(gradients))]).float()
+
+
+def _agreement(flags: Tensor) -> Steps:
+    return (yield Sum(flags)), None

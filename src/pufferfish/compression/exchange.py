@@ -1,0 +1,244 @@
+"""`Exchange`: one worker's messages, packed into few collectives and sent over a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from .meter import Meter
+from .method import Gather, Message, Scatter, Steps, Sum
+
+T = TypeVar("T")
+#: A collective in flight: call it to wait for the result.
+Pending = Callable[[], T]
+#: A collective that was started: a function that waits for it, and the result, valid after that.
+Started = tuple[Callable[[], object], T]
+#: A tensor of at least so many bytes is a message of its own: packing would copy it and saves little.
+LARGE = 2**20
+# all_gather_into_tensor and reduce_scatter_tensor, by their names in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Transport:
+    """One worker's end of three collectives on flat buffers, each metered. Subclasses implement the collectives.
+
+    A collective starts at once; the meter counts the time that its caller waits for it.
+    """
+
+    worker: int
+    size: int  # number of workers
+    inside: bool = False  # whether messages never leave the machine
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.meter = meter or Meter()
+
+    def sum(self, buffer: Tensor) -> Pending[Tensor]:
+        """Sum the workers' buffers, in place."""
+        return self._metered("all_reduce", buffer.nbytes, self._sum, buffer, buffer)
+
+    def gather(self, buffer: Tensor) -> Pending[list[Tensor]]:
+        """Collect the workers' buffers, which have equal sizes."""
+        return self._metered("all_gather", buffer.nbytes, self._gather, buffer, [buffer] * self.size)
+
+    def scatter(self, pieces: list[Tensor]) -> Pending[list[Tensor]]:
+        """Send `pieces[j]` to worker j and collect what all workers send here."""
+        return self._metered("all_to_all", sum(x.nbytes for x in pieces), self._scatter, pieces, pieces)
+
+    def _metered(
+        self, kind: str, nbytes: int, start: Callable[[Any], Started[T]], data: Any, empty: T
+    ) -> Pending[T]:
+        if nbytes == 0:
+            return lambda: empty
+        self.meter.sent(kind, nbytes, self.size, self.inside)
+        done, result = start(data)
+
+        def wait() -> T:
+            with self.meter.waiting():
+                done()
+            return result
+
+        return wait
+
+    def _sum(self, buffer: Tensor) -> Started[Tensor]:
+        raise NotImplementedError
+
+    def _gather(self, buffer: Tensor) -> Started[list[Tensor]]:
+        raise NotImplementedError
+
+    def _scatter(self, pieces: list[Tensor]) -> Started[list[Tensor]]:
+        raise NotImplementedError
+
+
+class Group(Transport):
+    """Collectives of a process group; without one, of the whole job, or of this process alone.
+
+    >>> Group().size
+    1
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, meter: Meter | None = None) -> None:
+        super().__init__(meter)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group: Any = group
+        self.size = dist.get_world_size(group) if group else 1
+        self.worker = dist.get_rank(group) if group else 0
+
+    def _sum(self, buffer: Tensor) -> Started[Tensor]:
+        if self.size == 1:
+            return no_wait, buffer
+        return dist.all_reduce(buffer, group=self.group, async_op=True).wait, buffer
+
+    def _gather(self, buffer: Tensor) -> Started[list[Tensor]]:
+        if self.size == 1:
+            return no_wait, [buffer]
+        everyone = buffer.new_empty(self.size * len(buffer))
+        work = all_gather(everyone, buffer, group=self.group, async_op=True)
+        return work.wait, list(everyone.split(len(buffer)))
+
+    def _scatter(self, pieces: list[Tensor]) -> Started[list[Tensor]]:
+        if self.size == 1:
+            return no_wait, pieces
+        n = len(pieces[self.worker])
+        sent, received = torch.cat(pieces), pieces[0].new_empty(n * self.size)
+        work = dist.all_to_all_single(
+            received, sent, [n] * self.size, [len(p) for p in pieces], group=self.group, async_op=True
+        )
+        return work.wait, list(received.split(n)) if n else [received] * self.size
+
+
+def no_wait() -> None:
+    """Wait for a collective of one worker."""
+
+
+@dataclass
+class Exchange:
+    """Runs the generators of one step side by side and sends their messages of one round together.
+
+    Generators are numbered: whatever the order in which they start, they lie in messages by number. The first messages of
+    a generator are sent when it starts, with those of all that start with it; `advance` waits for the answers and sends the
+    next round. All workers start the same generators together.
+    """
+
+    transport: Transport
+    running: dict[int, Steps] = field(default_factory=dict)
+    results: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    _in_flight: list[Pending[dict[int, Any]]] = field(default_factory=list)
+
+    def start(self, generators: Mapping[int, Steps]) -> None:
+        """Start generators and send their first messages."""
+        self.running.update(generators)
+        self._send(dict.fromkeys(generators))
+
+    def advance(self) -> bool:
+        """Wait for the messages in flight and send the next ones. False: none were in flight, all results are there."""
+        in_flight, self._in_flight = self._in_flight, []
+        answers: dict[int, Any] = {}
+        for wait in in_flight:
+            answers |= wait()
+        self._send(answers)
+        return bool(in_flight)
+
+    def _send(self, answers: Mapping[int, Any]) -> None:
+        """Give the generators their answers and send what they yield next: sums, then gathers, then scatters."""
+        messages: dict[type, dict[int, Any]] = {Sum: {}, Gather: {}, Scatter: {}}
+        for i in sorted(answers):
+            try:
+                message: Message = self.running[i].send(answers[i])
+                messages[type(message)][i] = message
+            except StopIteration as end:
+                self.results[i] = end.value
+        if messages[Sum]:
+            self._in_flight += _send_sums({i: m.tensor for i, m in messages[Sum].items()}, self.transport)
+        if messages[Gather]:
+            self._in_flight += _send_gathers(
+                {i: m.tensors for i, m in messages[Gather].items()}, self.transport
+            )
+        if messages[Scatter]:
+            self._in_flight += _send_scatters(
+                {i: m.pieces for i, m in messages[Scatter].items()}, self.transport
+            )
+
+
+def _send_sums(tensors: Mapping[int, Tensor], transport: Transport) -> list[Pending[dict[int, Any]]]:
+    """All-reduce tensors, those of one dtype together."""
+    in_flight: list[Pending[dict[int, Any]]] = []
+    for dtype in sorted({x.dtype for x in tensors.values()}, key=str):
+        for some in _packed([(i, x.nbytes) for i, x in tensors.items() if x.dtype == dtype]):
+            mine = {i: tensors[i] for i in some}
+            pending = transport.sum(_flatten_dense_tensors(list(mine.values())))
+            in_flight.append(partial(_unpacked_sum, pending, mine))
+    return in_flight
+
+
+def _unpacked_sum(pending: Pending[Tensor], like: Mapping[int, Tensor]) -> dict[int, Any]:
+    return dict(zip(like, _unflatten_dense_tensors(pending(), list(like.values())), strict=True))
+
+
+def _send_gathers(
+    tuples: Mapping[int, tuple[Tensor, ...]], transport: Transport
+) -> list[Pending[dict[int, Any]]]:
+    """All-gather tuples of tensors of any dtypes, as bytes."""
+    tensors = {(i, j): x for i, xs in tuples.items() for j, x in enumerate(xs)}
+    answers: dict[int, list[tuple[Tensor, ...]]] = {i: [()] * transport.size for i in tuples}
+
+    def send(some: list[tuple[int, int]]) -> Pending[dict[int, Any]]:
+        pending = transport.gather(_as_bytes([tensors[key] for key in some]))
+        return lambda: _unpacked(pending(), some, [tensors[key] for key in some], answers)
+
+    return [send(some) for some in _packed([(key, x.nbytes) for key, x in tensors.items()])]
+
+
+def _send_scatters(
+    pieces: Mapping[int, tuple[tuple[Tensor, ...], ...]], transport: Transport
+) -> list[Pending[dict[int, Any]]]:
+    """All-to-all of tuples of tensors of any dtypes, as bytes."""
+    #: (generator, place in its tuple) → a tensor for each owner
+    tensors = {(i, j): xs for i, piece in pieces.items() for j, xs in enumerate(zip(*piece, strict=True))}
+    answers: dict[int, list[tuple[Tensor, ...]]] = {i: [()] * transport.size for i in pieces}
+
+    def send(some: list[tuple[int, int]]) -> Pending[dict[int, Any]]:
+        pending = transport.scatter(
+            [_as_bytes([tensors[key][owner] for key in some]) for owner in range(transport.size)]
+        )
+        return lambda: _unpacked(pending(), some, [tensors[key][transport.worker] for key in some], answers)
+
+    sizes = [(key, sum(x.nbytes for x in xs)) for key, xs in tensors.items()]
+    return [send(some) for some in _packed(sizes)]
+
+
+def _packed(sizes: Sequence[tuple[T, int]]) -> list[list[T]]:
+    """Which tensors share a message: every large one is alone, the others are together."""
+    small = [key for key, nbytes in sizes if nbytes < LARGE]
+    return [[key] for key, nbytes in sizes if nbytes >= LARGE] + ([small] if small else [])
+
+
+def _unpacked(
+    buffers: Sequence[Tensor],
+    keys: list[tuple[int, int]],
+    like: list[Tensor],
+    answers: dict[int, list[tuple[Tensor, ...]]],
+) -> dict[int, Any]:
+    """Add the tensors in the workers' buffers to the tuples that the generators wait for."""
+    for worker, buffer in enumerate(buffers):
+        pieces = buffer.split([x.nbytes for x in like])
+        for (i, j), piece, x in zip(keys, pieces, like, strict=True):
+            if piece.storage_offset() % x.itemsize:
+                piece = piece.clone()  # a number may not begin at any byte
+            theirs = answers[i][worker]
+            answers[i][worker] = (*theirs[:j], piece.view(x.dtype).view(x.shape), *theirs[j:])
+    return {i: answers[i] for i, _ in keys}
+
+
+def _as_bytes(tensors: list[Tensor]) -> Tensor:
+    """Tensors of any dtypes as bytes, one after the other."""
+    flat: Tensor = _flatten_dense_tensors([x.contiguous().view(-1).view(torch.uint8) for x in tensors])
+    return flat

@@ -1,0 +1,281 @@
+"""`State`: everything that compression keeps from step to step, by parameter name: moved to new batches, rescaled, saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .method import Method
+
+#: Version of the saved format.
+FORMAT = 1
+#: Key of the error feedback among a parameter's tensors; the others are the method's own.
+ERROR = "error"
+#: Parameter name → key → tensor.
+Named = dict[str, dict[str, Tensor]]
+_KEYS = {"format", "steps", "size", "inside", "worker", "units", "scale", "methods", "shared", "own"}
+
+
+class State:
+    """One worker's error feedback and method state. In batches while training, by parameter name in files.
+
+    Args:
+        worker: This worker's number, of those that exchange compressed messages.
+        size: The number of those.
+        inside: Workers of each machine that share one copy of this state.
+        local_worker: This worker's number inside its machine.
+
+    >>> State(worker=0, size=2).state_dict()["steps"]
+    0
+    """
+
+    def __init__(self, worker: int, size: int, inside: int = 1, local_worker: int = 0) -> None:
+        self.worker, self.size = worker, size
+        self.steps = 0  # finite or not: the random generators advance with them
+        self.units: dict[str, float] = {}
+        self.scale = 1.0
+        self.batches: list[Batch] = []
+        self.resumed: dict[str, Any] | None = None  # the loaded state, until the next step
+        self._loaded: Named | None = None  # its tensors, until the batches are known
+        self._loaded_methods: dict[str, Any] = {}
+        self._place = {"size": size * inside, "inside": inside, "worker": worker * inside + local_worker}
+
+    def arrange(self, batches: Sequence[Batch], device: torch.device, named: Named | None = None) -> None:
+        """Move the state into other batches. State of parameters that are gone is dropped.
+
+        Error feedback follows its parameter to any method, other state only to the same method. `named`: the state to
+        move, instead of the present one.
+        """
+        named = self.named() if named is None else named
+        methods = self.methods()
+        self._release_unsent(named, batches)
+        for batch in batches:
+            _fill(batch, named, methods, device)
+        self.batches, self._loaded = list(batches), None
+
+    def _release_unsent(self, named: Named, batches: Sequence[Batch]) -> None:
+        """Add what a method has not sent yet to the error feedback where another method takes over."""
+        after = {name: key for batch in batches for name, key in _method_keys(batch).items()}
+        for batch in self.batches if self._loaded is None else ():
+            for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
+                if name in named and after.get(name, key) != key:
+                    unsent = batch.method.unsent(named[name], shape, self.worker, self.size)
+                    if unsent is not None:
+                        old = named[name].get(ERROR)
+                        named[name][ERROR] = unsent if old is None else unsent + old
+
+    @property
+    def has_error(self) -> bool:
+        """Whether there is any error feedback."""
+        if self._loaded is not None:
+            return any(ERROR in state for state in self._loaded.values())
+        return any(batch.error is not None for batch in self.batches)
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there is any error feedback or method state."""
+        if self._loaded is not None:
+            return any(self._loaded.values())
+        return any(batch.error is not None or batch.state for batch in self.batches)
+
+    def rescale(self, units: Mapping[str, float], scale: float) -> None:
+        """Convert what is kept to new units by parameter name, and to a new loss scale."""
+        factors = {name: u / self.units[name] for name, u in units.items() if u and self.units.get(name)}
+        for batch in self.batches:
+            if scale != self.scale:
+                for key in batch.state.keys() & set(batch.method.in_scale):
+                    batch.state[key].mul_(scale / self.scale)
+            mine = [factors.get(name, 1.0) for name in batch.names]
+            if any(f != 1 for f in mine):
+                if batch.error is not None:
+                    batch.error = _scaled(batch, batch.error, mine)
+                for key in batch.state.keys() & set(batch.method.in_units):
+                    batch.state[key] = _scaled(batch, batch.state[key], mine)
+        self.units, self.scale = dict(units) or self.units, scale
+
+    def named(self) -> Named:
+        """All tensors by parameter name."""
+        if self._loaded is not None:
+            return self._loaded
+        found: Named = {}
+        for batch in self.batches:
+            error = {} if batch.error is None else {ERROR: batch.error}
+            for key, tensor in (error | batch.state).items():
+                for name, piece in zip(batch.names, batch.unstack(tensor), strict=True):
+                    found.setdefault(name, {})[key] = piece
+        return found
+
+    def methods(self) -> dict[str, Any]:
+        """The method and shape that the state belongs to, by parameter name."""
+        if self._loaded is not None:
+            return dict(self._loaded_methods)
+        return {name: key for batch in self.batches for name, key in _method_keys(batch).items()}
+
+    def check_resumed(self, batches: Sequence[Batch]) -> None:
+        """Raise or warn if a loaded state belongs to another model or to other methods."""
+        if self.resumed is not None:
+            shapes = {n: s for batch in batches for n, s in zip(batch.names, batch.shapes, strict=True)}
+            _refuse_other_model(self.resumed, shapes)
+            _warn_of_other_method(self.resumed["methods"], batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and text. Error feedback is each worker's own: save it on all of them."""
+        if self.resumed is not None:
+            return self.resumed | {"steps": self.steps}
+        shared: Named = {}
+        own: Named = {}
+        keys = {name: batch.method.shared_state for batch in self.batches for name in batch.names}
+        for name, state in self.named().items():
+            for key, x in state.items():
+                place = shared if key in keys[name] else own
+                place.setdefault(name, {})[key] = x.clone()
+        return {
+            "format": FORMAT,
+            "steps": self.steps,
+            **self._place,
+            "units": dict(self.units),
+            "scale": self.scale,
+            "methods": self.methods(),
+            "shared": shared,
+            "own": own,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Continue from a saved state. State of another worker, or number of workers, is dropped with a warning.
+
+        `shapes`: of the parameters, by name, where they are known already.
+        """
+        missing = _KEYS - state.keys()
+        if missing:
+            raise ValueError(f"not a state of compression: it lacks {', '.join(sorted(missing))}")
+        if state["format"] != FORMAT:
+            raise ValueError(
+                f"compression state of format {state['format']}; this version reads format {FORMAT}"
+            )
+        if shapes:
+            _refuse_other_model(state, shapes)
+        here = self._place
+        same_sizes = all(state[key] == here[key] for key in ("size", "inside"))
+        own = state["own"] if same_sizes and state["worker"] == here["worker"] else {}
+        if state["own"] and not own:
+            warnings.warn(
+                f"compression: worker {here['worker']} of {_workers(here)} starts with empty error feedback; the saved one "
+                f"is that of worker {state['worker']} of {_workers(state)}",
+                stacklevel=3,
+            )
+        # each worker of a machine has only the tensors that it owned
+        shared = state["shared"] if same_sizes or state["inside"] == 1 else {}
+        self._loaded = {}
+        for part in (shared, own):
+            for name, tensors in part.items():
+                self._loaded.setdefault(name, {}).update({key: x.clone() for key, x in tensors.items()})
+        self._loaded_methods = dict(state["methods"])
+        self.steps, self.units, self.scale = state["steps"], dict(state["units"]), state["scale"]
+        self.resumed = {**state, **here, "shared": shared, "own": own}
+
+
+def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:
+    """Give a batch its error feedback and state, from that of its parameters."""
+    mine = []
+    for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
+        same = _same_key(methods.get(name), key, batch.method)
+        state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k == ERROR}
+        if ERROR in state and state[ERROR].shape != shape:
+            del state[ERROR]
+        mine.append(state)
+    for key in sorted({key for state in mine for key in state}):
+        pairs = list(zip(mine, batch.shapes, strict=True))
+        like_gradients = all(state[key].shape == shape for state, shape in pairs if key in state)
+        if like_gradients or key in batch.method.in_units:  # where nothing was kept, it is zero
+            x, like = next((state[key], shape) for state, shape in pairs if key in state)
+            for state, shape in pairs:
+                state.setdefault(key, x.new_zeros(shape if x.shape == like else x.shape))
+        if all(key in state for state in mine):
+            stacked = batch.stack([state[key] for state in mine])
+            if stacked is not None and key == ERROR:
+                batch.error = stacked
+            elif stacked is not None:
+                batch.state[key] = stacked
+
+
+def _scaled(batch: Batch, x: Tensor, factors: Sequence[float]) -> Tensor:
+    """x with each parameter's part multiplied by its factor, in place where they are equal."""
+    if all(f == factors[0] for f in factors):
+        return x.mul_(factors[0])
+    scaled = batch.stack([piece * f for piece, f in zip(batch.unstack(x), factors, strict=True)])
+    assert scaled is not None
+    return scaled
+
+
+def _method_keys(batch: Batch) -> dict[str, Any]:
+    """Method and shape of each parameter: state is valid for the same ones only. JSON data."""
+    method = _describe(batch.method)
+    return {
+        name: method | {"shape": list(shape)} for name, shape in zip(batch.names, batch.shapes, strict=True)
+    }
+
+
+def _describe(method: Method) -> dict[str, Any]:
+    """A method's class and fields, as JSON data.
+
+    >>> from pufferfish.compression import PowerSGD
+    >>> _describe(PowerSGD(rank=2))
+    {'class': 'PowerSGD', 'fields': {'rank': 2}}
+    """
+    fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    plain = {name: _describe(x) if isinstance(x, Method) else x for name, x in fields.items()}
+    return {"class": type(method).__qualname__, "fields": json.loads(json.dumps(plain))}
+
+
+def _same_key(saved: Any, here: Any, method: Method) -> bool:
+    """Whether saved state belongs to this method and shape. A field that is new since then has its default."""
+    if saved is None or (saved["class"], saved["shape"]) != (here["class"], here["shape"]):
+        return False
+    defaults = {f.name: f.default for f in dataclasses.fields(method) if f.default is not dataclasses.MISSING}
+    new = {name: x for name, x in defaults.items() if name not in saved["fields"]}
+    return bool(saved["fields"] | json.loads(json.dumps(new, default=_describe)) == here["fields"])
+
+
+def _refuse_other_model(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError if nothing in `state` fits this model. After a switch some parameters still do."""
+    saved = {name: tuple(key["shape"]) for name, key in state["methods"].items()}
+    here = {name: tuple(shape) for name, shape in shapes.items()}
+    if (state["shared"] or state["own"]) and not saved.items() & here.items():
+        raise ValueError(
+            f"this compression state belongs to another model, with {_few(saved)}; here are {_few(here)}; "
+            "load the state that was saved with this model"
+        )
+
+
+def _warn_of_other_method(saved: Mapping[str, Any], batches: Sequence[Batch]) -> None:
+    """Warn if the job was restarted with another method, probably by mistake."""
+    for batch in batches:
+        for name, key in _method_keys(batch).items():
+            before = saved.get(name)
+            if before and not _same_key({**before, "shape": key["shape"]}, key, batch.method):
+                fields = ", ".join(f"{field}={value!r}" for field, value in before["fields"].items())
+                warnings.warn(
+                    f"compression: {name} was saved with {before['class']}({fields}) and resumes with {batch.method!r}; to "
+                    "continue as before, give that method, or call use() with it after loading",
+                    stacklevel=6,
+                )
+                return
+
+
+def _few(shapes: Mapping[str, Any]) -> str:
+    names = [f"{name} {shape}" for name, shape in shapes.items()]
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+
+
+def _workers(place: Mapping[str, Any]) -> str:
+    inside = f" ({place['inside']} on each machine)" if place["inside"] > 1 else ""
+    return f"{place['size']}{inside}"

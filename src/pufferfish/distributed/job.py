@@ -1,0 +1,127 @@
+"""`Job`: a model with its wrappers and its workers; a DDP wrapper is re-initialized in place around a changed model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from ..layers.base import CALL_HOOKS
+from ..layers.names import unwrap
+from . import shared_svd
+from .workers import Workers
+
+# Arguments of DDP that can be read back from its attributes; newer ones are read if this torch has them.
+_ARGUMENTS = (
+    "device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "gradient_as_bucket_view",
+    "static_graph", "mixed_precision", "skip_all_reduce_unused_params", "batched_grad_copy",
+)  # fmt: skip
+
+
+class Job:
+    """A model as it is trained: the model inside its wrappers, the DDP wrapper, and the workers that train it.
+
+    Attributes:
+        model: as passed, with its wrappers.
+        inner: the model without wrappers.
+        dense: the model that plans are made for; same as `inner` unless the model is sharded.
+        ddp: the DDP wrapper, or None.
+        sharded: whether the parameters are FSDP2 shards.
+        workers: the workers of the DDP or sharded model, or a single process.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inner, self.ddp = unwrap(model), find_ddp(model)
+        reshard(model)
+        first = next(iter(self.inner.parameters()))
+        self.sharded = isinstance(first, DTensor)
+        group = self.ddp.process_group if self.ddp else dist.group.WORLD if self.sharded else None
+        # Offloaded shards are not on the device of their collectives.
+        device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
+        self.workers = Workers(group, device)
+
+    @property
+    def dense(self) -> nn.Module:
+        return self.inner
+
+    def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker."""
+        return shared_svd.spectra(self.inner, self.workers, names)
+
+    def rewrap(self, arguments: dict[str, Any]) -> None:
+        """Update the wrappers after layers were replaced: a new DDP reducer, and no compiled code of the old layers.
+
+        Args:
+            arguments: for DDP's constructor, in addition to those read back from the wrapper.
+        """
+        if self.ddp is not None:
+            rewrap_(self.ddp, arguments)
+        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in self.model.modules()):
+            torch.compiler.reset()  # compiled code keeps the old layers alive
+        gc.collect()  # the old reducer and compiled code are in reference cycles: free their memory now
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper: the model itself, or the one inside `torch.compile` or an AveragedModel."""
+    while True:
+        if "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, AveragedModel):
+            model = model.module
+        else:
+            break
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the parameters of an FSDP2 model shards again where a forward pass has left them gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if an argument of the wrapper cannot be read back and is not in `arguments`."""
+    if ddp._delay_all_reduce_params and "delay_all_reduce_named_params" not in arguments:
+        raise ValueError(
+            "DDP does not store its argument delay_all_reduce_named_params; pass it (and param_to_hook_all_reduce) "
+            "again in Switch(rewrap={…})"
+        )
+
+
+def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
+    """Run the wrapper's constructor again on the same object, with the arguments it was created with.
+
+    Training loops, trainers and compiled graphs keep their reference to the wrapper. Nothing is synchronized: all
+    workers hold the same parameters already, and buffers may differ between them.
+    """
+    own: dict[str, Any] = {name: getattr(ddp, name) for name in _ARGUMENTS if hasattr(ddp, name)}
+    if hasattr(ddp, "forward_sync_buffers"):
+        own["forward_sync_buffers"] = ddp.forward_sync_buffers
+    else:
+        own["broadcast_buffers"] = ddp.broadcast_buffers
+    cap = ddp.bucket_bytes_cap / 2**20
+    before, after = map(_gradient_bytes, (ddp._module_parameters, ddp.module.parameters()))
+    if not ddp.bucket_bytes_cap_default:
+        own["bucket_cap_mb"] = cap
+    elif after < before:  # as many buckets as before: a single one would not overlap with the backward pass
+        own["bucket_cap_mb"] = max(1.0, cap * after / before)
+    hooks = list(ddp._comm_hooks) if ddp.mixed_precision is None else []
+    attributes = {name: vars(ddp)[name] for name in (*CALL_HOOKS, "training") if name in vars(ddp)}
+    DistributedDataParallel.__init__(ddp, ddp.module, **(own | {"init_sync": False} | arguments))
+    vars(ddp).update(attributes)
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in parameters if p.requires_grad)

@@ -1,0 +1,66 @@
+"""`AdviseSettings`: the arguments of `pufferfish advise`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..network import LinkShape
+from .advise import compression_method
+
+ENGINES = ("ddp", "fsdp2")
+MAX_WORKERS = 1024  # a dry run decodes the messages of all workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseSettings:
+    """The arguments of `pufferfish advise`, checked.
+
+    >>> AdviseSettings(task="digits", network="100mbit,delay=1ms", nodes=4).link_shape
+    LinkShape(mbit=100.0, delay_ms=1.0)
+    """
+
+    task: str
+    network: str | None = None  # None or "real": that of the job
+    nodes: int | None = None
+    per_node: int | None = None
+    engine: str = "ddp"
+    methods: Sequence[str] | None = None  # None: the default methods
+    device: str = "cpu"
+    precision: str = "fp32"
+    batch: int | None = None
+    data: Path | None = None
+    recipe: str | None = None  # None: "short"
+    keep: Sequence[str] | None = None
+    steps: int | None = None
+    out: Path | None = None
+    json: bool = False
+    check: bool = False
+    emulated: str | None = None  # link of the emulated hosts on which this process runs
+
+    def __post_init__(self) -> None:
+        for name, number in (("nodes", self.nodes), ("per-node", self.per_node), ("steps", self.steps)):
+            if number is not None and number < 1:
+                raise ValueError(f"--{name} {number}: must be at least 1")
+        if (workers := (self.nodes or 1) * (self.per_node or 1)) > MAX_WORKERS:
+            raise ValueError(f"{workers:,} workers: not supported; use at most {MAX_WORKERS:,}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
+        if self.engine not in ENGINES:
+            raise ValueError(f"--engine {self.engine}: must be one of {', '.join(ENGINES)}")
+        if self.check and self.engine != "ddp":
+            raise ValueError(f"--check: only ddp can be run; {self.engine} is predicted; remove --check")
+        if self.methods and self.engine != "ddp":
+            raise ValueError(f"--methods: {self.engine} supports no compression but bf16; remove --methods")
+        for name in self.methods or ():
+            compression_method(name)
+        if self.network not in (None, "real"):
+            LinkShape.parse(self.network)
+
+    @property
+    def link_shape(self) -> LinkShape | None:
+        """The network to predict for; None: the network of the job."""
+        return None if self.network in (None, "real") else LinkShape.parse(self.network)

@@ -1,0 +1,37 @@
+"""`build_timed_model`: a model of a workload that trains with one method in this job."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...compression.settings import HierarchyLike
+from ...lowrank.factorize import reshape_
+from ...planning.plan import Plan
+from ..train.training_method import TrainingMethod
+from .timed_model import TimedModel
+from .workload import Workload
+
+
+def build_timed_model(
+    workload: Workload, method: TrainingMethod, plan: Plan | None = None, hierarchy: HierarchyLike = "flat"
+) -> TimedModel:
+    """Build a separate model for one method; call it on all workers.
+
+    Args:
+        plan: layers and ranks of a low-rank model. Its factors are random, which does not change the time of a step.
+    """
+    model = workload.build()
+    if method.model != "dense" and plan is not None and plan.ranks:
+        reshape_(model, plan)
+        for p in model.parameters():
+            if torch.isnan(p.detach()).any():
+                nn.init.normal_(p, std=0.02)
+    return TimedModel(
+        method,
+        model,
+        workload.optimizer,
+        lambda net: workload.forward(net, workload.batch()),
+        clip=workload.clip,
+        hierarchy=hierarchy,
+    )

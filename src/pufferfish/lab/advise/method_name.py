@@ -1,0 +1,39 @@
+"""Names of training methods in the advisor, such as `pufferfish+bf16, hierarchy=node`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...compression import NoCompression
+from ...compression.settings import HierarchyLike
+from ..train.training_method import TrainingMethod, training_method
+
+LOW_RANK = "pufferfish"
+#: Suffix of methods that average within each machine and compress between machines.
+NODE = ", hierarchy=node"
+
+
+def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
+    """The method and the hierarchy that a name stands for. In a hierarchy, plain averages use `NoCompression`.
+
+    >>> parse_method_name("pufferfish, hierarchy=node")
+    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression()), 'node')
+    >>> parse_method_name("dense")
+    (TrainingMethod(name='dense', model='dense', compress=None), 'flat')
+    """
+    method = training_method(name.removesuffix(NODE))
+    if not name.endswith(NODE):
+        return method, "flat"
+    return replace(method, compress=method.compress or NoCompression()), "node"
+
+
+def warm_up_name(name: str) -> str:
+    """The method that a low-rank method uses before its switch; other methods are their own.
+
+    >>> names = ("pufferfish", "pufferfish+int8", "int8", "pufferfish+bf16, hierarchy=node")
+    >>> [warm_up_name(name) for name in names]
+    ['dense', 'int8', 'int8', 'bf16, hierarchy=node']
+    """
+    flat = name.removesuffix(NODE)
+    model, _, compression = flat.partition("+")
+    return name if model != LOW_RANK else (compression or "dense") + name[len(flat) :]

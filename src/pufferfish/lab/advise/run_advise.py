@@ -1,0 +1,145 @@
+"""`run_advise`: `pufferfish advise` in one process, in a torchrun job, or on emulated hosts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...measure import Link
+from ...planning.planner import plan
+from ..network import LinkShape, Network, unavailable_reason
+from ..train.process_group import WorkersUnreachable, process_group
+from ..train.worker_device import worker_device
+from .advice import Advice
+from .advise import METHODS, advise, check
+from .advise_settings import AdviseSettings
+from .nominal_link import nominal_link
+from .workload import Workload, load_workload
+
+
+def run_advise(settings: AdviseSettings) -> None:
+    """Print the advice, and save its plan if `settings.out` is set."""
+    if "RANK" in os.environ:
+        try:
+            _run_in_job(settings)
+        except WorkersUnreachable as error:
+            raise OSError(f"a worker failed or cannot be reached: {error}") from None
+        return
+    if settings.link_shape is None:
+        flag = "--network real" if settings.network else "advise"
+        raise ValueError(
+            f"{flag}: a single process has no network; use torchrun, or pass --network, such as 10gbit"
+        )
+    if settings.nodes is None:
+        raise ValueError(f"--network {settings.network}: the number of machines is missing; pass --nodes")
+    if settings.check:
+        _run_on_emulated_hosts(settings)
+        return
+    per_node = settings.per_node or 1
+    link = nominal_link(settings.link_shape, settings.nodes, per_node, settings.device)
+    workload = _load(settings, settings.nodes * per_node)
+    advice = advise(
+        workload, link, network=str(settings.link_shape), nodes=settings.nodes, per_node=per_node,
+        engine=settings.engine, methods=settings.methods or METHODS,
+    )  # fmt: skip
+    _print_and_save(advice, settings)
+
+
+def _run_in_job(settings: AdviseSettings) -> None:
+    """Runs on every worker; all of them measure their compute at the same time."""
+    if settings.check and settings.link_shape is not None:
+        raise ValueError("--check: a job is run on its own network; remove --network")
+    worker_device(settings.device)
+    with process_group(settings.device) as size:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        job = max(1, size // local), local
+        nodes, per_node = settings.nodes or job[0], settings.per_node or job[1]
+        if settings.link_shape is None and (nodes, per_node) != job:
+            raise ValueError(
+                f"--network real: this job has {job[0]} × {job[1]} workers, not {nodes} × {per_node}; remove --nodes and "
+                "--per-node, or name another network"
+            )
+        if nodes * per_node < size:
+            raise ValueError(
+                f"--nodes {nodes} --per-node {per_node}: this job has {size} workers; pass at least as many"
+            )
+        workload = _load(settings, nodes * per_node, dist.get_rank())
+        advice = advise(
+            workload, _link(settings, nodes, per_node), network=settings.emulated or settings.network or "real",
+            nodes=nodes, per_node=per_node, engine=settings.engine, methods=settings.methods or METHODS,
+        )  # fmt: skip
+        if settings.check:
+            advice = check(advice, workload)
+        if dist.get_rank() == 0:
+            _print_and_save(advice, settings)
+        gc.collect()  # a DDP object that outlives its process group can hang
+        dist.barrier()  # no worker leaves while another one communicates
+
+
+def _link(settings: AdviseSettings, nodes: int, per_node: int) -> Link | None:
+    """The nominal link; None: probe that of the job."""
+    if settings.link_shape is not None:
+        return nominal_link(settings.link_shape, nodes, per_node, settings.device)
+    if dist.get_world_size() == 1:
+        return nominal_link(LinkShape(10_000), 1, 1, settings.device)
+    return None
+
+
+def _run_on_emulated_hosts(settings: AdviseSettings) -> None:
+    """Run the same command as a job on emulated hosts. Compute is measured there too, as the hosts share this machine."""
+    shape, nodes, per_node = settings.link_shape, settings.nodes, settings.per_node or 1
+    assert shape is not None
+    assert nodes is not None
+    if settings.device != "cpu":
+        raise ValueError(
+            "--check: emulated hosts have no GPUs; use --device cpu, or run under torchrun on a real network"
+        )
+    shape.check_emulable()
+    if reason := unavailable_reason():
+        raise OSError(f"--check: cannot emulate {shape}: {reason}; run under torchrun on a real network")
+    # Errors of the workload are raised here, before the hosts are started.
+    workload = _load(settings, nodes * per_node)
+    plan(workload.build(), workload.rank, keep=workload.keep)
+
+    def write(line: str) -> None:
+        host, _, text = line.partition(" | ")
+        if host == "host0":
+            print(text, flush=True)
+
+    job = replace(settings, network="real", nodes=None, per_node=None, emulated=str(shape))
+    command = ["-m", __name__, json.dumps(asdict(job), default=str)]
+    with Network(nodes, shape) as network:
+        code = network.launch(command, per_host=per_node, env={"PYTHONWARNINGS": "ignore"}, write=write)
+    if code:
+        raise OSError(f"--check: the job on emulated hosts failed with exit code {code}")
+
+
+def _load(settings: AdviseSettings, size: int, rank: int = 0) -> Workload:
+    names = ("device", "precision", "recipe", "batch", "data", "keep", "steps")
+    arguments = {name: getattr(settings, name) for name in names}
+    return load_workload(settings.task, rank=rank, size=size, **arguments)
+
+
+def _print_and_save(advice: Advice, settings: AdviseSettings) -> None:
+    print(json.dumps(advice.as_dict(), indent=1) if settings.json else advice)
+    if settings.out is None:
+        return
+    message = f"No layer should be low-rank here: {settings.out} was not written."
+    if advice.plan is not None:
+        advice.plan.save(settings.out)
+        message = f"Plan saved to {settings.out}; use it with pf.Switch(plan=pf.Plan.load(…))."
+    if not (settings.json and settings.emulated):  # both streams of a host are merged into one
+        print(message, file=sys.stderr if settings.json else sys.stdout)
+
+
+if __name__ == "__main__":  # on an emulated host
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    arguments |= {name: Path(arguments[name]) for name in ("data", "out") if arguments[name] is not None}
+    run_advise(AdviseSettings(**arguments))

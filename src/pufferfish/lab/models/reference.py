@@ -1,0 +1,54 @@
+"""`Reference`: a model of the paper, an example input, and the layers that stay full-rank; `REFERENCES` by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .gpt import GPT
+from .lstm import LSTMLanguageModel
+from .resnet import resnet18, resnet50, wide_resnet50_2
+from .transformer import Transformer
+from .vgg import VGG19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One model of the paper."""
+
+    build: Callable[[], nn.Module]
+    example: Callable[[], tuple[Tensor, ...]]  # positional arguments of a forward pass, on the default device
+    keep: tuple[str, ...]  # fnmatch patterns of the layers that stay full-rank in the hybrid model
+
+
+def _cifar() -> tuple[Tensor, ...]:
+    return (torch.randn(128, 3, 32, 32),)
+
+
+def _imagenet() -> tuple[Tensor, ...]:
+    return (torch.randn(32, 3, 224, 224),)
+
+
+def _sentences() -> tuple[Tensor, ...]:
+    return torch.randint(1, 9521, (32, 24)), torch.randint(1, 9521, (32, 24))
+
+
+_IMAGENET_KEEP = ("conv1", "layer[123].*", "fc")
+
+REFERENCES: dict[str, Reference] = {
+    "vgg19": Reference(build=VGG19, example=_cifar, keep=("features.conv[1-9]", "classifier.fc3")),
+    "vgg19_one_fc": Reference(
+        build=lambda: VGG19(fcs=1), example=_cifar, keep=("features.conv[1-9]", "classifier.fc1")
+    ),
+    "resnet18": Reference(
+        build=resnet18, example=_cifar, keep=("conv1", "layer1.0.*", "*.downsample.*", "fc")
+    ),
+    "resnet50": Reference(build=resnet50, example=_imagenet, keep=_IMAGENET_KEEP),
+    "wide_resnet50_2": Reference(build=wide_resnet50_2, example=_imagenet, keep=_IMAGENET_KEEP),
+    "lstm": Reference(
+        build=LSTMLanguageModel, example=lambda: (torch.randint(33_278, (35, 20)),), keep=("decoder",)
+    ),
+    "transformer": Reference(build=Transformer, example=_sentences, keep=("encoder.0.*", "decoder.0.*")),
+    "gpt": Reference(build=GPT, example=lambda: (torch.randint(256, (8, 256)),), keep=("blocks.0.*",)),
+}

@@ -1,0 +1,108 @@
+"""`highlights`: the few figures at the top of a comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .bench_folder import NO_EXCHANGE
+from .comparison import Comparison, MethodRuns
+from .formatting import format_bytes, format_seconds, format_speedup
+from .headline import difference_cell, median_cell, round_quartiles, run_speedup, step_cell, step_speedup
+from .tables import Cell
+
+
+@dataclass(frozen=True)
+class Highlight:
+    """One figure, the method it belongs to, and an explanation."""
+
+    title: str
+    figure: str
+    method: str
+    note: str
+
+
+def highlights(comparison: Comparison) -> list[Highlight]:
+    """Fastest step, fastest run, fewest bytes, and the quality of the fastest method; empty without a reference."""
+    reference = comparison.reference
+    if reference is None:
+        return []
+    others = [m for m in comparison.methods if m is not reference and m.name != NO_EXCHANGE]
+    by_name = {method.name: method for method in others}
+    pairs = {name: pair for name, method in by_name.items() if (pair := step_speedup(reference, method))}
+    measured = {name: speedup for name, (speedup, predicted) in pairs.items() if not predicted}
+    # A prediction is never listed before a measurement.
+    steps = measured or {name: speedup for name, (speedup, _) in pairs.items()}
+    runs = {name: speedup for name, method in by_name.items() if (speedup := run_speedup(reference, method))}
+    shown = []
+    if steps:
+        best = by_name[max(steps, key=lambda name: steps[name])]
+        note = "predicted by the cost model, not measured"
+        if measured:
+            kind = "rounds" if round_quartiles(reference, best) else "seeds"
+            note = _times(steps[best.name], step_cell(best), step_cell(reference), kind)
+        title = "step time" if measured else "step time, predicted"
+        shown.append(_fastest(title, steps[best.name], best, reference, note))
+    if runs:
+        best = by_name[max(runs, key=lambda name: runs[name])]
+        ours, theirs = (median_cell(method.run_seconds(), format_seconds) for method in (best, reference))
+        note = _times(runs[best.name], ours, theirs, "seeds")
+        shown.append(_fastest("run time", runs[best.name], best, reference, note))
+    shown += _no_exchange(comparison, reference) + _fewest_bytes(others, reference)
+    for what, speedups in (("run", runs), ("step", steps)):
+        fastest = max(speedups, key=lambda name: speedups[name], default=None)
+        if fastest is not None and _is_faster(speedups[fastest]):
+            return shown + _quality(comparison, by_name[fastest], what)
+    return shown
+
+
+def _times(speedup: float, ours: Cell, theirs: Cell, kind: str) -> str:
+    """Both times if their ratio is the speedup shown; a median of ratios can differ from it."""
+    if ours.value and theirs.value and abs(theirs.value / ours.value / speedup - 1) < 0.01:
+        return f"{ours.text} instead of {theirs.text}"
+    return f"median of the ratios over {kind}"
+
+
+def _is_faster(speedup: float) -> bool:
+    return round(speedup, 2) > 1
+
+
+def _fastest(title: str, speedup: float, method: MethodRuns, reference: MethodRuns, note: str) -> Highlight:
+    if not _is_faster(speedup):
+        note = f"the closest is {method.name}, {format_speedup(speedup)}"
+        return Highlight(title, "no method is faster", reference.name, note)
+    return Highlight(title, f"{format_speedup(speedup)} as fast", method.name, note)
+
+
+def _no_exchange(comparison: Comparison, reference: MethodRuns) -> list[Highlight]:
+    """The largest speedup that is possible without changing the model."""
+    speedups = [(m, step_speedup(reference, m)) for m in comparison.methods if m.name == NO_EXCHANGE]
+    note = "upper bound for the dense model: a step without communication"
+    return [Highlight("step time", f"{format_speedup(s[0])} as fast", m.name, note) for m, s in speedups if s]
+
+
+def _fewest_bytes(others: list[MethodRuns], reference: MethodRuns) -> list[Highlight]:
+    sent = {m.name: median_cell(m.results("bytes_a_step"), format_bytes) for m in (*others, reference)}
+    base = sent.pop(reference.name)
+    values = {name: cell.value for name, cell in sent.items() if cell.value}
+    if not values or not base.value:
+        return []
+    best = min(values, key=lambda name: values[name])
+    if values[best] >= base.value:
+        return [Highlight("bytes per step", "no method sends less", reference.name, base.text)]
+    figure = f"{base.value / values[best]:.1f}× fewer"
+    return [Highlight("bytes per step", figure, best, f"{sent[best].text} instead of {base.text}")]
+
+
+def _quality(comparison: Comparison, method: MethodRuns, what: str) -> list[Highlight]:
+    """Difference in quality of the method with the fastest run or step."""
+    cell = difference_cell(comparison, method)
+    if cell.value is None:
+        return []
+    if cell.half is None:
+        note = "one seed, so no interval"
+    elif cell.tone:
+        note = f"{'better' if cell.tone == 'good' else 'worse'}: the interval excludes 0"
+    else:
+        note = "not significant: the interval contains 0"
+    title = f"{comparison.metric.name} of the fastest {what}"
+    return [Highlight(title, cell.text.split(",")[0], method.name, note)]

@@ -1,0 +1,77 @@
+"""`report`: compares runs on one HTML page, or as CSV, LaTeX or Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from .comparison import Comparison, compare_runs, find_runs
+from .export import as_csv, as_latex, as_markdown
+from .headline import headline
+from .page import page
+from .tables import Table, breakdown, predicted, progress, ranks, settings, setup
+
+FORMATS = ("html", "csv", "latex", "markdown")
+
+
+def report(
+    runs: Iterable[str | Path],
+    form: str = "html",
+    *,
+    title: str = "Comparison of training runs",
+    against: str | None = None,
+    target: float | None = None,
+) -> str:
+    """Compare runs and return the report as text.
+
+    Runs with the same name are one method, with one run per seed. Runs on different tasks, links, machines or numbers
+    of workers are compared separately.
+
+    Args:
+        runs: folders of runs, or folders with such folders below them.
+        form: "html", "csv", "latex" or "markdown".
+        title: heading of the HTML page.
+        against: name of the reference method; by default bf16, or dense if there is no bf16.
+        target: also show the time until the validation metric reached this value, in the units of the table.
+
+    >>> import tempfile
+    >>> from pufferfish.measure import RunLog
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name, seconds in ("bf16", 2.0), ("pufferfish", 0.8):
+    ...         with RunLog(f"{folder}/{name}", name=name) as log:
+    ...             log.result(accuracy=0.9, seconds_a_step=seconds)
+    ...     text = report([folder], "markdown")
+    >>> [line for line in text.splitlines() if line.startswith("| pufferfish")][0]
+    '| pufferfish | – | 90.00 | +0.00 | 800 ms | 2.50× | – | – | – | – | 1 |'
+    """
+    if form not in FORMATS:
+        raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
+    comparisons = compare_runs(find_runs(runs), against)
+    if form == "html":
+        return page(comparisons, title, target)
+    several, with_curves = len(comparisons) > 1, form == "csv"
+    tables = [table for c in comparisons for table in _tables(c, target, several, with_curves)]
+    return {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}[form](tables)
+
+
+def write(text: str, out: str | Path) -> None:
+    """Write a file atomically."""
+    path = Path(out)
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"{path}: {problem}; pass the name of a file in an existing folder")
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tables(comparison: Comparison, target: float | None, several: bool, with_curves: bool) -> list[Table]:
+    """All tables; the curves, which are hundreds of rows, only for CSV."""
+    tables = [headline(comparison, target), breakdown(comparison), ranks(comparison), predicted(comparison)]
+    tables += [setup(comparison), settings(comparison)] + [progress(comparison)] * with_curves
+    suffix = f" ({comparison.title})" if several else ""
+    return [replace(table, title=table.title + suffix) for table in tables if table is not None]

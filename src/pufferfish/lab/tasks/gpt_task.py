@@ -1,0 +1,102 @@
+"""`GPTTask`: base class of tasks that train a GPT to predict the next token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
+from ..data.splits import Splits
+from ..data.token_windows import to_windows
+from ..models import GPT, REFERENCES
+from .recipe import Recipe
+from .task import Batch, Task, eval_mode
+
+
+@dataclass(frozen=True)
+class GPTTask(Task):
+    """Next-token prediction on windows of `context` tokens; the data is one token sequence per split."""
+
+    higher_is_better = False
+    keep = REFERENCES["gpt"].keep
+    vocabulary: ClassVar[int]
+    recipes: ClassVar[Mapping[str, Recipe]] = {
+        "short": Recipe(
+            epochs=24, batch=64, lr=1e-3, schedule="cosine", warm_up=0.07, floor=0.1, optimizer="adamw",
+            betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, switch_at=8,
+        )
+    }  # fmt: skip
+
+    d: int = 384
+    layers: int = 6
+    heads: int = 6
+    context: int = 256
+    dropout: float = 0.2  # on the embedding and on the output of attention and feed-forward
+
+    def __post_init__(self) -> None:
+        if self.d % self.heads:
+            raise ValueError(f"{self.name}: d={self.d} is not a multiple of heads={self.heads}")
+
+    def build(self) -> nn.Module:
+        model = GPT(
+            vocabulary=self.vocabulary, d=self.d, layers=self.layers, heads=self.heads, context=self.context
+        )
+        for name, module in model.named_modules():
+            if name == "embedding" or name.endswith((".attention", ".down")):
+                module.register_forward_hook(self._drop)  # hooks are kept when a layer is factorized
+        return model
+
+    def _drop(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        return F.dropout(output, self.dropout, module.training)
+
+    def steps(self, data: Splits, batch: int) -> int:
+        return steps_per_epoch(self._count(data), batch, f"windows of {self.context} tokens")
+
+    def _count(self, data: Splits) -> int:
+        """Number of training windows for any offset of the first one."""
+        return data.size("train") // self.context - 1
+
+    def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
+        (text,) = data.on(order.split, order.device)
+        # In training, windows begin at a random offset in each epoch.
+        first = int(uniform(1, order.generator) * self.context) if order.training else 0
+        windows = to_windows(text, self.context, first)
+        for rows in order.batches(self._count(data) if order.training else len(windows), "windows"):
+            yield (windows[order.shard(rows)],)
+        rest = (len(text) - 1) % self.context
+        if rest and not order.training:  # the last, shorter window goes to the last worker
+            yield (text[None, -rest - 1 :][: order.worker == order.world_size - 1],)
+
+    def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
+        return self._loss(model, batch[0], label_smoothing=recipe.label_smoothing)
+
+    def evaluate(
+        self, model: nn.Module, data: Any, split: str, *, device: Device = "cpu", batch: int = 64
+    ) -> dict[str, float]:
+        loss, count = torch.zeros((), device=device), 0
+        with eval_mode(model) as module:
+            for (tokens,) in self.batches(data, split, batch, device=device):
+                loss += self._loss(module, tokens, reduction="sum")
+                count += tokens[:, 1:].numel()
+        return loss_and_perplexity(float(loss), count)
+
+    def _loss(self, model: nn.Module, tokens: Tensor, **settings: Any) -> Tensor:
+        """Cross-entropy of all tokens except the first of each window."""
+        logits = model(tokens[:, :-1]).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), **settings)
+
+
+def loss_and_perplexity(total: float, tokens: int) -> dict[str, float]:
+    """Mean loss in nats per token, and perplexity, from the loss summed over all tokens.
+
+    >>> loss_and_perplexity(2.0, tokens=2)["perplexity"]
+    2.718
+    """
+    loss = total / tokens
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

@@ -1,0 +1,94 @@
+"""`Recipe`: the hyperparameters of a training run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "sam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Hyperparameters of a training run; `dataclasses.asdict` converts it to JSON.
+
+    After the warm-up, the schedules "linear" and "cosine" decay to `floor`, "steps" multiplies by 0.1 at each
+    of `milestones`, "inverse-sqrt" decays with the square root of the step, and "plateau" is constant until
+    the training loop multiplies it by `plateau` after an epoch without improvement in validation.
+
+    >>> short = Recipe(epochs=10, batch=32, lr=0.4, warm_up=0.2)
+    >>> [round(short.lr_at(step, 10), 2) for step in (0, 1, 2, 6, 9)]
+    [0.2, 0.4, 0.4, 0.2, 0.05]
+    """
+
+    epochs: int
+    batch: int  # global batch size, over all workers
+    lr: float  # peak learning rate; see `lr_at`
+    schedule: str = "linear"
+    warm_up: float = (
+        0.0  # fraction of the run in which lr rises linearly from 0; above 1 it never reaches `lr`
+    )
+    floor: float = 0.0  # final learning rate as a fraction of `lr`
+    milestones: tuple[float, ...] = ()  # fractions of the run
+    plateau: float = 0.25  # factor of the "plateau" schedule
+    optimizer: str = "sgd"  # or "adam", "adamw", "lars", "lamb", "sam" (with SGD)
+    momentum: float = 0.9  # for SGD, LARS and SAM
+    nesterov: bool = False  # for SGD, LARS and SAM
+    betas: tuple[float, float] = (0.9, 0.999)  # for Adam, AdamW and LAMB
+    trust: float = 0.01  # trust coefficient η of LARS
+    rho: float = 0.05  # neighborhood size ρ of SAM
+    weight_decay: float = 0.0  # of matrices and filters
+    decay_vectors: bool = False  # apply `weight_decay` to vectors, too
+    label_smoothing: float = 0.0  # as in `torch.nn.functional.cross_entropy`
+    clip: float | None = None  # maximum gradient norm; None disables clipping
+    switch_at: int | None = None  # epochs of full-rank warm-up
+    switch_lr: float = 1.0  # factor on the learning rate after the switch
+    rank: float = 0.25  # fraction of the full rank after the switch
+
+    def __post_init__(self) -> None:
+        checks = {
+            "epochs": (self.epochs >= 1, "1 or more"),
+            "batch": (self.batch >= 1, "1 or more"),
+            "lr": (0 < self.lr < math.inf, "a positive number"),
+            "schedule": (self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+            "optimizer": (self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}"),
+            "trust": (self.trust > 0, "a positive number"),
+            "rho": (self.rho > 0, "a positive number"),
+            "warm_up": (self.warm_up >= 0, "a fraction of the run, 0 or more"),
+            "floor": (0 <= self.floor <= 1, "a fraction of lr, between 0 and 1"),
+            "label_smoothing": (0 <= self.label_smoothing < 1, "between 0 and 1"),
+            "clip": (self.clip is None or self.clip > 0, "a positive number or None"),
+        }
+        for name, (valid, requirement) in checks.items():
+            if not valid:
+                raise ValueError(f"Recipe: {name}={getattr(self, name)!r} must be {requirement}")
+        if self.schedule == "inverse-sqrt" and not self.warm_up:
+            raise ValueError("Recipe: schedule='inverse-sqrt' needs warm_up > 0")
+
+    def override(self, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
+        """Return a copy with other epochs or batch; `switch_at` is scaled with the epochs.
+
+        >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).override(epochs=6).switch_at
+        2
+        """
+        epochs = self.epochs if epochs is None else epochs
+        switch_at = self.switch_at and max(round(self.switch_at * epochs / self.epochs), 1)
+        return replace(self, epochs=epochs, batch=self.batch if batch is None else batch, switch_at=switch_at)
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of update `step`, counted from 0, in a run of `steps` updates."""
+        warm_up = self.warm_up * steps
+        up = min((step + 1) / warm_up, 1.0) if warm_up else 1.0
+        past = (step - warm_up) / max(steps - warm_up, 1.0)  # fraction of the run after the warm-up
+        if self.schedule == "linear":
+            factor = min(up, self.floor + (1 - self.floor) * (1 - max(past, 0.0)))
+        elif self.schedule == "cosine":
+            factor = min(up, self.floor + (1 - self.floor) * (1 + math.cos(math.pi * max(past, 0.0))) / 2)
+        elif self.schedule == "steps":
+            factor = up * 0.1 ** sum(step >= milestone * steps for milestone in self.milestones)
+        elif self.schedule == "inverse-sqrt":
+            factor = min(up, math.sqrt(warm_up / (step + 1)))
+        else:
+            factor = up
+        return self.lr * factor

@@ -1,0 +1,64 @@
+"""`build_optimizer`: the optimizer that a recipe asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..rivals import LAMB, LARS, SAM
+from ..tasks import Recipe
+
+#: Optimizers that use the same learning rates as another one.
+_SAME_RATES = {"sam": "sgd", "adamw": "adam"}
+
+
+def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe:
+    """Return the recipe with another optimizer and learning rate.
+
+    Args:
+        lr: required if the recipe's learning rate does not fit the optimizer.
+
+    >>> with_optimizer(Recipe(epochs=1, batch=1, lr=0.1), "sam").lr
+    0.1
+    >>> with_optimizer(Recipe(epochs=1, batch=1, lr=0.1), "lars")
+    Traceback (most recent call last):
+    ValueError: optimizer lars: say --lr too (in a bench @lars=LR); the recipe's 0.1 is for sgd, whose rates ...
+    """
+    changed = replace(recipe, optimizer=name, lr=recipe.lr if lr is None else lr)
+    if lr is None and _SAME_RATES.get(name, name) != _SAME_RATES.get(recipe.optimizer, recipe.optimizer):
+        raise ValueError(
+            f"optimizer {name}: say --lr too (in a bench @{name}=LR); the recipe's {recipe.lr:g} is for "
+            f"{recipe.optimizer}, whose rates have another scale"
+        )
+    return changed
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer.
+
+    Args:
+        graph: for use in a CUDA graph: one fused kernel that reads the learning rate from the device.
+
+    >>> [group["weight_decay"] for group in build_optimizer(nn.Linear(2, 2), Recipe(epochs=1, batch=1, lr=1.0, weight_decay=0.1)).param_groups]
+    [0.1, 0.0]
+    """
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    vector_decay = recipe.weight_decay if recipe.decay_vectors else 0.0
+    decays = ((matrices, recipe.weight_decay), (vectors, vector_decay))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    fused: dict[str, Any] = {"fused": True} if graph else {}
+    sgd: dict[str, Any] = {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    if recipe.optimizer in ("sgd", "sam"):
+        optimizer = torch.optim.SGD(groups, **sgd, **fused)
+        return SAM(optimizer, model, rho=recipe.rho) if recipe.optimizer == "sam" else optimizer
+    layerwise = {"exclude_vectors": not recipe.decay_vectors}
+    if recipe.optimizer == "lars":
+        return LARS(groups, **sgd, trust=recipe.trust, **layerwise)
+    if recipe.optimizer == "lamb":
+        return LAMB(groups, recipe.lr, betas=recipe.betas, capturable=graph, **layerwise)
+    kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **fused)

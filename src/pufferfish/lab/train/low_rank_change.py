@@ -1,0 +1,65 @@
+"""`LowRankChange`: the switch to low rank in a run, with the layers in the run's records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...distributed.job import Job
+from ...layers.names import unwrap
+from ...measure import RunLog
+from ...switching.switch import Switch
+from ..rivals.model_change import ModelChange
+from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from .layer_records import layer_records, with_final_spectra
+from .run_components import RunComponents
+
+
+class LowRankChange(ModelChange):
+    """Switches the model to low rank at the moment that a `Switch` chooses."""
+
+    def __init__(self, components: RunComponents, switch: Switch, steps_per_epoch: int) -> None:
+        epochs = components.settings.recipe.epochs
+        super().__init__(components.model, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        self.switch, self.optimizer = switch, components.optimizer
+        self._dense_spectra: dict[str, Tensor] = {}
+
+    @property
+    def checkpoint_parts(self) -> dict[str, Any]:
+        return {"switch": self.switch}
+
+    @property
+    def summary(self) -> str:
+        return str(self.switch.report or "The model did not become low-rank").splitlines()[0]
+
+    def begin_epoch(self, epoch: int) -> bool:
+        if not self.switch.due(self.model, epoch=epoch, total=self.epochs):
+            return False
+        with self.untimed():
+            self._dense_spectra = Job(self.model).spectra()
+        return self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+
+    def log_change(self, log: RunLog) -> None:
+        assert self.switch.report is not None
+        log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
+
+    def results(self, log: RunLog) -> dict[str, Any]:
+        if log.writes and self.switch.report is not None:
+            plan, model = self.switch.report.plan, unwrap(self.model)
+            log.describe(layers=with_final_spectra(log.data["layers"], plan, model))
+        return super().results(log)
+
+
+def build_model_change(components: RunComponents, steps_per_epoch: int) -> ModelChange:
+    """Build the change of the model that the run's method asks for; raises ValueError for an unsupported model."""
+    method, recipe = components.settings.method, components.settings.recipe
+    if is_pruning_method(method.model):
+        return build_pruning_change(
+            method.model, components.model, components.optimizer,
+            epochs=recipe.epochs, steps_per_epoch=steps_per_epoch,
+        )  # fmt: skip
+    switch = method.switch(recipe, components.task.keep)
+    if switch is not None:
+        return LowRankChange(components, switch, steps_per_epoch)
+    return ModelChange(components.model, epochs=recipe.epochs, steps_per_epoch=steps_per_epoch)

@@ -1,0 +1,80 @@
+"""`predict_step`: time of a step with simulated workers: computation is measured, the exchange comes from the cost model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from ...measure import CostModel, Link, Prediction, Work, dry_run
+from ...measure.measure_compute import measure_compute
+from ...measure.step_messages import ddp_bucket_bytes, trainable_parameters, with_compressed_messages
+from ..network import LinkShape
+from ..report.formatting import format_seconds
+from .build_optimizer import build_optimizer
+from .console import Console
+from .run_components import RunComponents
+from .training_log import TrainingLog
+
+#: Seconds per message on a good network, where the link states no delay.
+LATENCY = 5e-5
+
+
+def log_predicted_step(components: RunComponents, log: TrainingLog, console: Console, step: int) -> float:
+    """Predict a step of the current model, log it at update `step`, and return its seconds.
+
+    An earlier prediction, for the model before the switch, stays in run.json as "warm_up_seconds_a_step".
+    """
+    network = components.settings.network
+    prediction = predict_step(components, LinkShape.parse(network))
+    earlier = log.data["predicted"].get("seconds_a_step")
+    log.predict(seconds_a_step=prediction.step, **({"warm_up_seconds_a_step": earlier} if earlier else {}))
+    log.log(step=step, **{"predicted/step": prediction.step, "predicted/exchange": prediction.exchange})
+    console.info(
+        f"predicted, not measured: {format_seconds(prediction.step)} a step with {components.world_size} workers on {network}, "
+        f"{format_seconds(prediction.exchange)} of it waiting for the exchange"
+    )
+    return prediction.step
+
+
+def predict_step(components: RunComponents, link: LinkShape) -> Prediction:
+    """Predict a step of one of the run's workers on such links; leaves the model and random state unchanged."""
+    work = _with_exchange(_measure_work(components), components)
+    bandwidth, latency = 1e6 * link.mbit, 1e-3 * link.delay_ms + LATENCY
+    model = CostModel(link=Link.nominal(bandwidth=bandwidth, latency=latency, size=components.world_size))
+    return model.predict(work.accumulated(components.settings.accumulate))
+
+
+def _measure_work(components: RunComponents) -> Work:
+    """Measure a forward and backward pass of one worker and an update, on a copy of the model."""
+    task, settings = components.task, components.settings
+    devices = [components.device] if components.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        model = copy.deepcopy(components.module).train()
+        optimizer = build_optimizer(model, settings.recipe)
+        batch = next(
+            task.batches(
+                components.data, "train", settings.recipe.batch // settings.accumulate, device=components.device,
+                generator=torch.Generator().manual_seed(0), world_size=components.world_size,
+            )
+        )  # fmt: skip
+
+        def step() -> None:
+            with settings.autocast:
+                loss = task.loss(model, batch, settings.recipe)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return measure_compute(model, step, optimizer)
+
+
+def _with_exchange(work: Work, components: RunComponents) -> Work:
+    """Add the messages of the run's compression, and the time to encode and decode them."""
+    parameters = trainable_parameters(components.module)
+    method = components.settings.method.compress
+    if method is None:
+        sizes = ddp_bucket_bytes(x.nbytes for x in reversed(list(parameters.values())))
+        return replace(work, messages=tuple(("all_reduce", nbytes) for nbytes in sizes), overlaps=True)
+    return with_compressed_messages(work, dry_run(method, parameters, components.world_size))

@@ -1,0 +1,65 @@
+"""`RunComponents`: model, optimizer and everything else that a run trains with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...compression import compress
+from ..rivals import SAM
+from ..tasks import Task
+from .build_optimizer import build_optimizer
+from .run_settings import RunSettings
+from .worker_device import move_to_device
+
+
+@dataclass
+class RunComponents:
+    """Everything that a run trains with.
+
+    Args:
+        model: as the loop calls it, wrapped by DDP or compiled.
+        module: the model without wrappers.
+        hook: compresses gradients between processes, or None.
+        worker: number of this worker, from 0.
+        world_size: real or simulated workers.
+    """
+
+    task: Task
+    settings: RunSettings
+    data: Any
+    model: Any
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    hook: Any
+    worker: int
+    world_size: int
+    device: torch.device
+
+
+def build_components(
+    task: Task, settings: RunSettings, data: Any, worker: int, processes: int, device: torch.device
+) -> RunComponents:
+    """Build the task's model, the recipe's optimizer, and DDP with compression if there are several processes."""
+    torch.manual_seed(settings.seed)
+    module = move_to_device(task.build(), device)
+    optimizer = build_optimizer(module, settings.recipe, graph=settings.graph)
+    model: Any = DistributedDataParallel(module) if processes > 1 else module
+    if isinstance(optimizer, SAM):
+        optimizer.model = model  # its first pass runs under DDP's no_sync
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    hook: Any = None
+    if settings.method.compress is not None and processes > 1:
+        enabled_scaler = scaler if scaler.is_enabled() else None
+        hook = compress(model, settings.method.compress, optimizer=optimizer, scaler=enabled_scaler)
+    if settings.compile:
+        model = torch.compile(model)
+    world_size = settings.simulate or processes
+    return RunComponents(
+        task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device
+    )

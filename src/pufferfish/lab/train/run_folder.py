@@ -1,0 +1,59 @@
+"""The folder of a run: opening its log, and checking that a resumed run has the same settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...measure import read_run
+from ...measure.saved_run import RUN_FILE, read_run_file
+from ..tasks import Task
+from .run_components import RunComponents
+from .run_settings import RunSettings
+from .training_log import TrainingLog
+
+
+def open_log(components: RunComponents, link: Mapping[str, Any] | None, resume: int | None) -> TrainingLog:
+    """Open the log of a new run, or of a run that resumes after `resume` updates."""
+    settings = components.settings
+    if settings.simulate and link is None:
+        link = {"asked": settings.network, "got_mbit": None, "latency_ms": None}
+    if resume is None and has_unfinished_run(settings):
+        resume = 0  # it ended before its first checkpoint
+    return TrainingLog(
+        settings.folder, settings.sinks, resume, name=settings.run_name, settings=_record(components.task, settings),
+        seed=settings.seed, workers=components.world_size, hosts=settings.hosts, link=link,
+    )  # fmt: skip
+
+
+def has_unfinished_run(settings: RunSettings) -> bool:
+    """Whether the folder holds a run that did not finish."""
+    path = settings.folder / RUN_FILE
+    return path.exists() and not read_run_file(path)["finished"]
+
+
+def check_same_run(task: Task, settings: RunSettings) -> None:
+    """Raise ValueError if the folder holds a run with other settings."""
+    folder, record = settings.folder, _record(task, settings)
+    if not (folder / "checkpoints").is_dir() or not (folder / RUN_FILE).exists():
+        return
+    saved = read_run(folder).settings
+    for name in ("task", "method", "accumulate", "graph", "simulated", "recipe"):
+        old, new = saved.get(name), json.loads(json.dumps(record[name]))
+        if old == new:
+            continue
+        if isinstance(old, dict):
+            name = next(key for key in new if old.get(key) != new[key])
+            old, new = old.get(name), new[name]
+        raise ValueError(f"{folder}: it holds a run with {name} {old}, not {new}; choose another --out")
+
+
+def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
+    """The settings in run.json."""
+    return {
+        "task": repr(task), "method": settings.method.name, "measure": task.metric, "higher": task.higher_is_better,
+        "precision": settings.precision, "accumulate": settings.accumulate, "compile": settings.compile,
+        "graph": settings.graph, "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
+    }  # fmt: skip

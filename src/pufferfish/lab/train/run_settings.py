@@ -1,0 +1,117 @@
+"""`RunSettings`: settings of a training run beside its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..network import LinkShape
+from ..tasks import Recipe, Task
+from .sinks import check_sinks
+from .training_method import TrainingMethod
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of a training run beside its task.
+
+    Args:
+        method: how the model changes and how gradients are compressed.
+        recipe: epochs, batch size, optimizer and learning rates.
+        folder: for checkpoints and the log; an unfinished run there is resumed.
+        data: folder with the data; None: the task's default.
+        precision: of forward and backward passes: "fp32", "bf16" or "fp16".
+        accumulate: backward passes per update.
+        graph: run whole updates in a CUDA graph; for tasks with batches of one shape.
+        save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
+        simulate: number of workers to simulate exactly in this process; their times are predicted.
+        network: link for the predictions.
+        sinks: further outputs for metrics: "jsonl", "tensorboard".
+        quiet: write no messages.
+        hosts: machines that the workers run on.
+        timeout: seconds that workers wait for one another; None: torch's default.
+        name: of the run in its records; "": the method's.
+
+    >>> from pufferfish.lab.train.training_method import training_method
+    >>> from pufferfish.lab.tasks import find_task
+    >>> RunSettings(training_method("dense"), find_task("digits").recipe("short"), Path("runs/try")).precision
+    'fp32'
+    """
+
+    method: TrainingMethod
+    recipe: Recipe
+    folder: Path
+    data: Path | None = None
+    seed: int = 0
+    device: str = "cpu"
+    precision: str = "fp32"
+    accumulate: int = 1
+    compile: bool = False
+    graph: bool = False
+    save_every: int | None = None
+    simulate: int | None = None
+    network: str = "10gbit"
+    sinks: tuple[str, ...] = ()
+    quiet: bool = False
+    hosts: int = 1
+    timeout: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        counts = {"accumulate": self.accumulate, "save-every": self.save_every, "workers": self.simulate}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} {value}: must be at least 1")
+        if self.timeout is not None and not 0 < self.timeout < 1e9:
+            raise ValueError(f"--timeout {self.timeout:g}: must be a number of seconds above 0")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
+        if self.graph and self.device != "cuda":
+            raise ValueError("--graph: CUDA graphs need a GPU; remove it, or use --device cuda")
+        if self.graph and self.precision == "fp16":
+            raise ValueError("--graph: fp16's loss scaler synchronizes with the host; use --precision bf16")
+        LinkShape.parse(self.network)
+        check_sinks(self.sinks)
+
+    def check(self, task: Task, processes: int) -> None:
+        """Raise ValueError if the settings do not fit the task or the number of processes."""
+        if self.recipe.optimizer == "sam" and self.precision == "fp16":
+            raise ValueError(
+                "--optimizer sam: fp16's loss scaler does not support two passes; use --precision bf16"
+            )
+        if self.recipe.optimizer == "sam" and self.simulate:
+            raise ValueError(
+                "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
+            )
+        if self.graph and not task.static_shapes:
+            raise ValueError(f"--graph: batches of {task.name} differ in shape; remove it")
+        if self.graph and processes > 1:
+            raise ValueError(f"--graph: supports one process, not {processes}; try --simulate")
+        if self.simulate and processes > 1:
+            raise ValueError(
+                f"--simulate: all workers run in one process, but {processes} processes were started; start one"
+            )
+        workers = self.simulate or processes
+        if self.recipe.batch % (workers * self.accumulate):
+            passes = f" and {self.accumulate} passes" if self.accumulate > 1 else ""
+            raise ValueError(
+                f"a batch of {self.recipe.batch} cannot be split equally over {workers} workers{passes}; "
+                "change --batch"
+            )
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run in its records."""
+        return self.name or self.method.name
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """Context for forward passes and evaluation."""
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.device, dtype, enabled=self.precision != "fp32")

@@ -1,0 +1,152 @@
+"""`StepRunner`: runs updates: batches, forward and backward passes, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..rivals import SAM
+from ..tasks import Batch
+from .graphed_callable import GraphedCallable
+from .run_components import RunComponents
+
+
+class StepRunner:
+    """Runs one update after the other, eagerly or in a CUDA graph.
+
+    Its state is what a task carries from batch to batch, for checkpoints in the middle of an epoch.
+    """
+
+    def __init__(self, components: RunComponents) -> None:
+        self.components = components
+        self.workers = [components.worker]  # those that compute in this process
+        self._carried: list[Tensor] = []
+        self._restored: list[Tensor] = []  # carried tensors of a checkpoint, for the next batch
+        self.model_changed()
+
+    def model_changed(self) -> None:
+        """Drop a captured graph after the model's layers were replaced."""
+        c = self.components
+        self._run: Callable[..., Tensor] = (
+            GraphedCallable(self._update, c.optimizer) if c.settings.graph else self._update
+        )
+
+    def begin_epoch(self, epoch: int, start: int) -> None:
+        """Use the batches of an epoch, from its update `start` on."""
+        self._batches = [self._epoch_batches(epoch, start, worker) for worker in self.workers]
+        if not start:
+            self._restored = []
+
+    def update(self, lr: float) -> Tensor:
+        """Train on the next batch; return the loss of the first worker here, without synchronizing the device."""
+        for group in self.components.optimizer.param_groups:
+            group["lr"] = lr
+        return self._run(*self._next_batches())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors that are carried to the next batch."""
+        return {"carried": [x.clone() for x in self._carried]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the tensors that are carried to the next batch."""
+        self._restored = list(state["carried"])
+
+    def _epoch_batches(self, epoch: int, start: int, worker: int) -> Iterator[Batch]:
+        c, passes = self.components, self.components.settings.accumulate
+        generator = torch.Generator().manual_seed(_epoch_seed(c.settings.seed, epoch))
+        return c.task.batches(
+            c.data, "train", c.settings.recipe.batch // passes, device=c.device, generator=generator,
+            worker=worker, world_size=c.world_size, start=start * passes,
+        )  # fmt: skip
+
+    def _next_batches(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of an update's batches, by worker and pass, and the carried tensors by worker."""
+        inputs: list[Tensor] = []
+        carries = self.components.task.carried_tensors
+        self._carried = []
+        for batches in self._batches:
+            for i in range(self.components.settings.accumulate):
+                batch = next(batches)
+                inputs += batch[: len(batch) - carries]
+                self._carried += batch[len(batch) - carries :] if i == 0 else ()  # all passes share them
+        for x, saved in zip(self._carried, self._restored, strict=False):
+            x.copy_(saved)
+        self._restored = []
+        return inputs, self._carried
+
+    def _worker_batches(
+        self, worker: int, inputs: Sequence[Tensor], carried: Sequence[Tensor]
+    ) -> list[Batch]:
+        """Return one worker's batches out of the tensors of `_next_batches`."""
+        workers, passes = len(self.workers), self.components.settings.accumulate
+        width, carries = len(inputs) // (workers * passes), len(carried) // workers
+        own = carried[worker * carries : (worker + 1) * carries]
+        first = worker * passes
+        return [(*inputs[i * width : (i + 1) * width], *own) for i in range(first, first + passes)]
+
+    def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
+        """Run an update on given batches; a CUDA graph may capture it."""
+        batches, optimizer = self._worker_batches(0, inputs, carried), self.components.optimizer
+        if isinstance(optimizer, SAM):
+            before = [x.clone() for x in carried]
+            with optimizer.first_pass():
+                loss = self._backward(batches)
+            for x, old in zip(carried, before, strict=True):
+                x.copy_(old)
+            with optimizer.perturbed():
+                self._backward(batches)
+        else:
+            loss = self._backward(batches)
+        self._optimizer_step()
+        return loss
+
+    def _backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Run forward and backward passes on all batches; return their mean loss."""
+        total = torch.zeros((), device=self.components.device)
+        for i, batch in enumerate(batches, start=1):
+            with contextlib.nullcontext() if i == len(batches) else self._no_sync():
+                loss = self._loss(batch) / len(batches)
+                self.components.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, batch: Batch) -> Tensor:
+        c = self.components
+        with c.settings.autocast:
+            return c.task.loss(c.model, batch, c.settings.recipe)
+
+    def _no_sync(self) -> Any:
+        model: Any = getattr(self.components.model, "_orig_mod", self.components.model)
+        return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+    def _optimizer_step(self) -> None:
+        c = self.components
+        if c.settings.recipe.clip is not None:
+            c.scaler.unscale_(c.optimizer)
+            nn.utils.clip_grad_norm_(c.module.parameters(), c.settings.recipe.clip)
+        if c.settings.graph:
+            _match_gradient_strides(c.module)
+        c.scaler.step(c.optimizer)
+        c.scaler.update()
+        c.optimizer.zero_grad()
+
+
+def _match_gradient_strides(model: nn.Module) -> None:
+    """Give gradients their parameters' strides, also in dimensions of size 1; fused optimizers require it."""
+    for p in model.parameters():
+        if p.grad is None or p.grad.stride() == p.stride():
+            continue
+        dimensions = zip(p.shape, p.stride(), p.grad.stride(), strict=True)
+        if all(a == b for size, a, b in dimensions if size > 1):
+            p.grad = p.grad.as_strided(p.shape, p.stride())
+        else:
+            p.grad = torch.empty_like(p).copy_(p.grad)
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7], "big")

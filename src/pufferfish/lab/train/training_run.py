@@ -1,0 +1,264 @@
+"""`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...checkpoint import Checkpoint
+from ...compression import DDPHook
+from ...distributed.workers import Workers
+from ...layers.names import unwrap
+from ...measure import Breakdown
+from ..report.formatting import format_bytes, format_seconds
+from ..tasks import Task
+from .console import Console
+from .low_rank_change import build_model_change
+from .macs_per_row import macs_per_row
+from .peak_memory import peak_memory, reset_peak_memory
+from .predict_step import log_predicted_step
+from .run_components import build_components
+from .run_folder import has_unfinished_run, open_log
+from .run_settings import RunSettings
+from .signals import sigint_as_sigterm
+from .simulated_ddp import SimulatedDDP
+from .simulated_step_runner import SimulatedStepRunner, worker_seed
+from .step_runner import StepRunner
+from .step_timer import StepTimer
+from .training_log import TrainingLog
+
+#: Updates between rows of the log.
+LOG_EVERY = 20
+#: Least seconds between checkpoints at the end of epochs.
+SAVE_SECONDS = 10.0
+_WORST_SCORE = -1e30
+#: Keys of a checkpoint's position, and the attributes that they hold.
+_POSITION = {
+    "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "phase_sent": "phase_start_bytes",
+    "elapsed": "simulated_seconds",
+}  # fmt: skip
+
+
+class TrainingRun:
+    """One process of a run; `train` runs its epochs, from the last checkpoint on."""
+
+    def __init__(
+        self,
+        task: Task,
+        settings: RunSettings,
+        data: Any,
+        workers: Workers,
+        device: torch.device,
+        link: Mapping[str, Any] | None,
+    ) -> None:
+        self.task, self.settings, self.recipe, self.link = task, settings, settings.recipe, link
+        self.data, self.workers, self.device = data, workers, device
+        self.console = Console(silent=settings.quiet or workers.rank > 0)
+        reset_peak_memory(device)
+        c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
+        self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
+        self.world_size, self.hook = c.world_size, c.hook
+        self.runner = SimulatedStepRunner(c) if settings.simulate else StepRunner(c)
+        if isinstance(self.runner, SimulatedStepRunner):
+            self.hook = self.runner.ddp
+        torch.manual_seed(worker_seed(settings.seed, workers.rank))
+        self.steps_per_epoch = task.steps(data, self.recipe.batch)
+        self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
+        self.total_steps = self.change.epochs * self.steps_per_epoch
+        self.checkpoint = Checkpoint(
+            settings.folder / "checkpoints", self.model, self.optimizer,
+            scaler=c.scaler, compressor=self.hook, data=self.runner, **self.change.checkpoint_parts,
+        )  # fmt: skip
+        self.timer = StepTimer(device)
+        self.last_save = time.monotonic()
+        self.step = 0  # updates done
+        self.best_score, self.lr_factor = _WORST_SCORE, 1.0  # of validation; of the plateau schedule
+        self.earlier_bytes = 0.0  # sent before the last restart
+        self.ddp_bytes = 0.0  # sent since then if nothing is compressed
+        self.phase_start, self.phase_start_bytes = 0, 0.0  # updates and bytes before the model's last change
+        self.predicted_step: float | None = None  # seconds, for simulated workers
+        self.simulated_seconds = 0.0
+
+    def train(self) -> dict[str, Any] | None:
+        """Train to the end and return the results; None if the run was stopped after a checkpoint."""
+        self.change.restore(self.checkpoint.folder)
+        at = self.checkpoint.resume()
+        done = self.step = at.position["step"] if at else 0
+        if at:
+            for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
+                setattr(self, name, at.position.get(key, getattr(self, name)))
+            self.console.info(f"resumed after update {done} of {self.total_steps}")
+        elif has_unfinished_run(self.settings):
+            self.console.info("no checkpoint yet, starting over")
+        if self.world_size == 1 and self.settings.method.compress is not None:
+            self.console.info(f"one worker sends no gradients: {self.settings.method.compress} has no effect")
+        with sigint_as_sigterm(), self._open_log(done if at else None) as log:
+            self.change.untimed = log.paused
+            if self.settings.simulate:
+                known = log.data["predicted"].get("seconds_a_step")
+                self.predicted_step = known or log_predicted_step(self.components, log, self.console, done)
+            for epoch in range(done // self.steps_per_epoch, self.change.epochs):
+                if done % self.steps_per_epoch == 0:
+                    self._change_model(epoch, log)
+                if not self._timed_epoch(epoch, done % self.steps_per_epoch, log) or not self._end_epoch(
+                    epoch, log
+                ):
+                    self.console.info(
+                        f"stopped after {self.step} updates, checkpoint saved; rerun the same command to resume"
+                    )
+                    log.close(finished=False)
+                    return None
+                done = self.step
+            training_seconds = log.training_seconds
+            with log.paused():
+                return self._results(log, training_seconds)
+
+    def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
+        """Train an epoch and log where its time went: not for a simulation, and only in total for a graph."""
+        parts: dict[str, float] = {}
+        if self.settings.simulate:
+            finished = self._epoch(epoch, start, log)
+        elif self.settings.graph:
+            finished = self._epoch(epoch, start, log)
+            parts = {"step": self.timer.recent() or 0.0}
+        else:
+            with Breakdown(self.model, self.optimizer) as times:
+                finished = self._epoch(epoch, start, log)
+            parts = times.parts
+        log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
+        return finished
+
+    def _open_log(self, resume: int | None) -> TrainingLog:
+        return self.workers.run_on_all(lambda: open_log(self.components, self.link, resume))
+
+    def _epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
+        """Train an epoch from its update `start` on; False if the run was stopped after a checkpoint."""
+        self.model.train()
+        self.runner.begin_epoch(epoch, start)
+        self.step = epoch * self.steps_per_epoch + start
+        ring = 2 * (self.world_size - 1) / self.world_size  # of a tensor's bytes in a ring all-reduce
+        ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters())
+        self.timer.tick()
+        for i in range(start, self.steps_per_epoch):
+            lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
+            loss = self.runner.update(lr)
+            self.change.after_step()
+            self.timer.tick()
+            self.step += 1
+            self._advance_simulated_time(log)
+            self.ddp_bytes += ddp_bytes_per_step
+            last = i + 1 == self.steps_per_epoch
+            if self.step % LOG_EVERY == 0 or last:
+                row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
+                log.log(step=self.step, epoch=self.step / self.steps_per_epoch, **row)
+            if self.console.progress_due():
+                self._show_progress(epoch, float(loss))
+            due = self.settings.save_every is not None and self.step % self.settings.save_every == 0
+            if due and not last:
+                self.timer.pause()
+                with log.paused():
+                    self.checkpoint.save(step=self.step, **self._position())
+                self.timer.tick()
+            if not last and self.checkpoint.step(step=self.step, **self._position()):
+                return False
+        self.timer.pause()
+        return True
+
+    def _advance_simulated_time(self, log: TrainingLog) -> None:
+        if self.predicted_step is not None:
+            self.simulated_seconds += self.predicted_step
+            log.simulated_seconds = self.simulated_seconds
+
+    def _end_epoch(self, epoch: int, log: TrainingLog) -> bool:
+        """Validate and save; False if the run was stopped after a checkpoint."""
+        with log.paused():
+            self._validate(epoch, log)
+            stop = self.checkpoint.step(step=self.step, **self._position())
+            if not stop and self._save_due(epoch):
+                self.checkpoint.save(step=self.step, **self._position())
+                self.last_save = time.monotonic()
+        return not stop
+
+    def _save_due(self, epoch: int) -> bool:
+        """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
+        always = epoch + 1 == self.change.epochs or self.settings.save_every is not None
+        return self.workers.run_on_first(lambda: always or time.monotonic() > self.last_save + SAVE_SECONDS)
+
+    def _show_progress(self, epoch: int, loss: float) -> None:
+        position = f"epoch {epoch + 1}/{self.change.epochs}, update {self.step}/{self.total_steps}"
+        sent, left = format_bytes(self._wire_bytes()), format_seconds(self._seconds_left())
+        # A narrow terminal cuts the end, so the most interesting part comes first.
+        self.console.progress(f"{left} left, {position}: training loss {loss:.4f}, {sent} sent")
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _seconds_left(self) -> float:
+        return (self.total_steps - self.step) * (self.timer.recent() or 0.0)
+
+    def _position(self) -> dict[str, float]:
+        """Further state of the run for a checkpoint."""
+        return {key: getattr(self, name) for key, name in _POSITION.items()} | {"sent": self._wire_bytes()}
+
+    def _change_model(self, epoch: int, log: TrainingLog) -> None:
+        if not self.change.begin_epoch(epoch):
+            return
+        self.runner.model_changed()
+        self.timer.reset()
+        self.phase_start, self.phase_start_bytes = self.step, self._wire_bytes()
+        if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
+            self.best_score, self.lr_factor = _WORST_SCORE, 1.0
+        self.console.info(self.change.summary)
+        self.change.log_change(log)
+        if self.settings.simulate:
+            self.predicted_step = log_predicted_step(self.components, log, self.console, self.step)
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        """Scores of worker 0, broadcast to all: buffers, and so decisions, may differ between workers."""
+
+        def evaluate() -> dict[str, float]:
+            with self.settings.autocast:
+                return self.task.evaluate(unwrap(self.module), self.data, split, device=self.device)
+
+        return self.workers.run_on_first(evaluate)
+
+    def _validate(self, epoch: int, log: TrainingLog) -> None:
+        position = f"epoch {epoch + 1}/{self.change.epochs}"
+        if getattr(self.task, "held", None) == 0:
+            self.console.info(f"{position}: no validation data was held out")
+            return
+        scores = self._evaluate("valid")
+        log.log(step=self.step, epoch=epoch + 1, **{f"valid/{name}": x for name, x in scores.items()})
+        score = scores[self.task.metric] * (1 if self.task.higher_is_better else -1)
+        if self.recipe.schedule == "plateau" and score <= self.best_score:
+            self.lr_factor *= self.recipe.plateau
+        self.best_score = max(self.best_score, score)
+        shown = f", validation {self.task.metric} {scores[self.task.metric]:.2f}"
+        loss = f", validation loss {scores['loss']:.4f}" if "loss" in scores else ""
+        self.console.info(f"{position}{shown}{loss}, {format_seconds(self._seconds_left())} left")
+
+    def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
+        results = self._evaluate("test") | self.change.results(log)
+        phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
+        results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1)}
+        if not self.settings.simulate:
+            measured: dict[str, Any] = {
+                "seconds_a_step": self.timer.median(), "training_seconds": training_seconds,
+                "peak_memory": peak_memory(self.device),
+            }  # fmt: skip
+            if self.timer.median() is None and log.writes:  # the run was finished already
+                measured = {key: log.data["results"].get(key) for key in measured}
+            results |= {key: x for key, x in measured.items() if x is not None}
+        # Last, since it copies the model, which must not count as peak memory.
+        results |= macs_per_row(self.components, self.change, self.console)
+        log.result(**results)
+        return results
+
+    def _wire_bytes(self) -> float:
+        """Bytes that this worker has sent; plain DDP is counted as a ring all-reduce of the gradients."""
+        if isinstance(self.hook, DDPHook | SimulatedDDP) and self.settings.method.compress is not None:
+            return self.earlier_bytes + self.hook.meter.wire_bytes
+        return self.earlier_bytes + self.ddp_bytes

@@ -1,0 +1,81 @@
+"""`SpeedupEstimate`: how much shorter a training option makes a step and a run; `SpeedupEstimator` predicts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cost_model import CostModel, Work
+from .link import WIRE_FACTOR
+from .option_builder import TrainingOption
+
+WARM_UP_FRACTION = 1 / 3  # fraction of a run trained full-rank before the switch
+MIN_SPEEDUP = 1.05  # options whose run is not faster by this factor are not recommended
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedupEstimate:
+    """Step time and speed-ups of a training option: predicted, or measured if `measured` is set."""
+
+    kind: str
+    name: str
+    step: float  # predicted seconds, per current number of batches in a step
+    speedup: float  # of a step
+    run_speedup: float  # of the whole run, including warm-up
+    hours: float | None  # of the whole run, if its number of steps is known
+    wire_bytes: float  # sent by a worker in a step
+    note: str = ""
+    measured: float | None = None  # seconds of a step, if the option was run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedupEstimator:
+    """Predicts the speed-up of training options over the current step.
+
+    >>> from pufferfish.measure import Link
+    >>> current = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),))
+    >>> half = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 5 * 10**6),))
+    >>> costs = CostModel(link=Link.nominal(bandwidth=1e9, latency=0, size=2, goodput=1))
+    >>> estimator = SpeedupEstimator(costs=costs, current=current, size=2)
+    >>> round(estimator.estimate(TrainingOption(kind="free", name="half", work=half)).speedup, 2)
+    1.12
+    """
+
+    costs: CostModel
+    current: Work
+    size: int  # number of workers
+    waiting: float = 0.0  # seconds of a step spent waiting for the slowest worker
+    warm_up: float = WARM_UP_FRACTION  # of the run, for options with a warm-up
+    hours: float | None = None  # of the whole run at the current speed
+
+    def step(self, work: Work) -> float:
+        """Predicted seconds of a step."""
+        return self.costs.predict(work, self.size).step + self.waiting
+
+    def estimate(self, option: TrainingOption) -> SpeedupEstimate:
+        """Predict step time, speed-ups and bytes of `option`."""
+        current, seconds = self.step(self.current), self.step(option.work) / option.batches
+        warm_up = self.step(option.warm_up) if option.warm_up else seconds
+        run_speedup = current / (self.warm_up * warm_up + (1 - self.warm_up) * seconds)
+        return SpeedupEstimate(
+            kind=option.kind,
+            name=option.name,
+            step=seconds,
+            speedup=current / seconds,
+            run_speedup=run_speedup,
+            hours=None if self.hours is None else self.hours / run_speedup,
+            wire_bytes=wire_bytes(option.work, self.size, self.costs.link.per_node) / option.batches,
+            note=option.note,
+        )
+
+
+def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
+    """Bytes that a worker sends in a step; with hierarchical compression, those sent to other machines.
+
+    >>> from dataclasses import replace
+    >>> work = Work(forward=1.0, backward=1.0, messages=(("all_gather", 100),))
+    >>> [wire_bytes(replace(work, intra_node_bytes=n), 16, per_node=8) for n in (0, 400)]
+    [1500, 100]
+    """
+    size = size // per_node if work.intra_node_bytes else size
+    messages = (*work.messages, *work.forward_gathers)
+    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)

@@ -1,0 +1,90 @@
+"""Messages of a training step: plain DDP, compressed DDP, FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..layers.names import own_name
+from .cost_model import Work
+from .dry_run import Traffic
+
+MIB = 2**20
+
+
+def with_ddp_messages(work: Work, parameters: Mapping[str, Tensor], cap: int = 25) -> Work:
+    """Return `work` with plain DDP's messages for the gradients of `parameters`, in buckets of `cap` MiB.
+
+    >>> import torch
+    >>> with_ddp_messages(Work(forward=1.0, backward=1.0), {"w": torch.ones(10)}).messages
+    (('all_reduce', 40),)
+    """
+    sizes = tuple(ddp_bucket_bytes((x.nbytes for x in reversed(list(parameters.values()))), cap * MIB))
+    messages = tuple(("all_reduce", n) for n in sizes)
+    return replace(work, messages=messages, overlaps=True, bucket_bytes=sizes)
+
+
+def with_compressed_messages(work: Work, traffic: Traffic) -> Work:
+    """Return `work` with the messages and the encode and decode times of a dry run."""
+    return replace(work, **vars(traffic))
+
+
+def with_fsdp2_messages(
+    work: Work, parameters: Mapping[str, Tensor], size: int, itemsize: int | None = None
+) -> Work:
+    """Return `work` with FSDP2's messages among `size` workers; each worker then updates only its shard.
+
+    Weights are gathered for forward and again for backward, gradients are reduced to their shards. Parameter groups are
+    assumed to be 25 MiB each, and the next is gathered while one computes. `itemsize` is the number of bytes per
+    element in messages, by the mixed-precision policy (default: those of the unsharded parameters).
+
+    >>> import torch
+    >>> work = with_fsdp2_messages(Work(forward=1.0, backward=2.0, optimizer=0.4), {"w": torch.ones(1000)}, 4)
+    >>> work.forward_gathers, work.messages, work.optimizer
+    ((('all_gather', 1000),), (('all_gather', 1000), ('reduce_scatter', 4000)), 0.1)
+    """
+    ordered = reversed(list(parameters.values()))
+    groups = ddp_bucket_bytes(x.nbytes if itemsize is None else x.numel() * itemsize for x in ordered)
+    return replace(
+        work,
+        optimizer=work.optimizer / size,
+        forward_gathers=tuple(("all_gather", n // size) for n in reversed(groups)),
+        messages=tuple(m for n in groups for m in (("all_gather", n // size), ("reduce_scatter", n))),
+        overlaps=True,
+        bucket_bytes=(),
+        buffer_bytes=0,
+    )
+
+
+def ddp_bucket_bytes(sizes: Iterable[int], cap: float = 25 * MIB, first: float = MIB) -> list[int]:
+    """Bytes of DDP's buckets for gradients of `sizes` bytes, in the order they become available.
+
+    A bucket is full at `cap` bytes, the first one at `first` bytes.
+
+    >>> ddp_bucket_bytes([600, 600, 600, 600], cap=1000, first=500)
+    [600, 1200, 600]
+    """
+    buckets = [0]
+    limit = first
+    for nbytes in sizes:
+        if buckets[-1] >= limit:
+            buckets.append(0)
+            limit = cap
+        buckets[-1] += nbytes
+    return buckets
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that get gradients, detached, by name."""
+    return {own_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def probe_bytes(model: nn.Module) -> int:
+    """Size of the largest message for `probe`: all gradients of `model`, but 256 KiB to 32 MiB.
+
+    >>> probe_bytes(nn.Linear(1000, 1000))
+    4004000
+    """
+    return min(max(sum(x.nbytes for x in trainable_parameters(model).values()), 2**18), 2**25)

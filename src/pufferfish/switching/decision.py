@@ -1,0 +1,170 @@
+"""`Decision`: when a switch changes the model and with which plan, the same on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..distributed.job import Job, check_rewrap
+from ..distributed.workers import Workers
+from ..layers.names import named_modules, unwrap
+from ..lowrank.checks import (
+    UsedGradients,
+    check_optimizers_complete,
+    check_plan,
+    check_structure,
+    factorized_weights,
+)
+from ..optim.carry import check_optimizers
+from ..planning.plan import Plan
+from ..planning.planner import apply_rules
+from ..planning.rules import stable_rank
+from .moments import Position, RanksSettle, known_in_advance, moment_text
+from .preview import held_out_loss, limit_jump
+from .switch_settings import SwitchSettings
+
+
+class Decision:
+    """When a switch changes the model, and with which plan.
+
+    The plan is made at the first call, when all workers compare their settings and models. It is applied at the
+    switch, after its rank rules have been resolved with the weights of that moment.
+    """
+
+    def __init__(self, settings: SwitchSettings) -> None:
+        self.settings = settings
+        self.gradients = UsedGradients()
+        self.initial: dict[str, list[float]] | None = None  # spectra at the first call
+        self.history: list[dict[str, float]] = []  # stable ranks observed since then
+        self._automatic = settings.automatic
+        self._plan: Plan | None = None
+        self._started = False
+        self._observed: Position | None = None
+
+    def load(self, initial: dict[str, list[float]] | None, history: list[dict[str, float]]) -> None:
+        """Continue from a checkpoint; the next call is a first call again."""
+        self.initial, self.history = initial, history
+        self._plan, self._started = None, False
+
+    def not_due(self, at: Position, switched: bool) -> bool:
+        """Whether there is nothing to do at this position, known without the model and the other workers."""
+        moment = self.settings.back if switched else self.settings.when
+        return self._started and known_in_advance(moment) and not any(self._of_this_worker(at, switched))
+
+    def due(self, job: Job, at: Position, switched: bool, optimizers: list[Optimizer]) -> bool:
+        """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
+        decision = self._of_this_worker(at, switched)
+        about = "position, settings, pufferfish version or model (names, types, shapes); call it alike on all workers"
+        facts = self._facts(job.inner, at, switched) if job.workers.size > 1 else ""
+        observe, now = divmod(job.workers.agree(facts, 2 * decision[0] + decision[1], about), 2)
+        if not self._started:
+            if not switched:
+                self._plan = job.workers.run_on_all(lambda: self._start(job, optimizers))
+            self._started = True
+        return (bool(observe) and self._observe(job, at)) or bool(now)
+
+    def prepare(
+        self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]
+    ) -> tuple[Plan, float | None]:
+        """Check on all workers everything that can fail, and choose the ranks. Changes nothing.
+
+        Args:
+            averages: averaged copies of the model, which will be changed too.
+
+        Returns:
+            The plan with all ranks, the same on all workers, and the held-out loss before the switch.
+        """
+        max_jump = self.settings.max_jump
+        plan = job.workers.run_on_all(lambda: self._checked_plan(job, optimizers, averages))
+        plan = _with_slowest_times(plan, job.workers)
+        unresolved = [e.name for e in plan if e.rule is not None]
+        if unresolved:
+            plan = apply_rules(plan, job.spectra(unresolved))
+        plan = Plan.from_json(job.workers.broadcast_object(plan.to_json()))
+        if max_jump is not None:
+            plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
+        return plan, self.loss(job)
+
+    def loss(self, job: Job) -> float | None:
+        """Held-out loss of rank 0, on all workers. All of them evaluate, in case `evaluate` calls collectives."""
+        if self.settings.evaluate is None:
+            return None
+        return job.workers.broadcast_object(held_out_loss(job.inner, self.settings.evaluate))
+
+    def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
+        """Check on all workers that the factors can be multiplied now."""
+        job.workers.run_on_all(lambda: self._check(job, optimizers, pending=True))
+
+    def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
+        """Whether this worker would compute spectra, and whether it would change the model."""
+        when, back = self.settings.when, self.settings.back
+        if switched:
+            return False, back is not None and bool(back(at))
+        if isinstance(when, RanksSettle):
+            observe = when.due(at) and at != self._observed
+            return observe, bool(when.latest(at)) or when.settled(self.history)
+        return self._automatic and self.initial is None, bool(when(at))
+
+    def _facts(self, model: nn.Module, at: Position, switched: bool) -> str:
+        """Text of everything that must be equal on all workers."""
+        from .. import __version__
+
+        s = self.settings
+        layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+        # Measured times may differ between workers; the slowest one decides.
+        plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
+        settings = (
+            plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
+            s.max_jump,
+        )  # fmt: skip
+        return repr((__version__, at, switched, settings, layers, shapes))
+
+    def _start(self, job: Job, optimizers: list[Optimizer]) -> Plan:
+        """Make the plan, and raise before the warm-up for what would fail after it."""
+        self._check(job, optimizers)
+        plan = self.settings.make_plan(job.dense, self.initial)
+        check_structure(job.dense, plan)
+        return plan
+
+    def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
+        self._check(job, optimizers, pending=True)
+        assert self._plan is not None
+        check_plan(job.dense, self._plan, finite=not job.sharded)
+        for average in averages:
+            check_plan(unwrap(average), self._plan)
+        check_optimizers_complete(factorized_weights(job.inner, self._plan), optimizers)
+        return self._plan
+
+    def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
+        check_optimizers(optimizers)
+        if pending:
+            self.gradients.check_none_pending(job.inner)
+        if job.ddp is not None:
+            check_rewrap(job.ddp, self.settings.rewrap)
+
+    def _observe(self, job: Job, at: Position) -> bool:
+        """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""
+        spectra = job.spectra()
+        self._observed = at
+        if self.initial is None:
+            self.initial = {name: values.tolist() for name, values in spectra.items()}
+            if self._automatic:
+                self._plan = self.settings.make_plan(job.dense, self.initial)
+        if not isinstance(self.settings.when, RanksSettle):
+            return False
+        self.history.append({name: stable_rank(values) for name, values in spectra.items()})
+        return self.settings.when.settled(self.history)
+
+
+def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:
+    """Replace measured times by their maximum over the workers, which decides again which layers stay dense."""
+    timed = [e for e in plan if e.ms is not None]
+    if not timed:  # on no worker: their plans have been compared
+        return plan
+    times = workers.max(torch.tensor([e.ms for e in timed], dtype=torch.float64))
+    entries = {e.name: e.with_times((ms[0], ms[1])) for e, ms in zip(timed, times.tolist(), strict=True)}
+    return plan.replace(entries.get(e.name, e) for e in plan)

@@ -1,0 +1,91 @@
+"""`ShardedJob`: an FSDP2 model as it is trained, and computations on its gathered weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from ...distributed import shared_svd
+from ...distributed.job import Job
+from ...distributed.workers import Workers
+from ...planning.plan import Entry
+from .outline import check_finite, outline, parameters, whole
+
+T = TypeVar("T")
+
+
+class ShardedJob(Job):
+    """A `Job` whose parameters are shards: plans are made for the model that `build` returns on the meta device."""
+
+    def __init__(self, model: nn.Module, build: Callable[[], nn.Module]) -> None:
+        super().__init__(model)
+        self.build = build
+
+    @cached_property
+    def dense(self) -> nn.Module:
+        return outline(self.model, self.build)
+
+    def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        def compute(
+            entries: list[Entry], owner: Mapping[str, int], work: Callable[[Entry, Tensor], Tensor]
+        ) -> dict[str, Tensor]:
+            weights = parameters(self.model)
+            check_finite({name: weights[name] for name in by_weight(entries)}, self.workers)
+            results: dict[str, Tensor] = {}
+            for _, _, own in in_rounds(entries, owner, weights, self.workers, work):
+                results |= own
+            return results
+
+        return shared_svd.spectra(self.dense, self.workers, names, compute)
+
+
+def in_rounds(
+    entries: Iterable[Entry],
+    owner: Mapping[str, int],
+    weights: Mapping[str, Tensor],
+    workers: Workers,
+    work: Callable[[Entry, Tensor], T],
+) -> Iterator[tuple[str, int, dict[str, T]]]:
+    """Gather each weight and call `work` with its matrices on the worker that owns it.
+
+    In a round every worker works on one weight, so it holds at most two whole weights: its own, and the one that is
+    being gathered for another worker. Small weights come first, so that their shards are freed before the large ones
+    are gathered.
+
+    Yields:
+        The name of a weight, the rank of its owner, and on that worker the results by entry name.
+    """
+    groups = by_weight(entries)
+    cost = {
+        name: sum(shared_svd.svd_cost(e.matrix) for e in group if e.matrix) for name, group in groups.items()
+    }
+    queues: list[list[str]] = [[] for _ in range(workers.size)]
+    for name in sorted(groups, key=cost.__getitem__, reverse=True):
+        queues[owner[groups[name][0].name]].append(name)
+    for names in reversed(list(itertools.zip_longest(*queues))):
+        own_name, weight, results = "", None, {}
+        for rank, name in enumerate(names):
+            if name is not None:
+                full = whole(weights[name])
+                if rank == workers.rank:
+                    own_name, weight = name, full
+                del full
+        if weight is not None:
+            results = {e.name: work(e, weight) for e in groups[own_name]}
+            weight = None
+        for rank, name in enumerate(names):
+            if name is not None:
+                yield name, rank, results if name == own_name else {}
+
+
+def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Group matrices by the parameter that holds them."""
+    groups: dict[str, list[Entry]] = {}
+    for e in entries:
+        assert e.matrix is not None
+        groups.setdefault(f"{e.layer}.{e.matrix.weight}", []).append(e)
+    return groups

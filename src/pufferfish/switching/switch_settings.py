@@ -1,0 +1,59 @@
+"""`SwitchSettings`: the arguments of a `Switch`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..optim.rewarm import Rewarm
+from ..planning.plan import Plan
+from ..planning.planner import plan as make_plan
+from ..planning.rules import Rule, StableRank
+from .moments import RanksSettle, When
+
+#: Returns the loss of a model on a held-out batch.
+Evaluate = Callable[[nn.Module], float | Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchSettings:
+    """Arguments of a `Switch`, which documents them."""
+
+    plan: Plan | None = None
+    rule: Rule | None = None
+    keep: tuple[str, ...] = ()
+    when: When | RanksSettle = field(default_factory=RanksSettle)
+    back: When | None = None
+    state: Literal["project", "reset"] = "project"
+    lr: float | Rewarm = 1.0
+    evaluate: Evaluate | None = None
+    max_jump: float | None = None
+    rewrap: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and (self.rule is not None or self.keep):
+            raise ValueError("Switch: rank= and keep= have no effect with a plan; pass them to pf.plan")
+        if self.state not in ("project", "reset"):
+            raise ValueError(f'Switch: state={self.state!r} is neither "project" nor "reset"')
+        if not isinstance(self.lr, Rewarm) and not self.lr > 0:
+            raise ValueError(f"Switch: lr={self.lr!r} is neither a factor above 0 nor a Rewarm")
+        if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
+            raise ValueError("Switch: max_jump is a share ≥ 0 of the loss from evaluate=; pass both")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether ranks are scaled stable ranks, which need the initial spectra."""
+        return self.plan is None and self.rule is None
+
+    def make_plan(self, model: nn.Module, initial: Mapping[str, list[float]] | None) -> Plan:
+        """The plan for a model, with unresolved rank rules. `initial` are its initial spectra by entry name."""
+        if self.plan is not None:
+            return self.plan
+        if self.rule is not None:
+            return make_plan(model, self.rule, keep=self.keep)
+        spectra = {name: torch.tensor(s, dtype=torch.float64) for name, s in (initial or {}).items()}
+        return make_plan(model, StableRank(spectra or None), keep=self.keep)

@@ -1,0 +1,200 @@
+"""Machines of two workers each, in four real processes on gloo: averages inside, compression between."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import hook_state
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import COLLECTIVES, GROUPS, METHODS, build, loss, resumes, wrapped
+
+from processes import in_processes, same_everywhere
+from pufferfish.compression import Engine, NoCompression, PowerSGD, Settings, Simulated, TopK, compress
+from pufferfish.compression.check_compressor import gradients
+
+#: Methods whose result for two machines' means is that for all workers' gradients.
+LINEAR = ("none", "bf16", "fp16", "powersgd", "random", "random, unbiased", "alternating")
+NODE = {"hierarchy": "node"}
+
+
+def on_two_machines(rank: int, size: int, case: Callable[..., None], *args: Any) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    case(rank, size, *args)
+
+
+def every_method_resumes(rank: int, size: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        resumes(rank, size, name, NODE)
+
+
+def linear_methods_equal_a_flat_hierarchy(rank: int, size: int) -> None:
+    for name in LINEAR:
+        here = Engine(Settings(METHODS[name], smallest=0, hierarchy="node"))
+        flat = Simulated(Settings(METHODS[name], smallest=0), size)
+        close = {"rtol": 2e-2, "atol": 2e-2} if name in ("bf16", "fp16") else {"rtol": 1e-3, "atol": 1e-4}
+        for step in range(3):
+            given = gradients(size, step)
+            means, expected = here.average(given[rank]), flat.average(given)[rank]
+            for n in given[0]:
+                torch.testing.assert_close(
+                    means[n], expected[n], **close, msg=lambda m, n=n, name=name: f"{name}, {n}: {m}"
+                )
+                assert same_everywhere(means[n]), (name, n)
+
+
+def bytes_inside_a_machine_are_counted_apart(rank: int, size: int) -> None:
+    engine = Engine(Settings(NoCompression(), smallest=0, hierarchy="node"))
+    engine.average({"w": torch.ones(64, 32), "v": torch.ones(64, 32)})
+    flags = 3 * 4
+    half = 64 * 32 * 4  # each of two workers owns one of two equal tensors
+    meter = engine.meter
+    assert meter.wire_bytes == half + flags  # an all-reduce between two machines: 2 · ½
+    assert meter.inside_wire_bytes == (half + half) + flags  # reduce-scatter: 2·half · ½; all-gather: half
+    assert meter.collective_bytes["reduce_scatter"] == 2 * half
+    assert meter.as_dict()["inside_wire_bytes"] == meter.inside_wire_bytes
+
+
+def error_feedback_belongs_to_machines(rank: int, size: int) -> None:
+    """Each worker keeps that of the tensors it owns, and so does its peer on the other machine."""
+    ddp, hook = wrapped(TopK(0.05), hierarchy="node")
+    loss(ddp, 0, rank).backward()
+    mine = sorted(hook.state_dict()["own"])
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, mine)
+    assert everyone[0] == everyone[2]
+    assert everyone[1] == everyone[3]
+    assert not set(everyone[0]) & set(everyone[1])
+    other, flat = wrapped(TopK(0.05))
+    loss(other, 0, rank).backward()
+    warning = rf"worker {rank} of 4 \(2 on each machine\) starts with empty error feedback; .* of worker {rank} of 4$"
+    with pytest.warns(UserWarning, match=warning):
+        hook.load_state_dict(flat.state_dict())
+
+
+def error_feedback_moves_to_new_owners(rank: int, size: int) -> None:
+    """A tensor that a switch leaves alone may get another owner in its machine."""
+    engine = Engine(Settings(TopK(0.05), smallest=0, hierarchy="node"))
+    assert engine.hierarchy is not None
+    given = gradients(4)[rank]
+    engine.average(given)
+    owners = engine.hierarchy.owners(given)
+    fewer = {name: g for name, g in given.items() if name != "c.weight"}  # the largest, so that others move
+    after = engine.hierarchy.owners(fewer)
+    moved = [name for was, now in zip(owners, after, strict=True) for name in now if name not in was]
+    before: list[Any] = [None] * 4
+    dist.all_gather_object(before, {name: x["error"] for name, x in engine.state_dict()["own"].items()})
+    engine.average({name: torch.zeros_like(g) for name, g in fewer.items()})  # unused: error feedback stays
+    mine = engine.state_dict()["own"]
+    assert set(moved) & {"a.weight", "b.weight"}
+    for name in [name for name in mine if name in moved]:
+        neighbour = before[rank ^ 1]  # in the same machine
+        assert torch.equal(mine[name]["error"], neighbour[name]), name
+
+
+def another_hierarchy_starts_with_empty_state(rank: int, size: int) -> None:
+    """Each worker of a machine has a part of the shared state only; the workers must not start with different parts."""
+    node, flat = (Engine(Settings(PowerSGD(2), smallest=0, hierarchy=h)) for h in ("node", "flat"))  # type: ignore[arg-type]
+    node.average(gradients(4)[rank])
+    with pytest.warns(UserWarning, match="starts with empty error feedback"):
+        flat.load_state_dict(node.state_dict())
+    assert same_everywhere(flat.average(gradients(4, 1)[rank])["a.weight"])
+
+
+def workers_that_disagree_do_not_hang(rank: int, size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
+    with pytest.raises(RuntimeError, match="LOCAL_WORLD_SIZE"):
+        compress(DDP(build()), TopK(), hierarchy="node")
+
+
+def one_machine_compresses_nothing(rank: int, size: int) -> None:
+    """Its first worker warns."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = Engine(Settings(TopK(0.05), smallest=0, hierarchy="node"))
+    assert [str(w.message) for w in caught] == [
+        f"hierarchy: all {size} workers are on one machine, so nothing is compressed; "
+        'hierarchy="flat" compresses between them'
+    ] * (rank == 0)
+    engine.average(gradients(size)[rank])
+    assert engine.meter.wire_bytes == 0
+
+
+def two_process_groups(rank: int, size: int) -> None:
+    """Ranks that alternate between two machines."""
+    inside, between = (
+        next(dist.new_group(ranks, use_local_synchronization=True) for ranks in sides if rank in ranks)
+        for sides in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    )
+    given = gradients(4)
+    means = Engine(Settings(NoCompression(), hierarchy=(inside, between))).average(given[rank])
+    for name, mean in Simulated(Settings(NoCompression()), 4).average(given)[0].items():
+        torch.testing.assert_close(means[name], mean)
+
+
+def local_world_size_is_checked(rank: int, size: int) -> None:
+    for local, message in (
+        ("3", "3 does not divide 4 workers"),
+        ("", "is not set"),
+        ("0", "0 does not divide"),
+    ):
+        os.environ["LOCAL_WORLD_SIZE"] = local
+        with pytest.raises(ValueError, match=message):
+            Engine(Settings(TopK(), hierarchy="node"))
+
+
+def through_a_switch_and_another_method(rank: int, size: int) -> None:
+    hook_state.through_a_switch_and_another_method(rank, size, NODE)
+
+
+def bad_steps_leave_no_trace(rank: int, size: int) -> None:
+    hook_state.a_bad_first_bucket_leaves_no_trace(rank, size, NODE)
+
+
+@pytest.mark.timeout(240)  # against deadlocks
+@pytest.mark.parametrize("names", [("none", *COLLECTIVES)])
+def test_resumes(names: tuple[str, ...]) -> None:
+    in_processes(on_two_machines, 4, every_method_resumes, names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_method_resumes(group: str) -> None:
+    in_processes(on_two_machines, 4, every_method_resumes, GROUPS[group])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case",
+    [
+        linear_methods_equal_a_flat_hierarchy,
+        bytes_inside_a_machine_are_counted_apart,
+        error_feedback_belongs_to_machines,
+        error_feedback_moves_to_new_owners,
+        another_hierarchy_starts_with_empty_state,
+        workers_that_disagree_do_not_hang,
+        one_machine_compresses_nothing,
+        two_process_groups,
+        local_world_size_is_checked,
+        through_a_switch_and_another_method,
+        bad_steps_leave_no_trace,
+    ],
+)
+def test_machines_of_several_workers(case: Callable[..., None]) -> None:
+    in_processes(on_two_machines, 4, case)
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match=r"needs torch\.distributed"):
+        Engine(Settings(TopK(), hierarchy="node"))
+    with pytest.raises(ValueError, match="is neither"):
+        Settings(TopK(), hierarchy="machine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs process groups; SimulatedTransport is flat"):
+        Simulated(Settings(TopK(), hierarchy="node"), 4)

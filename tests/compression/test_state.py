@@ -1,0 +1,259 @@
+"""State: saved, loaded, moved to other batches, and dropped where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from pufferfish.compression import (
+    DGC,
+    Accordion,
+    BlockInt8,
+    Engine,
+    Method,
+    NoCompression,
+    PowerSGD,
+    Settings,
+    Signum,
+    Simulated,
+    Sum,
+    TopK,
+)
+from pufferfish.compression.check_compressor import gradients
+
+
+def test_parameters_may_come_in_any_order() -> None:
+    """State belongs to names, not to positions."""
+    ends = []
+    for other in (False, True):
+        engine = Engine(Settings(PowerSGD(1), smallest=0))
+        for step in range(3):
+            g = gradients(1, step)[0]
+            done = engine.average(dict(reversed(g.items())) if other and step == 1 else g)
+        ends.append(done)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_state_follows_parameters_by_name() -> None:
+    """One is replaced, as by a switch: the state of the others stays."""
+    engine = Engine(Settings(PowerSGD(2), smallest=0))
+    g = gradients(1)[0]
+    engine.average(g)
+    before = engine.state_dict()
+    del g["a.weight"]
+    g["a.down.weight"], g["a.up.weight"] = torch.randn(6, 36), torch.randn(24, 6)
+    g = {name: torch.zeros_like(x) if name == "b.weight" else x for name, x in g.items()}
+    engine.average(g)
+    after = engine.state_dict()
+    assert after["own"].keys() == {"a.down.weight", "a.up.weight", "b.weight", "c.weight"}
+    assert torch.equal(after["own"]["b.weight"]["error"], before["own"]["b.weight"]["error"])
+    assert torch.equal(after["shared"]["b.weight"]["Q"], before["shared"]["b.weight"]["Q"])
+
+
+def test_another_number_of_workers_keeps_shared_state_only() -> None:
+    four, two = (Simulated(Settings(PowerSGD(2), smallest=0), n) for n in (4, 2))
+    for step in range(2):
+        four.average(gradients(4, step))
+    saved = four.state_dict()
+    with pytest.warns(UserWarning, match="worker 1 of 2 starts with empty error feedback.* of worker 1 of 4"):
+        two.load_state_dict(saved)
+    now = two.state_dict()
+    for before, after in zip(saved["workers"], now["workers"], strict=False):
+        assert after["own"] == {}
+        assert torch.equal(after["shared"]["a.weight"]["Q"], before["shared"]["a.weight"]["Q"])
+    two.average(gradients(2, 2))
+    again = Simulated(Settings(PowerSGD(2), smallest=0), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(now)
+        again.load_state_dict(two.state_dict())
+    assert two.steps == again.steps == 3
+    with pytest.raises(
+        ValueError, match="not a state of compression: it lacks format, inside, methods, own, scale"
+    ):
+        two.engines[0].load_state_dict({"steps": 1, "size": 2, "worker": 0, "units": {}, "shared": {}})
+
+
+def test_state_of_another_rank_is_dropped() -> None:
+    first, second = (Engine(Settings(PowerSGD(r), smallest=0)) for r in (2, 3))
+    first.average(gradients(1)[0])
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"was saved with PowerSGD\(rank=2\) and resumes with PowerSGD\(rank=3\)"
+    ):
+        assert second.average(gradients(1, 1)[0])["a.weight"].isfinite().all()
+    assert second.state_dict()["shared"]["a.weight"]["Q"].shape == (36, 3)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_state_of_another_model_is_refused(known: bool) -> None:
+    """By names or by shapes; at once where the parameters are known, otherwise in the first step."""
+    saved = Engine(Settings(PowerSGD(2), smallest=0))
+    saved.average(gradients(1)[0])
+    for here in (
+        {"w": torch.randn(24, 36)},
+        {name: torch.randn(*g.shape, 2) for name, g in gradients(1)[0].items()},
+    ):
+        engine = Engine(Settings(PowerSGD(2), smallest=0))
+        refused = pytest.raises(
+            ValueError, match=r"belongs to another model, with .*a\.weight \(24, 36\).*; here are"
+        )
+        if known:
+            engine.average(here)
+            with refused:
+                engine.load_state_dict(saved.state_dict())
+            assert engine.average(here).keys() == here.keys()
+        else:
+            engine.load_state_dict(saved.state_dict())
+            with refused:
+                engine.average(here)
+
+
+def test_state_of_a_part_of_the_model_is_enough() -> None:
+    """As after a switch. A state without tensors fits any model."""
+    saved, nothing, engine = (
+        Engine(Settings(method, smallest=0)) for method in (PowerSGD(2), NoCompression(), PowerSGD(2))
+    )
+    g = gradients(1)[0]
+    saved.average(g)
+    nothing.average({"w": torch.ones(3)})
+    some = {"b.weight": g["b.weight"], "new": torch.randn(24, 36)}
+    engine.load_state_dict(saved.state_dict())
+    engine.average(some)
+    engine.load_state_dict(nothing.state_dict())
+    assert engine.average(some).keys() == some.keys()
+
+
+@dataclass(frozen=True)
+class Marked(Method):
+    """Keeps a bool for each tensor."""
+
+    def compress(self, x, ctx):  # type: ignore[no-untyped-def]
+        ctx.state["mark"] = ~ctx.state.get("mark", torch.zeros(len(x), 1, dtype=torch.bool))
+        return (yield Sum(x)) / ctx.size, 0 * x
+
+
+def test_state_keeps_its_dtype() -> None:
+    """Also where it happens to have the gradient's shape."""
+    first, second = (Engine(Settings(Marked(), smallest=0)) for _ in range(2))
+    g = {"one": torch.ones(1), "two": torch.ones(2, dtype=torch.float64)}
+    first.average(g)
+    second.load_state_dict(first.state_dict())
+    for marked in (True, False):
+        marks = {n: state["mark"] for n, state in second.state_dict()["own"].items()}
+        assert all(m.dtype == torch.bool and bool(m) == marked for m in marks.values())
+        second.average(g)
+    assert second.state_dict()["own"]["two"]["error"].dtype == torch.float64
+
+
+def test_saved_state_is_not_changed_afterwards() -> None:
+    engine = Engine(Settings(TopK(0.1), smallest=0))
+    engine.average(gradients(1)[0], {"a.weight": 1.0})
+    saved = engine.state_dict()
+    copy = saved["own"]["a.weight"]["error"].clone()
+    engine.load_state_dict(saved)
+    for step in range(3):
+        engine.average(gradients(1, step)[0], {"a.weight": 2.0**step})
+    assert torch.equal(saved["own"]["a.weight"]["error"], copy)
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), Signum(), DGC(), BlockInt8(8)], ids=repr)
+def test_a_name_may_get_another_shape(method: Method) -> None:
+    engine = Engine(Settings(method, smallest=0))
+    for shape in ((24, 36), (36, 24), (12, 72)):
+        assert engine.average({"w": torch.randn(shape)})["w"].isfinite().all()
+
+
+def saved_by(method: Method) -> dict[str, Any]:
+    """State of one worker after two steps."""
+    engine = Engine(Settings(method, smallest=0))
+    for step in range(2):
+        engine.average(gradients(1, step)[0])
+    return engine.state_dict()
+
+
+def without(state: dict[str, Any], field: str) -> dict[str, Any]:
+    """The state as a version that did not have this field yet would have saved it."""
+    methods = {}
+    for name, key in state["methods"].items():
+        methods[name] = key | {"fields": {f: x for f, x in key["fields"].items() if f != field}}
+    return state | {"methods": methods}
+
+
+ZEROS = {name: torch.zeros_like(g) for name, g in gradients(1)[0].items()}  # a step in which nothing is used
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "key"),
+    [
+        (PowerSGD(4), "rank", "Q"),
+        (Signum(), "momentum", "m"),
+        (DGC(0.9), "sample", "u"),
+        (Accordion(PowerSGD(2), PowerSGD(1), every=2), "change", "low.Q"),
+    ],
+    ids=repr,
+)
+def test_state_saved_before_a_field_was_added_is_kept(method: Method, field: str, key: str) -> None:
+    """The new field has its default, so the method is the same."""
+    state = saved_by(method)
+    assert field in state["methods"]["a.weight"]["fields"]
+    engine = Engine(Settings(method, smallest=0))
+    engine.load_state_dict(without(state, field))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.average(ZEROS)
+    before = state["shared"].get("a.weight", {}) | state["own"].get("a.weight", {})
+    after = engine.state.named()["a.weight"]
+    assert key in before
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[k], x) for k, x in before.items())
+
+
+@pytest.mark.parametrize("added_later", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "here"), [(DGC(0.9), DGC(0.9, momentum=0.5)), (Signum(), Signum(0.8))], ids=repr
+)
+def test_state_with_another_value_of_a_field_is_dropped(
+    saved: Method, here: Method, added_later: bool
+) -> None:
+    """Also where the field was added later and has another value than its default now."""
+    state = saved_by(saved)
+    engine = Engine(Settings(here, smallest=0))
+    engine.load_state_dict(without(state, "momentum") if added_later else state)
+    with pytest.warns(UserWarning, match=rf"was saved with {type(saved).__name__}\(.*and resumes with"):
+        engine.average(ZEROS)
+    assert not any(x.any() for x in engine.state.named()["a.weight"].values())
+
+
+def test_error_feedback_is_kept_with_another_value_of_a_field() -> None:
+    state = saved_by(TopK(0.1))
+    engine = Engine(Settings(TopK(0.2), smallest=0))
+    engine.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"with TopK\(k=0.1, sample=1.0\) and resumes with TopK\(k=0.2"):
+        engine.average(ZEROS)
+    for name, saved in state["own"].items():
+        assert torch.equal(engine.state.named()[name]["error"], saved["error"])
+
+
+def test_state_of_another_format_is_refused() -> None:
+    engine = Engine(Settings(TopK()))
+    with pytest.raises(ValueError, match="compression state of format 99; this version reads format 1"):
+        engine.load_state_dict(saved_by(TopK(0.1)) | {"format": 99})
+    assert engine.steps == 0
+
+
+def test_saved_methods_are_json_data() -> None:
+    """Class, fields and shape; also for methods inside a method."""
+    engine = Engine(Settings(Accordion(PowerSGD(2), TopK(0.1), every=3), smallest=0))
+    engine.average({"w": torch.ones(24, 36)})
+    methods = engine.state_dict()["methods"]
+    assert json.loads(json.dumps(methods)) == methods
+    low = {"class": "PowerSGD", "fields": {"rank": 2}}
+    high = {"class": "TopK", "fields": {"k": 0.1, "sample": 1.0}}
+    fields = {"low": low, "high": high, "every": 3, "change": 0.5}
+    assert methods == {"w": {"class": "Accordion", "fields": fields, "shape": [24, 36]}}

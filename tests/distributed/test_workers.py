@@ -1,0 +1,94 @@
+"""Workers: agreement, errors and small values, in real processes on gloo and in a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from processes import in_processes
+from pufferfish.distributed.workers import Workers
+
+
+def of_all(caller: str = "test") -> Workers:
+    return Workers(dist.group.WORLD, torch.device("cpu"), caller)
+
+
+def errors_are_raised_on_all(rank: int, size: int) -> None:
+    def fail_with(error: Exception, ranks: set[int]) -> Callable[[], int]:
+        def work() -> int:
+            if rank in ranks:
+                raise error
+            return rank
+
+        return work
+
+    workers = of_all()
+    assert workers.run_on_all(fail_with(ValueError("no"), set())) == rank
+    last, everyone = {size - 1}, set(range(size))
+    for error, ranks, kind, message in (
+        (ValueError("layer 3"), last, ValueError, f"^rank {size - 1}: layer 3$"),
+        (FileNotFoundError("folder"), {0}, OSError, "^rank 0: folder$"),
+        (RuntimeError("hang"), last, RuntimeError, f"^rank {size - 1}: hang$"),
+        (KeyError("name"), last, RuntimeError, f"^rank {size - 1}: KeyError: 'name'$"),
+        (ValueError(f"folder {rank}"), everyone, ValueError, "^rank 0: folder 0$"),
+        (ZeroDivisionError("all"), everyone, ZeroDivisionError, "^all$"),  # the same everywhere: as it was
+    ):
+        for run in (workers.run_on_all, workers.gather):
+            with pytest.raises(kind, match=message):
+                run(fail_with(error, ranks))
+    with pytest.raises(TypeError, match="JSON"):
+        workers.gather(lambda: {rank})
+
+
+def values_are_exchanged(rank: int, size: int) -> None:
+    workers = of_all()
+    assert workers.gather(lambda: ["a" * rank, rank]) == [["a" * r, r] for r in range(size)]
+    assert workers.run_on_first(lambda: f"from {rank}") == "from 0"
+    assert workers.broadcast_object({"rank": rank, "text": "ö" * (3 - rank)}) == {"rank": 0, "text": "ööö"}
+    assert workers.broadcast_tensor(torch.tensor([rank]), size - 1).item() == size - 1
+    assert workers.max(torch.tensor([rank, -rank])).tolist() == [size - 1, 0]
+    assert workers.mean([1.0, rank]) == [1.0, (size - 1) / 2]
+    workers.check_equal([torch.ones(3)])
+    with pytest.raises(AssertionError, match="test: workers hold different parameters"):
+        workers.check_equal([torch.full((3,), rank)])
+
+
+def facts_are_compared(rank: int, size: int) -> None:
+    workers = of_all("switch")
+    assert workers.agree("same", 7 + rank, "anything") == 7
+    with pytest.raises(RuntimeError, match=rf"switch: ranks \[{size - 1}\] differ from rank 0 in the epoch"):
+        workers.agree(str(rank == size - 1), 0, "the epoch")
+
+
+def a_flag_is_seen_by_all_at_the_same_call(rank: int, size: int) -> None:
+    workers = Workers.of_job("test", side_group=True)
+    answers = [workers.any_async(call == 2 and rank == size - 1) for call in range(5)]
+    assert answers == [False, False, False, True, False]
+
+
+@pytest.mark.timeout(120)  # the hang guard
+@pytest.mark.parametrize(
+    "case",
+    [
+        errors_are_raised_on_all,
+        values_are_exchanged,
+        facts_are_compared,
+        a_flag_is_seen_by_all_at_the_same_call,
+    ],
+)
+def test_in_real_processes(case: Callable[[int, int], None]) -> None:
+    in_processes(case, 2)
+
+
+def test_a_single_process_needs_no_process_group() -> None:
+    workers = Workers.of_job("test")
+    assert (workers.rank, workers.size) == (0, 1)
+    with pytest.raises(KeyError, match="as it is"):
+        workers.run_on_all(lambda: {}["as it is"])
+    assert workers.gather(lambda: (1, 2)) == [(1, 2)]
+    assert workers.mean([1.0, 2.0]) == [1.0, 2.0]
+    assert workers.any_async(True)
+    assert workers.agree("facts", 3, "anything") == 3

@@ -1,0 +1,279 @@
+"""Early-Bird tickets: the L1 penalty, masks that settle, and channels removed on all workers and across a restart."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from processes import in_processes, same_everywhere
+from pufferfish.lab.models import VGG19, resnet18
+from pufferfish.lab.rivals.early_bird import EarlyBird
+from pufferfish.lab.rivals.pruning_change import saved_pruning_state
+from pufferfish.lab.tasks.digits import Digits
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet18(width=8)
+
+
+def sgd(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3, **more)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, 16, 16, generator=generator), torch.randint(10, (8,), generator=generator)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    x, y = batch(step)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def update_digits(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    return {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_scales_are_pulled_as_a_penalty_in_the_loss_would(maximize: bool) -> None:
+    model, other = build(), build()
+    optimizer, plain = sgd(model, maximize=maximize), sgd(other, maximize=maximize)
+    EarlyBird(model, optimizer, l1=0.01)
+    sign = -1 if maximize else 1
+    for step in range(3):
+        x, y = batch(step)
+        (sign * F.cross_entropy(model(x), y)).backward()
+        penalty = 0.01 * sum(scale.abs().sum() for scale in scales(other).values())
+        (sign * (F.cross_entropy(other(x), y) + penalty)).backward()
+        for own in (optimizer, plain):
+            own.step()
+            own.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scales_are_pulled_alike_under_a_loss_scale(fused: bool) -> None:
+    """A fused optimizer gets gradients that are still scaled."""
+    found = []
+    for scaled in (False, True):
+        model = build()
+        optimizer = sgd(model, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        EarlyBird(model, optimizer, l1=0.01)
+        x, y = batch(0)
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        found.append(torch.cat([scale.detach() for scale in scales(model).values()]))
+    torch.testing.assert_close(*found)
+
+
+def test_the_smallest_scales_go_together() -> None:
+    """Against the obvious way: the mean over norms that are added, sorted over all groups."""
+    model = build()
+    optimizer = sgd(model)
+    bird = EarlyBird(model, optimizer, ratio=0.4, multiple=1, latest=1)
+    update(model, optimizer, 0)
+    for scale in scales(model).values():
+        scale.data.uniform_(-1, 1)
+    found = {name: scale.detach().abs() for name, scale in scales(model).items()}
+    together = [["layer1.0.bn2", "layer1.1.bn2"]]
+    together += [[f"layer{i}.0.bn2", f"layer{i}.0.downsample.1", f"layer{i}.1.bn2"] for i in (2, 3, 4)]
+    together += [[name] for name in found if not any(name in names for names in together)]
+    score = {names[0]: torch.stack([found[n] for n in names]).mean(0).tolist() for names in together}
+    flat = sorted((x, name, i) for name, xs in score.items() for i, x in enumerate(xs))
+    gone = {(name, i) for _, name, i in flat[: round(0.4 * len(flat))]}
+    assert bird.begin_epoch(1)
+    assert bird.ticket is not None
+    assert {(n, i) for n, size in bird.ticket.sizes.items() for i in range(size)} - {
+        (n, i) for n, kept in bird.ticket.kept.items() for i in kept
+    } == gone
+    for names in together:
+        for name in names:
+            assert model.get_submodule(name).num_features == len(bird.ticket.kept[names[0]])
+    update(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    "net", [lambda: resnet18(width=32), lambda: VGG19(width=32)], ids=["resnet18", "vgg19"]
+)
+def test_whole_multiples_are_left(net: Any) -> None:
+    model = net()
+    bird = EarlyBird(model, sgd(model), ratio=0.7, latest=1)
+    for scale in scales(model).values():
+        scale.data.uniform_(0, 1)
+    whole = pf.planning.plan.totals(model, pf.planning.profile.profile(model, torch.randn(1, 3, 32, 32)))
+    assert bird.begin_epoch(1)
+    assert bird.ticket is not None
+    assert all(len(kept) % 8 == 0 and kept for kept in bird.ticket.kept.values())
+    share = sum(map(len, bird.ticket.kept.values())) / sum(bird.ticket.sizes.values())
+    assert 0.27 < share < 0.33
+    small = pf.planning.plan.totals(model, pf.planning.profile.profile(model, torch.randn(1, 3, 32, 32)))
+    assert bird.ticket.parameters == (whole.parameters, small.parameters)
+    assert small.parameters < 0.3 * whole.parameters
+    assert small.forward_macs < 0.3 * whole.forward_macs  # type: ignore[operator]
+
+
+def test_drawn_when_the_last_masks_are_alike() -> None:
+    model = build()
+    bird = EarlyBird(model, sgd(model), ratio=0.5, multiple=1, last=3, distance=0.1)
+    sizes = [group.size for group in bird._groups]
+    half = sum(sizes) // 2
+    value = (torch.randperm(2 * half).float() + 1).tolist()
+    masks: list[list[bool]] = []
+    for epoch, moved in enumerate(
+        [0, 0, 20, 3, 4]
+    ):  # so many channels go over the threshold, and as many back
+        order = sorted(range(2 * half), key=value.__getitem__)
+        for a, b in zip(order[half - moved : half], order[half : half + moved], strict=True):
+            value[a], value[b] = value[b], value[a]
+        for group, part in zip(bird._groups, torch.tensor(value).split(sizes), strict=True):
+            for name in group.norms:
+                scales(model)[name].data.copy_(part)
+        drawn = bird.begin_epoch(epoch)
+        assert not bird.begin_epoch(epoch)  # asked twice, counted once
+        if epoch:
+            masks = [*masks, [x > half for x in value]][-3:]
+        far = [sum(x != y for x, y in zip(*two, strict=True)) / (2 * half) for two in combinations(masks, 2)]
+        assert bird.distances == pytest.approx(far)
+        assert drawn == (len(masks) == 3 and max(far) < 0.1)
+    assert bird.ticket is not None
+    assert bird.ticket.epoch == 4  # at 3 the first mask was still too far away
+
+
+def test_never_drawn_unless_it_settles() -> None:
+    model = build()
+    bird = EarlyBird(model, sgd(model), last=2, distance=0.01)
+    for epoch in range(5):
+        for scale in scales(model).values():
+            scale.data.uniform_(0, 1)
+        assert not bird.begin_epoch(epoch)
+    assert bird.ticket is None
+    assert len(bird.masks) == 2
+
+
+def resumed(stop: int, folder: Path) -> tuple[nn.Module, EarlyBird]:
+    """Two updates per epoch; the ticket is drawn at the start of the third epoch."""
+    torch.manual_seed(0)
+    model = Digits(width=8).build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bird = EarlyBird(model, optimizer, multiple=1, latest=2)
+    if (state := saved_pruning_state(folder)) is not None:
+        bird.load_state_dict(state)
+    with pf.Checkpoint(folder, model, optimizer, scheduler=bird) as checkpoint:
+        at = checkpoint.resume()
+        for step in range(at.position["step"] if at else 0, stop):
+            if step % 2 == 0:
+                bird.begin_epoch(step // 2)
+            update_digits(model, optimizer, step)
+        checkpoint.save(step=stop)
+    return model, bird
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
+    wanted, one = resumed(8, tmp_path / "at once")
+    resumed(stop, tmp_path / "twice")
+    model, other = resumed(8, tmp_path / "twice")
+    assert one.ticket == other.ticket is not None
+    for (name, x), y in zip(model.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    fresh = Digits(width=8).build()
+    again = EarlyBird(fresh, sgd(fresh))
+    again.load_state_dict(torch.load(file, weights_only=True))
+    fresh.load_state_dict(model.state_dict())
+
+
+def plain(rank: int, size: int, compressed: bool = False) -> None:
+    model = Digits(width=8).build()
+    optimizer = sgd(model)
+    ddp = DDP(model)
+    if compressed:
+        pf.compress(ddp, pf.compression.PowerSGD(rank=2), optimizer=optimizer)
+    bird = EarlyBird(ddp, optimizer, ratio=0.5, multiple=1, latest=2)
+    for epoch in range(4):
+        assert bird.begin_epoch(epoch) == (epoch == 2)
+        update_digits(ddp, optimizer, 10 * epoch + rank)
+    assert bird.ticket is not None
+    for name, p in model.named_parameters():
+        assert same_everywhere(p), name
+
+
+def compressed(rank: int, size: int) -> None:
+    plain(rank, size, compressed=True)
+
+
+def other_settings(rank: int, size: int) -> None:
+    bird = EarlyBird(DDP(Digits(width=8).build()), [], ratio=0.3 + 0.1 * rank)
+    with pytest.raises(RuntimeError, match="differ from rank 0 in epoch or settings"):
+        bird.begin_epoch(1)
+
+
+@pytest.mark.parametrize("case", [plain, compressed, other_settings])
+def test_all_workers_remove_the_same_channels(case: Callable[..., None]) -> None:
+    in_processes(case, 2)
+
+
+def test_compiled_model_stays_the_same_object() -> None:
+    model = Digits(width=8).build()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = sgd(model)
+    bird = EarlyBird(compiled, optimizer, multiple=1, latest=1)
+    x = torch.randn(4, 1, 8, 8)
+    for epoch in range(3):
+        bird.begin_epoch(epoch)
+        update_digits(compiled, optimizer, epoch)
+    assert bird.ticket is not None
+    torch.testing.assert_close(compiled.eval()(x), copy.deepcopy(model).eval()(x))
+
+
+def test_nonsense_is_refused() -> None:
+    model = build()
+    optimizer = sgd(model)
+    for settings, message in [
+        ({"ratio": 1.0}, "ratio=1.0 is not between 0 and 1"),
+        ({"last": 1}, "last=1"),
+        ({"multiple": 0}, "multiple=0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EarlyBird(model, optimizer, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Sequential: no channels are scaled by a batch norm"):
+        EarlyBird(Digits(model="mlp").build(), optimizer)
+    bird = EarlyBird(model, optimizer, multiple=1, latest=1)
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+    scales(model)["layer2.0.bn1"].data[0] = torch.nan
+    with pytest.raises(ValueError, match=r"layer2\.0\.bn1: a scale of its channels is inf or NaN"):
+        bird.begin_epoch(1)
+    scales(model)["layer2.0.bn1"].data[0] = 1.0
+    whole = bird.state_dict()
+    assert bird.begin_epoch(1)
+    with pytest.raises(ValueError, match="this model has lost channels"):
+        bird.load_state_dict(whole)
+    wide = resnet18(width=16)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        EarlyBird(wide, sgd(wide)).load_state_dict(bird.state_dict())
