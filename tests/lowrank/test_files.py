@@ -370,9 +370,7 @@ def test_existing_outputs_and_missing_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="training checkpoint; resume it"):
         merge(next((tmp_path / "saved").iterdir()), tmp_path / "b")
     (tmp_path / "nets.py").write_text("import torch")
-    with pytest.raises(
-        ValueError, match=r"nets.py: neither a \.safetensors file nor a complete torch.save"
-    ):
+    with pytest.raises(ValueError, match=r"nets.py: neither a \.safetensors file nor a complete torch.save"):
         convert(tmp_path / "nets.py", pf.plan(model), tmp_path / "b.pt")
     with pytest.raises(ValueError, match="no such file"):
         convert(tmp_path / "missing.pt", pf.plan(model), tmp_path / "b.pt")

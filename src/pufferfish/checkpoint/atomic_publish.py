@@ -3,8 +3,6 @@
 A reader sees a checkpoint folder completely or not at all, whenever the writer is killed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

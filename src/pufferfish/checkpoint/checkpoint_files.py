@@ -1,7 +1,5 @@
 """The files of one checkpoint: every worker writes its own, and reads and checks them against its model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find checkpoints in a folder."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Structure that a model and its optimizers need to load a checkpoint, computed without changing them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: size and SHA-256 of every file, so that damage is detected when it is read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Nested state as JSON and tensors, and back, exactly: a state dict in files without pickle."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """State of the global random number generators of a training run: Python, NumPy, torch and CUDA."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

@@ -4,8 +4,6 @@ Supported are tensors that one mesh dimension shards and the others replicate: t
 mesh, or on a 2-D mesh with replicas (HSDP).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Sigterm`: records SIGTERM, so that a checkpoint can be saved before the process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

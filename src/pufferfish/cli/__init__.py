@@ -4,8 +4,6 @@ A command's module has a docstring, which is its description; `HELP`, one line f
 `add_arguments(parser)`; and `run(arguments)`, which returns the exit code, or None for 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -19,8 +19,6 @@ examples:
       --network real --check
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

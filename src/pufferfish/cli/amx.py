@@ -1,7 +1,5 @@
 """`avoid_broken_amx`: disables AMX in oneDNN if a virtual machine reports AMX but cannot execute it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

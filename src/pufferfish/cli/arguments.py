@@ -1,7 +1,5 @@
 """Settings from parsed arguments, and checks of `--out` before the work starts."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import tempfile

@@ -25,8 +25,6 @@ examples:
       --hosts 4 --per-host 8 --device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Convert a checkpoint file to low rank, as pufferfish.factorize_ does with a model."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compare a few training methods on an emulated slow network, in a few minutes on a CPU."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

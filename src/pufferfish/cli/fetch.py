@@ -1,7 +1,5 @@
 """Download the data of a task and verify it. Interrupted downloads are resumed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

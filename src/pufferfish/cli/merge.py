@@ -1,7 +1,5 @@
 """Convert a low-rank checkpoint file back to dense, as pufferfish.merge_ does with a model."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

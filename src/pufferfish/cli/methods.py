@@ -1,7 +1,5 @@
 """List compression methods: what each sends, and how much less than fp32 on the wire."""
 
-from __future__ import annotations
-
 import argparse
 
 HELP = "list compression methods and the bytes they send"

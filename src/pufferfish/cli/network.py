@@ -1,7 +1,5 @@
 """Manage emulated networks."""
 
-from __future__ import annotations
-
 import argparse
 
 HELP = "clean up after killed runs on emulated networks"

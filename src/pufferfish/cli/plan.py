@@ -17,8 +17,6 @@ A built-in model without options gets the Pufferfish paper's hybrid plan:
 rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap

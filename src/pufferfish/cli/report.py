@@ -1,7 +1,5 @@
 """Compare runs as one HTML page, or as CSV, LaTeX or Markdown tables."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

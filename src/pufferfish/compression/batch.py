@@ -1,7 +1,5 @@
 """`Batch`: gradients that go through one call of a method: their layout, error feedback and the method's state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`check_compressor`: property tests that every compression method passes, for methods of your own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`Exchange`: one worker's messages, packed into few collectives and sent over a process group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

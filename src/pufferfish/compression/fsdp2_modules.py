@@ -1,7 +1,5 @@
 """Modules that FSDP2 was applied to: their names, flat shards, optimizers and methods."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`Hierarchy`: machines and the workers inside each; only one copy of a gradient is sent between machines."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping, Sequence

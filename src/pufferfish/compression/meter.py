@@ -1,7 +1,5 @@
 """`Meter`: bytes given to collectives, the bytes they put on the wire, and the time they take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`Method`: the contract of a compression method: settings, messages to exchange, and what it may know of a step."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence

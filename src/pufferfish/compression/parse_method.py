@@ -1,7 +1,5 @@
 """`parse_method`: methods from text, as on a command line: `TopK(0.001)`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """`Settings`: everything a user can choose about compression, checked where it is built, and which method a name gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import warnings

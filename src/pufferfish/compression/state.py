@@ -1,7 +1,5 @@
 """`State`: everything that compression keeps from step to step, by parameter name: moved to new batches, rescaled, saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

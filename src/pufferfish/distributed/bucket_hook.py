@@ -1,7 +1,5 @@
 """`AtLastBucket`: a DDP communication hook that averages all gradients after the last bucket of a backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -61,7 +59,7 @@ def _check_first_pass(ddp: Any, inputs: Any) -> None:
         )
 
 
-def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP cannot read annotations that are strings
+def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no other annotation than GradBucket
     return state.take(bucket)
 
 

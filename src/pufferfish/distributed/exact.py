@@ -1,7 +1,5 @@
 """`exact_`: averages of gradients with which a resumed job is bit-identical to an uninterrupted one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`FiniteGuard`: detects losses and gradients that are not finite, on all workers, before the optimizer uses them."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`Job`: a model with its wrappers and its workers; a DDP wrapper is re-initialized in place around a changed model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 from typing import Any

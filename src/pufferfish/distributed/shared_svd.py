@@ -1,7 +1,5 @@
 """Spectra and SVDs of a model's weights, each computed by one worker and broadcast to the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 `switch.step(model, optimizer, …)` accepts the objects that `accelerator.prepare` returns.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

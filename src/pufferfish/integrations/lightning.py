@@ -1,7 +1,5 @@
 """Lightning: a callback that runs the switch between two updates, on one device or under DDP."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal

@@ -5,8 +5,6 @@ step count, data order and loggers are not affected. The Trainer loads a checkpo
 so `train` gives the model the structure of the checkpoint first.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Low-rank `nn.MultiheadAttention`: q, k, v and out each have two factors, shared by all heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

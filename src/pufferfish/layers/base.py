@@ -1,7 +1,5 @@
 """`LowRank`, the base class of all low-rank layers, and the registry that maps dense types to low-rank types."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Low-rank convolutions: a k×k convolution with few filters, then a 1×1 convolution; transposed in reverse order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Low-rank `nn.Linear`: n → r → m."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

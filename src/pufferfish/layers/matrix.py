@@ -1,7 +1,5 @@
 """`Matrix`: layout of a weight matrix in a dense layer and of its factors; `FactorMap`: the parameters of a layer in both forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Names of modules and parameters without the prefixes that wrappers (DDP, torch.compile …) add."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from torch import nn

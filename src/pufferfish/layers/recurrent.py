@@ -1,7 +1,5 @@
 """Low-rank LSTM, GRU and RNN: the input and hidden matrix of every gate have their own two factors."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast

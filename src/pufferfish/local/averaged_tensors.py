@@ -1,7 +1,5 @@
 """Tensors of a model that local steps average, and checks of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor, nn

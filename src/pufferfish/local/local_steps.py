@@ -1,7 +1,5 @@
 """`LocalSteps`: each worker makes h updates on its own, then all average their models (local SGD, DiLoCo)."""
 
-from __future__ import annotations
-
 import copy
 import glob
 import warnings

@@ -1,7 +1,5 @@
 """Checks made before a model is changed: the plan fits it, no gradient is pending, and no optimizer is missing."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Collection, Mapping

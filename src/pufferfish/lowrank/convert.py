@@ -4,8 +4,6 @@ Safetensors files are read lazily and written as a stream, one layer at a time, 
 the memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

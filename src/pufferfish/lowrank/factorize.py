@@ -1,7 +1,5 @@
 """`factorize_`, `reshape_` and `merge_`: make a model low-rank, and dense again, in place."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

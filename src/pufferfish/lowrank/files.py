@@ -1,7 +1,5 @@
 """`save` and `load`: low-rank models in safetensors and JSON files. Nothing is pickled."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

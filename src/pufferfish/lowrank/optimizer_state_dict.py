@@ -1,7 +1,5 @@
 """`convert_optimizer`: an optimizer's state dict converted together with the state dict of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for noisy timings."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """`diagnose`: times the steps of a training loop and predicts what would make them shorter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

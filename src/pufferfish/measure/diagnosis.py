@@ -1,7 +1,5 @@
 """`Diagnosis`: the result of `diagnose`, to print or to save."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """`dry_run`: runs a compression method in one process, to get the messages and compute times of one of many workers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`estimate_table`: speed-up estimates as a text table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..planning.table import format_table

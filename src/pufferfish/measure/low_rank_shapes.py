@@ -1,7 +1,5 @@
 """Low rank before it is applied: a plan from a recorded call, and the shapes of the model after that plan."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

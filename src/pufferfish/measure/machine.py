@@ -1,7 +1,5 @@
 """Software versions and hardware of a run, for its log."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

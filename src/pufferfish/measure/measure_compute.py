@@ -1,7 +1,5 @@
 """`measure_compute`: times the computation of a training step, without any communication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

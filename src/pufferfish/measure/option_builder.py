@@ -1,7 +1,5 @@
 """`OptionBuilder`: the ways to make a job's step shorter, each as a `TrainingOption` with the work of the changed step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`probe`: measures the link between the workers of a job, with real collectives."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`read_run`: reads a run's folder as `RunLog` writes it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

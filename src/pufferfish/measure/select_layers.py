@@ -1,7 +1,5 @@
 """`select_layers`: keeps a layer low-rank only if that makes the step shorter on a given link."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..planning.plan import Entry, Plan

@@ -1,7 +1,5 @@
 """`SpeedupEstimate`: how much shorter a training option makes a step and a run; `SpeedupEstimator` predicts it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .cost_model import CostModel, Work

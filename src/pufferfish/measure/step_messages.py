@@ -1,7 +1,5 @@
 """Messages of a training step: plain DDP, compressed DDP, FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

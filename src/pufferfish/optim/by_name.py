@@ -1,7 +1,5 @@
 """Optimizer state by parameter name, independent of the order in which an optimizer holds its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ With W = U V the gradients are ∂U = G Vᵀ and ∂V = Uᵀ G. Optimizer state 
 carried by the same products, and squares by products with the squared factors.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`FrobeniusDecay`: weight decay on the product of two factors instead of on each factor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`Rewarm` and `ScaledRate`: scale or warm up the learning rate after the switch, under any schedule."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, cast

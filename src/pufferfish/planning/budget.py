@@ -1,7 +1,5 @@
 """`allocate`: share a budget among matrices so that the ranks keep the most energy for their cost."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`candidates`: one plan entry for every weight matrix of a model, with the reason where it cannot be factorized."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.nn.parameter import is_lazy
 

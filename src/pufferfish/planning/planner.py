@@ -1,7 +1,5 @@
 """`plan`: choose for every layer its rank, the rule that will choose its rank, or the reason it stays dense."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal

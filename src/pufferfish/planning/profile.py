@@ -1,7 +1,5 @@
 """`profile`: run one step of a model on an example, count its MACs and record how each layer is called."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

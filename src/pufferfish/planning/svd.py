@@ -1,7 +1,5 @@
 """`split`: truncated SVD of a matrix into two factors; `spectrum`: its singular values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """`measure_layer`: time a layer dense and low-rank on the model's device and input shapes."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`factorize_average_`: make an averaged copy of a model (EMA, SWA) low-rank in the basis of the model's factors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

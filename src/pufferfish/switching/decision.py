@@ -1,7 +1,5 @@
 """`Decision`: when a switch changes the model and with which plan, the same on all workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

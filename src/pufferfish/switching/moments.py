@@ -1,7 +1,5 @@
 """Moments at which a `Switch` changes the model: at a given position, or when the ranks have settled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`Switch`: ends the full-rank warm-up and makes the model low-rank inside a running training loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping

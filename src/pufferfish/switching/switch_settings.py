@@ -1,7 +1,5 @@
 """`SwitchSettings`: the arguments of a `Switch`, checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

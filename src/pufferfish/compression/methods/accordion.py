@@ -1,7 +1,5 @@
 """Accordion (Agarwal et al., 2021): light compression while a layer's gradient changes, strong while it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any

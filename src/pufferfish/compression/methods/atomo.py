@@ -1,7 +1,5 @@
 """ATOMO (Wang et al., 2018), spectral: a few singular triples, sampled without bias."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Small integers packed into bytes: 1 bit per element for signs, as many as needed for levels."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

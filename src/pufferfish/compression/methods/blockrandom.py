@@ -1,7 +1,5 @@
 """Block-random-k: consecutive elements from a random start, so that one integer gives all indices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

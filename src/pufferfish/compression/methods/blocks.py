@@ -1,7 +1,5 @@
 """8 bits per element, in blocks that share a scale: int8, or fp8 with 4 exponent and 3 mantissa bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

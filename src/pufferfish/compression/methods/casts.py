@@ -1,7 +1,5 @@
 """Gradients averaged uncompressed or in 16 bits: the baselines of every comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Deep Gradient Compression (Lin et al., 2018): top-k of accumulated gradients with momentum correction."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """1-bit SGD (Seide et al., 2014): a sign for each element and two numbers for each column."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023): gradients as products of two thin matrices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -1,7 +1,5 @@
 """QSGD (Alistarh et al., 2017): elements rounded at random to a few levels, without bias."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

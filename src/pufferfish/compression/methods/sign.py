@@ -1,7 +1,5 @@
 """signSGD with majority vote (Bernstein et al., 2018): one bit per element, in both directions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Signum (Bernstein et al., 2018): signs with momentum; EF-signSGD (Karimireddy et al., 2019): signs with error feedback."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sparsifiers: a few elements of each gradient, the largest or random ones; the rest is kept as error feedback."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """TernGrad (Wen et al., 2017): −s, 0 or s for every element, without bias."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Threshold quantization (Strom, 2015): ±τ for every element beyond τ; the rest is kept as error feedback."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`TwoStage`: quantized on the way to the owner of each shard, and again on the way from there to all workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`advise`: measures the compute of a step, predicts all training methods on a network, and can run the best ones."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

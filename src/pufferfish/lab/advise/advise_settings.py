@@ -1,7 +1,5 @@
 """`AdviseSettings`: the arguments of `pufferfish advise`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

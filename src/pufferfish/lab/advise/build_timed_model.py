@@ -1,7 +1,5 @@
 """`build_timed_model`: a model of a workload that trains with one method in this job."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

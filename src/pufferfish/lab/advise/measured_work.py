@@ -1,7 +1,5 @@
 """`measured_work`: the work of a step of a `TimedModel`, for the cost model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of training methods in the advisor, such as `pufferfish+bf16, hierarchy=node`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...compression import NoCompression

@@ -1,7 +1,5 @@
 """`nominal_link`: a link from its specification, without a measurement."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...measure import AlphaBeta, Link

@@ -1,7 +1,5 @@
 """`run_advise`: `pufferfish advise` in one process, in a torchrun job, or on emulated hosts."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`TimedModel`: a model that is trained with one method, a step at a time, to be timed beside others."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`timing_rounds`: interleaved timing of several models, so that machine noise affects all methods equally."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

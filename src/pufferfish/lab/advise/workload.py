@@ -1,7 +1,5 @@
 """`Workload`: a model with batches, a loss and an optimizer, from a task or from a user's function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count

@@ -1,7 +1,5 @@
 """`bench`: runs all methods of a bench, times their steps, and shows the results."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`BenchMethod`: a training method and, after an @, an optimizer of its own: `dense@lars=1.6`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..tasks.recipe import OPTIMIZERS, Recipe

@@ -4,8 +4,6 @@ One job does all runs and then times the steps of the methods, because starting 
 Rank 0 decides what is next. Events are written to standard output as lines of JSON after an @, for `EventDisplay`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`choose_rate`: the learning rate of a method's runs, from its tuning runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`demo`: a small bench on an emulated slow network, in a few minutes on one machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from . import BenchSettings, run_bench

@@ -1,7 +1,5 @@
 """`models_to_time`: the models whose steps are timed, as they are at the end of their runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`predictions`: step times by the cost model, to be compared with the timed rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

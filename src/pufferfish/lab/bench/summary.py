@@ -1,7 +1,5 @@
 """`write_summary`: the results of the timed rounds as `summary.json`, which the report adds to the runs."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`terminal_table`: the results of a bench as a text table."""
 
-from __future__ import annotations
-
 import statistics
 import textwrap
 from collections.abc import Callable

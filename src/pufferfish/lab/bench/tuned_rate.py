@@ -1,7 +1,5 @@
 """`TunedRate`: a learning rate chosen by validation score, from the same number of trials for every method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

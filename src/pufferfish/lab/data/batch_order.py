@@ -1,7 +1,5 @@
 """`BatchOrder`: which rows are in which batch of an epoch, the same for any number of workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice

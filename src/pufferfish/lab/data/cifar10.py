@@ -1,7 +1,5 @@
 """CIFAR-10 in its binary version: each record is a label and the red, green and blue planes of an image."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`Dataset`: the official files of a data set, and how to read them from a data folder."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import os

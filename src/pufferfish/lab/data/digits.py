@@ -3,8 +3,6 @@
 Alpaydin & Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998 (CC BY 4.0).
 """
 
-from __future__ import annotations
-
 import gzip
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """`shift_and_flip` and `normalize`: operations on batches of byte images, on their device."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Multi30k, German and English: the raw sentences of the WMT16 multimodal task 1."""
 
-from __future__ import annotations
-
 from .dataset import DataFile, Dataset, Download
 
 _URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"

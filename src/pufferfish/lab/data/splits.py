@@ -1,7 +1,5 @@
 """`Splits`: the tensors of each split of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """`to_columns` and `to_windows`: a sequence of tokens as parallel columns, or as windows."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

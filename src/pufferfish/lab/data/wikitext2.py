@@ -1,7 +1,5 @@
 """WikiText-2, word level: the three official files, with a token for the end of each line."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

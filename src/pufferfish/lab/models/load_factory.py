@@ -1,7 +1,5 @@
 """`load_factory`: a user's function named on the command line. Its errors become one line that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`plan_by_name`: the plan of a model given by name or by a factory, as `pufferfish plan` shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Literal
 

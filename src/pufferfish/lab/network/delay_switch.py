@@ -4,8 +4,6 @@ It replaces the bridge, so the kernel still shapes the links on both sides. It r
 (up to 64 KB), as a network card with segmentation offload does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """`Hosts`: base class of emulated networks and of the plain loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

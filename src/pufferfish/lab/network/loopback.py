@@ -1,7 +1,5 @@
 """`Loopback`: hosts without an emulated network, and `emulate`, which falls back to it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`kill_orphans`: kill processes on emulated hosts whose owner process is gone. Processes are tagged in their environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

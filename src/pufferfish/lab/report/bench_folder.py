@@ -1,7 +1,5 @@
 """A bench folder as the report reads it: its timed rounds are added to its runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

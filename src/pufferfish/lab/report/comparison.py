@@ -1,7 +1,5 @@
 """`Comparison`: runs that can be compared with each other, grouped by method."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

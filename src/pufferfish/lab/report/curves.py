@@ -1,7 +1,5 @@
 """Training curves: metrics over time or bytes, averaged over seeds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Export of tables as CSV, LaTeX and Markdown."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The figures of the page. Each has a description for screen readers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

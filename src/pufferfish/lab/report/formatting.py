@@ -1,7 +1,5 @@
 """Numbers as text, for tables and figures."""
 
-from __future__ import annotations
-
 import math
 
 from .seed_statistics import Estimate

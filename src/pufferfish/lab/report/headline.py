@@ -1,7 +1,5 @@
 """`headline`: the main table of a report, one row per method, and the notes needed to read it."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace

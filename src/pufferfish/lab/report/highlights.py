@@ -1,7 +1,5 @@
 """`highlights`: the few figures at the top of a comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .bench_folder import NO_EXCHANGE

@@ -1,7 +1,5 @@
 """Figures of the layers: their ranks, and their singular values before and after the switch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from .comparison import Comparison, recorded_layers

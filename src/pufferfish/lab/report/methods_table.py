@@ -1,7 +1,5 @@
 """`methods_table`: what each compression method sends and saves, for `pufferfish methods`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`page`: a self-contained HTML page, without external fonts, scripts or images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ...measure.breakdown import PARTS

@@ -1,7 +1,5 @@
 """`report`: compares runs on one HTML page, or as CSV, LaTeX or Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Means with 95 % confidence intervals, and differences and ratios paired by seed."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """SVG: elements, scales with round ticks, and marks that differ in shape and in colour."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tables of a report: the same on the page and in the text formats."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`channel_groups`: channels of a network that must be removed together because they are added, found by a `torch.fx` trace."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`EarlyBird`: prune the channels whose batch-norm scales are smallest, once that choice has settled."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

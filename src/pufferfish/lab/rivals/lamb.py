@@ -1,7 +1,5 @@
 """LAMB: AdamW with the update of each layer scaled to the norm of its weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

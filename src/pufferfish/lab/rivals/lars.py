@@ -1,7 +1,5 @@
 """LARS: SGD with a learning rate per layer, proportional to the norm of its weights over that of its gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

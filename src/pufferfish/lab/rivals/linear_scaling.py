@@ -1,7 +1,5 @@
 """`linear_scaling`: the learning rate for large batches, scaled linearly, with a gradual warm-up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

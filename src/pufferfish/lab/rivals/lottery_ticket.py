@@ -1,7 +1,5 @@
 """`LotteryTicket`: train, prune the smallest weights, rewind the others and train again, round after round."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """`ModelChange`: a change of the model between epochs, as a training loop sees it: none, low rank, or pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

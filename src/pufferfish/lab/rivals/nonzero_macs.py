@@ -1,7 +1,5 @@
 """`nonzero_macs`: MACs of a pruned network."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from ...layers import low_rank_type

@@ -1,7 +1,5 @@
 """Scales γ of batch norms, by which channels are pruned: the groups that have them, scores, and an L1 penalty."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`build_pruning_change`: pruning methods by their names: `lottery-ticket-9`, `early-bird-0.5`."""
 
-from __future__ import annotations
-
 import re
 
 from torch import nn

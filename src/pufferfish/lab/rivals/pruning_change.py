@@ -1,7 +1,5 @@
 """`PruningChange`: pruning as a `ModelChange`, by lottery tickets or Early-Bird tickets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`PruningMasks`: masks that prune the smallest weights of a model and hold them at zero."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`remove_channels_`: remove channels from a model and its optimizer's state, so that it is really smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

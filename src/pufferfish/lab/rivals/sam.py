@@ -1,7 +1,5 @@
 """SAM: sharpness-aware minimization around any optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`snapshot`: a copy of the state of a model and its optimizers, to rewind them to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trust ratio of LARS and LAMB, and the base class of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

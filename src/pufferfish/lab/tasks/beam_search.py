@@ -1,7 +1,5 @@
 """`beam_search` for encoder-decoder models."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """`bleu`: corpus BLEU by sacrebleu, or by an equal implementation where it is not installed."""
 
-from __future__ import annotations
-
 import html
 import importlib
 import math

@@ -1,7 +1,5 @@
 """`Cifar10`: CIFAR-10 with ResNet-18 or VGG-19."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

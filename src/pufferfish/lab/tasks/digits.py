@@ -1,7 +1,5 @@
 """`Digits`: handwritten digits of 8×8 pixels, which train in seconds."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`find_task`: tasks by name, such as `cifar10:vgg19`, `text:d=128,layers=2` or `file.py:task`."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """`GPTTask`: base class of tasks that train a GPT to predict the next token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

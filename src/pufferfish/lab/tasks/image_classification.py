@@ -1,7 +1,5 @@
 """`ImageClassification`: base class of tasks that classify images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

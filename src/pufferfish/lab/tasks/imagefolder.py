@@ -1,7 +1,5 @@
 """`ImageFolder`: folders of images, as of ImageNet, with ResNet-50 or WideResNet-50-2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Multi30k`: German to English with the paper's Transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

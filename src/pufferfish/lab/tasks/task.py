@@ -1,7 +1,5 @@
 """`Task`: a model, its data and the recipes to train it."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from abc import ABC, abstractmethod

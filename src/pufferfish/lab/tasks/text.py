@@ -1,7 +1,5 @@
 """`Text`: any text file, byte by byte, with a small GPT."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

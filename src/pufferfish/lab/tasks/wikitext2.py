@@ -1,7 +1,5 @@
 """`Wikitext2` and `Wikitext2GPT`: WikiText-2, word level, with the paper's LSTM or a small GPT."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`build_optimizer`: the optimizer that a recipe asks for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Workers that a command has started mark their messages. An `OutputRelay` in the 
 their output for the case of a failure.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

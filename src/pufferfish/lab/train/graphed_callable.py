@@ -1,7 +1,5 @@
 """`GraphedCallable`: a function on tensors of fixed shapes, captured in a CUDA graph and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

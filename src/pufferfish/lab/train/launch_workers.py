@@ -1,7 +1,5 @@
 """`launch_workers`: run a command on workers of this machine, over the loopback or an emulated network."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

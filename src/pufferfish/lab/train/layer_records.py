@@ -1,7 +1,5 @@
 """`layer_records`: a plan's layers for run.json, with ranks and singular values before and after training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

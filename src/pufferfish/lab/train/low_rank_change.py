@@ -1,7 +1,5 @@
 """`LowRankChange`: the switch to low rank in a run, with the layers in the run's records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

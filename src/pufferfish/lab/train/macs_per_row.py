@@ -1,7 +1,5 @@
 """`macs_per_row`: MACs of a forward pass for one row of a batch, such as an image, a sentence or a column of text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

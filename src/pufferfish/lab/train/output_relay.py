@@ -1,7 +1,5 @@
 """`OutputRelay`: shows the messages of launched workers and finds out why they failed."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 

@@ -1,7 +1,5 @@
 """`peak_memory`: the most memory that a run had in use."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`predict_step`: time of a step with simulated workers: computation is measured, the exchange comes from the cost model."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

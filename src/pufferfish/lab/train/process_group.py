@@ -1,7 +1,5 @@
 """`process_group`: the torch.distributed group of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

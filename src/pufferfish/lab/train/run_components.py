@@ -1,7 +1,5 @@
 """`RunComponents`: model, optimizer and everything else that a run trains with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder of a run: opening its log, and checking that a resumed run has the same settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`RunSettings`: settings of a training run beside its task."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

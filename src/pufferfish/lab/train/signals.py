@@ -1,7 +1,5 @@
 """Signals that stop a run: SIGINT (ctrl-C) and SIGTERM have the same effect."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

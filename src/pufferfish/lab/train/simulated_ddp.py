@@ -1,7 +1,5 @@
 """`SimulatedDDP`: the training steps of several DDP workers with compressed gradients, computed in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """`SimulatedStepRunner`: the updates of several workers, computed by one process on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Further outputs for the metrics of a run, beside metrics.csv: JSON lines and TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`StepRunner`: runs updates: batches, forward and backward passes, clipping, the optimizer's step."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`StepTimer`: seconds per training step."""
 
-from __future__ import annotations
-
 import statistics
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """`train`: train a task from its first update to its score on the test data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`TrainingMethod`: a method parsed from text such as `dense`, `bf16`, `powersgd-4`, `pufferfish`, `auto+powersgd-4`, `file.py:Mine(rank=2)`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`worker_device`: the device of this worker; models are moved to it in the memory format that is fast there."""
 
-from __future__ import annotations
-
 import os
 
 import torch

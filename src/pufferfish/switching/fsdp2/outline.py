@@ -1,7 +1,5 @@
 """The dense model that an FSDP2 model was built from, and checks that it can be rebuilt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 In addition to its shards a worker holds at most two whole weights, and the memory that its SVD needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn

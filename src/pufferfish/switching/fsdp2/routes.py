@@ -1,7 +1,5 @@
 """`Route`: the low-rank parameters that each parameter of a sharded dense model becomes, and its transfer to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`ShardedJob`: an FSDP2 model as it is trained, and computations on its gathered weights."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
