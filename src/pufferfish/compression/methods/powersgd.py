@@ -112,10 +112,9 @@ def orthonormal_rows(rows: Tensor, step: int = 0) -> Tensor:
     noise = _noise(r, n, rows.device)[begin : begin + r * n].view(r, n)
     length = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64).clamp_min_(1e-150)
     noisy = torch.addcdiv(noise, rows, length)  # rows of length 1 or 0, and noise, in fp64
-    products = torch.bmm(noisy, noisy.mT)
-    products.diagonal(dim1=1, dim2=2).add_(1e-14)  # never singular, even by chance
+    one = _identity(r, rows.device)
+    products = torch.bmm(noisy, noisy.mT).add_(one, alpha=1e-14)  # never singular, even by chance
     L = torch.linalg.cholesky_ex(products).L
-    one = torch.eye(r, dtype=L.dtype, device=L.device)
     inverse: Tensor = torch.linalg.solve_triangular(L, one.expand_as(L), upper=False)
     return torch.bmm(inverse, noisy).to(rows.dtype)
 
@@ -126,3 +125,8 @@ def _noise(r: int, n: int, device: torch.device) -> Tensor:
     rng = torch.Generator(device).manual_seed(0)
     noise = torch.randn(r * n + SHIFTS, dtype=torch.float64, device=device, generator=rng)
     return noise.mul_(3e-7 * n**-0.5)
+
+
+@cache
+def _identity(r: int, device: torch.device) -> Tensor:
+    return torch.eye(r, dtype=torch.float64, device=device)
