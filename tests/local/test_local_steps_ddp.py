@@ -111,7 +111,7 @@ def a_round_that_is_not_finite_is_discarded(rank: int, size: int, folder: str) -
         if rank == size - 1:
             model.state_dict()[where][0] = math.nan
         source = "this worker" if rank == size - 1 else "another worker"
-        with pytest.warns(RuntimeWarning, match=f"not finite on {source}"):
+        with pytest.warns(RuntimeWarning, match=f"the model of {source} is not finite"):
             assert local.step(model)
         for name, x in floats(model).items():
             assert torch.equal(x, before[name]), name

@@ -68,7 +68,7 @@ class Batch:
         return {}  # copied to a device once: a copy would wait for it
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised memory for this step. On a CPU it is that of the step before: fresh pages cost several copies."""
+        """Uninitialised memory for this step. A CPU reuses that of the last step: page faults cost more than copies."""
         if self.device.type != "cpu":
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -107,7 +107,7 @@ class Batch:
             old = self.state.get(key)
             if old is not None and old.shape == value.shape:
                 self.state[key] = value if value is old else self.where(used, value, old)
-            elif bool(ok):  # what is in units of gradients that were not there stays zero
+            elif bool(ok):  # new state: that of unused parameters is zero if it accumulates gradients
                 fresh = key in self.method.in_units
                 self.state[key] = self.where(used, value, torch.zeros_like(value)) if fresh else value
 

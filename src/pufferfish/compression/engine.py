@@ -14,13 +14,13 @@ from .batch import Batch, make_batches, make_buckets
 from .exchange import Exchange, Group, Transport
 from .hierarchy import Hierarchy, make_hierarchy
 from .meter import Meter
-from .method import StepContext, Steps, Sum
+from .method import MessageGenerator, StepContext, Sum
 from .settings import Settings
 from .state import State
 
 #: Bytes of gradients that are sent together during the backward pass.
 BUCKET = 25 * 2**20
-#: Larger norms count as infinite: sums of their squares would be. Below 1e-22 a norm is 0.
+#: Larger norms count as not finite: their squares may overflow fp32. Norms below about 1e-22 underflow to 0.
 _LIMIT = 1e15
 
 
@@ -30,9 +30,9 @@ class _Layout:
 
     parts: list[list[Batch]]  # buckets; with a hierarchy, the batches of each worker of this machine
     own: list[Batch]  # those that this worker exchanges
-    number: dict[Batch, int]  # of its generator; 0 is the agreement on the step's outcome
-    owners: list[list[str]]  # names of the gradients in each part
-    together: dict[int, list[str]]  # gradients that must all be there before the first of them is sent
+    number: dict[Batch, int]  # its key in `Exchange`; 0 is the sum of the flags "not finite" and "used"
+    names: list[list[str]]  # of the gradients in each part
+    waits_for: dict[int, list[str]]  # part → gradients that must all be there before it is sent
     device: torch.device
 
 
@@ -96,7 +96,7 @@ class Engine:
             overlap = flat and all(method.elementwise for method in methods)
         #: Size of the buckets that are sent during the backward pass; None: everything is sent after it.
         self.overlap_bytes = BUCKET if overlap else None
-        #: Whether methods keep state in the gradients' units; otherwise nobody needs to know them.
+        #: Whether kept state must be rescaled when loss scale or learning rate changes; if not, `units` may be omitted.
         self.keeps_units = any(m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods)
 
     def average(
@@ -108,7 +108,8 @@ class Engine:
 
         Args:
             gradients: This worker's, by parameter name.
-            units: Loss scale over learning rate, by name, 0 where unknown: error feedback is rescaled when it changes.
+            units: Loss scale over learning rate, by name, 0 where unknown. When it changes, error feedback is multiplied by
+                new/old.
             scale: Loss scale, to which momenta are rescaled.
         """
         means = {name: torch.empty_like(g) for name, g in gradients.items()}
@@ -182,7 +183,7 @@ class Engine:
                 state=dict(batch.state),
                 empty=batch.empty,
             )
-        missing = {i: set(names) for i, names in layout.together.items()}
+        missing = {i: set(names) for i, names in layout.waits_for.items()}
         return Step(self, layout, contexts, missing, Exchange(self.transport), self.transport.meter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Step:
         if self.missing:
             missing = sorted(set().union(*self.missing.values()))
             raise ValueError(
-                f"gradients are missing that were there in the step before: {', '.join(missing)}"
+                f"these parameters had gradients in the previous step but not in this one: {', '.join(missing)}"
             )
         engine, device = self.engine, self.layout.device
         with self.meter.working(device), torch.autocast(device.type, enabled=False):
@@ -262,29 +263,32 @@ class Step:
 
     def _start(self, i: int) -> None:
         """Send the first messages of a part whose gradients are complete."""
-        hierarchy, norms = self.engine.hierarchy, _norms([self.gradients[n] for n in self.layout.together[i]])
+        hierarchy, norms = (
+            self.engine.hierarchy,
+            _norms([self.gradients[n] for n in self.layout.waits_for[i]]),
+        )
         self.norms[i] = norms
         part = self.layout.parts[i if hierarchy is None else hierarchy.worker]
-        generators = self._generators(part, ~(norms <= _LIMIT).all())
+        generators = self._start_methods(part, ~(norms <= _LIMIT).all())
         if self.missing:
             self.exchange.start(generators)
             return
         # The last part: agree how many workers have gradients that are not finite, and how many use each parameter.
-        norms = torch.cat([self.norms[j] for j in self.layout.together])
+        norms = torch.cat([self.norms[j] for j in self.layout.waits_for])
         flags = torch.cat([~(norms <= _LIMIT).all()[None], norms > 0]).float()
         if hierarchy is not None:
             flags = hierarchy.inside.sum(flags)()
-        if len(self.layout.together) == 1:
+        if len(self.layout.waits_for) == 1:
             self.exchange.start({0: _agreement(flags)} | generators)
         else:  # in a message of its own: which part is last may differ
             self.exchange.start(generators)
             self.exchange.start({0: _agreement(flags)})
 
-    def _generators(self, part: Sequence[Batch], bad: Tensor) -> dict[int, Steps]:
-        """The methods' generators on finite numbers: gradients plus error feedback, or zeros if they are `bad`."""
+    def _start_methods(self, part: Sequence[Batch], bad: Tensor) -> dict[int, MessageGenerator]:
+        """Copy gradients into batches, add error feedback, and start each method; all zeros if the gradients are `bad`."""
         gradients = self.gradients
         if self.engine.hierarchy is not None:
-            gradients = self.engine.hierarchy.average_inside(self.layout.owners, gradients, bad)
+            gradients = self.engine.hierarchy.average_inside(self.layout.names, gradients, bad)
             bad = torch.zeros_like(bad)
         xs = {batch: self.contexts[batch].empty(batch.shape, batch.precision) for batch in part}
         for dtype in {batch.dtype for batch in part}:  # one call for all of a dtype
@@ -328,7 +332,7 @@ class Step:
             mean = batch.where(mask, mean, nonfinite.to(mean.dtype))
             means.update(zip(batch.names, batch.split(mean), strict=True))
         if self.engine.hierarchy is not None:
-            means = self.engine.hierarchy.share_inside(layout.owners, means, self.gradients)
+            means = self.engine.hierarchy.share_inside(layout.names, means, self.gradients)
         torch._foreach_copy_([out[name] for name in means], list(means.values()))
 
 
@@ -342,5 +346,5 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([found[i] for i in range(len(gradients))]).float()
 
 
-def _agreement(flags: Tensor) -> Steps:
+def _agreement(flags: Tensor) -> MessageGenerator:
     return (yield Sum(flags)), None

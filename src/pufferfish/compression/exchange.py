@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .meter import Meter
-from .method import Gather, Message, Scatter, Steps, Sum
+from .method import Gather, Message, MessageGenerator, Scatter, Sum
 
 T = TypeVar("T")
 #: A collective in flight: call it to wait for the result.
@@ -127,11 +127,11 @@ class Exchange:
     """
 
     transport: Transport
-    running: dict[int, Steps] = field(default_factory=dict)
+    running: dict[int, MessageGenerator] = field(default_factory=dict)
     results: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _in_flight: list[Pending[dict[int, Any]]] = field(default_factory=list)
 
-    def start(self, generators: Mapping[int, Steps]) -> None:
+    def start(self, generators: Mapping[int, MessageGenerator]) -> None:
         """Start generators and send their first messages."""
         self.running.update(generators)
         self._send(dict.fromkeys(generators))

@@ -50,9 +50,10 @@ def compress_fsdp2(
     Args:
         model: Sharded by `fully_shard` over a 1-D mesh, compiled or not.
         settings: Makes the settings; an error on one worker is raised on all. Name patterns match sharded modules, the
-            outermost of which is called "(root)". With nonfinite="nan" a shard that is not finite on one replica becomes NaN on all of them, and nothing of this backward pass is kept
-            for any module; `GradScaler` and `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it
-            becomes zero, and the step continues with the others.
+            outermost of which is called "(root)". With nonfinite="nan" a shard that is not finite on one replica becomes NaN
+            on all of them, and nothing of this backward pass is kept for any module; `GradScaler` and
+            `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it becomes zero, and the step
+            continues with the others.
         replicas: The workers that hold the same shard, `mesh["replicate"].get_group()`.
         optimizer, scaler: See `compress`. The learning rate counts where it is one for all of a sharded module.
 

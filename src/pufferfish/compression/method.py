@@ -45,7 +45,7 @@ class Scatter:
 
 Message = Sum | Gather | Scatter
 #: Yields messages, receives the answers, returns the mean and what this worker did not send.
-Steps = Generator[Message, Any, tuple[Tensor, Tensor | None]]
+MessageGenerator = Generator[Message, Any, tuple[Tensor, Tensor | None]]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +132,7 @@ class Method:
     {'w': tensor([2.0, 0.252])}
     """
 
-    #: Whether x is (b, m, n), the matrices that gradients unroll to, instead of (b, d).
+    #: Whether x is (b, m, n), each gradient as a matrix (first dimension × the rest), instead of (b, d).
     matrix: ClassVar[bool] = False
     #: Whether elements are independent: all tensors, also 1-D and small ones, go in one row, whatever their shapes.
     elementwise: ClassVar[bool] = False
@@ -180,7 +180,7 @@ class Method:
         """Whether a tensor of this shape becomes smaller; otherwise it is sent uncompressed."""
         return True
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         """Average b tensors of one shape.
 
         Args:

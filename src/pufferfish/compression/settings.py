@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .method import Method
 from .methods.casts import NoCompression
 
-#: Property of a method's error → why it has no error feedback; "" where it has, unless switched off.
+#: Kind of compression error → why methods of that kind have no error feedback; "": they have it by default.
 KINDS = {
     "contraction": "",
     "exact": "it loses nothing",

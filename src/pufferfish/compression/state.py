@@ -170,7 +170,7 @@ class State:
                 f"is that of worker {state['worker']} of {_workers(state)}",
                 stacklevel=3,
             )
-        # each worker of a machine has only the tensors that it owned
+        # with a hierarchy a worker saves only the tensors it owned, so they do not fit another one
         shared = state["shared"] if same_sizes or state["inside"] == 1 else {}
         self._loaded = {}
         for part in (shared, own):

@@ -170,7 +170,8 @@ class LocalSteps:
             self.lost += 1
             source = "another worker" if _finite(differences) else "this worker"
             warnings.warn(
-                f"LocalSteps, average {self.engine.steps}: not finite on {source}; all workers return to the last one",
+                f"LocalSteps, average {self.engine.steps}: the model of {source} is not finite; all workers "
+                "return to the last averaged model",
                 RuntimeWarning,
                 stacklevel=2,
             )

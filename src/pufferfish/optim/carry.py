@@ -1,4 +1,4 @@
-"""`Carrier`: carry optimizer state from dense parameters to factors and back: all moments and the step count, or none.
+"""`Carrier`: carry optimizer state from dense parameters to factors and back; if a part of it is unknown, all of it is reset.
 
 With W = U V the gradients are ∂U = G Vᵀ and ∂V = Uᵀ G. Optimizer state is computed from gradients, so it is
 carried by the same products, and squares by products with the squared factors.
@@ -249,7 +249,7 @@ def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]
 
 
 def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
-    """Compute the state tensor M (blocks, m, n) of W whose projection is (mU, mV), as far as the two agree."""
+    """Compute the state tensor M (blocks, m, n) of W whose `project` is closest to (mU, mV)."""
     if kind == "gradient":
         # M = mU V⁺ᵀ + U⁺ᵀ mV, minus the part that both contain.
         right: Tensor = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V

@@ -161,7 +161,7 @@ class Decision:
 def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:
     """Replace measured times by their maximum over the workers, which decides again which layers stay dense."""
     timed = [e for e in plan if e.ms is not None]
-    if not timed:  # on no worker: their plans have been compared
+    if not timed:  # the workers have compared their plans, so none has times
         return plan
     times = workers.max(torch.tensor([e.ms for e in timed], dtype=torch.float64))
     entries = {e.name: e.with_times((ms[0], ms[1])) for e, ms in zip(timed, times.tolist(), strict=True)}

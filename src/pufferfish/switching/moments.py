@@ -13,7 +13,7 @@ class Position:
     total: int | None = None
 
     def fraction(self, moment: object) -> float:
-        """Completed share of the run. `moment` is named in the error if the position lacks something."""
+        """Completed share of the run. `moment` is named in the error if epoch, step or total is missing."""
         now = self.step if self.epoch is None else self.epoch
         if now is None or not self.total:
             raise ValueError(f"{moment}: switch.step needs epoch= or step=, and total= in the same unit")
@@ -30,7 +30,7 @@ class Position:
 
 @dataclass(frozen=True)
 class AtEpoch:
-    """From epoch `n` on, counted from 0.
+    """True from epoch `n` on, counted from 0.
 
     >>> AtEpoch(80)(Position(epoch=79)), AtEpoch(80)(Position(epoch=80))
     (False, True)
@@ -46,7 +46,7 @@ class AtEpoch:
 
 @dataclass(frozen=True)
 class AtStep:
-    """From step `n` on, counted from 0."""
+    """True from step `n` on, counted from 0."""
 
     n: int
 

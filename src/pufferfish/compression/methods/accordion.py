@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..method import Message, Method, StepContext, Steps
+from ..method import Message, MessageGenerator, Method, StepContext
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Accordion(Method):
     Args:
         low: The method that compresses lightly.
         high: The method that compresses strongly.
-        every: Steps of a period. The paper's is ten epochs.
+        every: MessageGenerator of a period. The paper's is ten epochs.
         change: Relative change of the norm that counts.
 
     >>> from pufferfish.compression import PowerSGD
@@ -83,7 +83,7 @@ class Accordion(Method):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return self.low.fits(shape) and self.high.fits(shape)
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         fresh = ctx.state.get("fresh", x.new_ones(len(x), 2, dtype=torch.bool))
         self._reset_after_lr_drop(x, ctx)
         light = ctx.state.get("light", x.new_ones(len(x), dtype=torch.bool))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, StepContext, Steps
+from ..method import Gather, MessageGenerator, Method, StepContext
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Atomo(Method):
         m, n = shape[0], torch.Size(shape[1:]).numel()
         return self.rank * (m + n) < m * n
 
-    def compress(self, M: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         U, sigma, Vt = torch.linalg.svd(M, full_matrices=False)
         p = probabilities(sigma.double(), self.rank)
         ends = p.cumsum(-1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, StepContext, Steps, Sum, count
+from ..method import Gather, MessageGenerator, StepContext, Sum, count
 from .sparse import RandomK
 
 
@@ -26,7 +26,7 @@ class BlockRandomK(RandomK):
     BlockRandomK(k=100, coordinates='own', scale=False)
     """
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         b, d = x.shape
         k = count(self.k, d)
         rng = ctx.shared_rng if self.coordinates == "shared" else ctx.own_rng

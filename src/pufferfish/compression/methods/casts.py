@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..method import Method, StepContext, Steps, Sum
+from ..method import MessageGenerator, Method, StepContext, Sum
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _Average(Method):
     exchanges = ("all_reduce",)
     kind = "rounding"
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         dtype = self.dtype or ctx.dtype
         if ctx.size > 1:
             x /= ctx.size  # before the sum, which may overflow in 16 bits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Method, StepContext, Steps
+from ..method import MessageGenerator, Method, StepContext
 from .sparse import check_sample, gather_sparse, largest_indices
 
 
@@ -24,7 +24,7 @@ class DGC(Method):
         momentum: m.
         clip: Each worker's g is scaled down to the norm clip·W^-½ for W workers if it is longer; None: never. The norm is
             that of each tensor, with scope="global" that of all of them.
-        warm_up: Steps of each stage of lower sparsity at the start: 75 %, 93.75 %, 98.44 %, 99.6 %, that is 1 − 4^-i in
+        warm_up: MessageGenerator of each stage of lower sparsity at the start: 75 %, 93.75 %, 98.44 %, 99.6 %, that is 1 − 4^-i in
             stage i, as long as that is below `sparsity`. 0: no such stages.
         sample: As in `TopK`: below 1, faster and approximate.
 
@@ -63,7 +63,7 @@ class DGC(Method):
             return self.sparsity
         return min(self.sparsity, 1 - 0.25 ** min(step // self.warm_up + 1, 26))
 
-    def compress(self, g: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, g: Tensor, ctx: StepContext) -> MessageGenerator:
         if self.clip is not None:
             norm = g.norm(dim=1, keepdim=True).clamp_min(1e-30)
             g *= (self.clip * ctx.size**-0.5 / norm).clamp_max(1)

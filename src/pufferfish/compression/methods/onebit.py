@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, Method, StepContext, Steps
+from ..method import Gather, MessageGenerator, Method, StepContext
 from .bits import pack, unpack
 
 
@@ -26,7 +26,7 @@ class OneBitSGD(Method):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return shape[0] > 2  # two numbers per column
 
-    def compress(self, M: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         m, n = M.shape[1:]
         spare = ctx.empty(M.shape, M.dtype)
         positive = M >= 0

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..method import Method, StepContext, Steps, Sum
+from ..method import MessageGenerator, Method, StepContext, Sum
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
 SHIFTS = 1024
@@ -46,7 +46,7 @@ class PowerSGD(_PowerIteration):
 
     shared_state = ("Q",)
 
-    def compress(self, M: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         b, _, n = M.shape
         Q = ctx.state.get("Q")
         if Q is None:
@@ -77,7 +77,7 @@ class AlternatingPowerSGD(_PowerIteration):
 
     shared_state = ("P", "Q")
 
-    def compress(self, M: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         left = ctx.step % 2 == 0  # whether this step computes P, the left factor
         known, wanted, A = ("Q", "P", M.mT) if left else ("P", "Q", M)
         B = ctx.state.get(known)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import StepContext, Steps
+from ..method import MessageGenerator, StepContext
 from .bits import pack, signs
 from .sign import SignSGD
 from .twostage import TwoStage
@@ -33,7 +33,7 @@ class Signum(SignSGD):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Signum: momentum={self.momentum!r} is not in [0, 1)")
 
-    def compress(self, g: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, g: Tensor, ctx: StepContext) -> MessageGenerator:
         m = ctx.state.get("m")
         ctx.state["m"] = g * (1 - self.momentum) if m is None else m.lerp(g, 1 - self.momentum)
         return super().compress(ctx.state["m"], ctx)  # it is only read

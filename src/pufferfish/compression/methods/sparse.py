@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, StepContext, Steps, Sum, check_count, count
+from ..method import Gather, MessageGenerator, Method, StepContext, Sum, check_count, count
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TopK(Method):
         check_count("TopK", self.k)
         check_sample("TopK", self.sample)
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         i, used = largest_indices(x, count(self.k, x.shape[1]), self.sample, ctx)
         values = x.view(-1)[i]
         if isinstance(used, Tensor):
@@ -77,7 +77,7 @@ class RandomK(Method):
     def exchanges(self) -> tuple[str, ...]:
         return ("all_reduce",) if self.coordinates == "shared" else ("all_gather",)
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         b, d = x.shape
         k = count(self.k, d)
         i = _flat(draw_indices(b, d, k, ctx.shared_rng if self.coordinates == "shared" else ctx.own_rng), d)
@@ -93,7 +93,7 @@ class RandomK(Method):
         return mean, x
 
 
-def gather_sparse(x: Tensor, i: Tensor, values: Tensor, ctx: StepContext) -> Steps:
+def gather_sparse(x: Tensor, i: Tensor, values: Tensor, ctx: StepContext) -> MessageGenerator:
     """Return the mean of the values that all workers send, each at its own indices into flat x, and the rest of x."""
     everyone = yield Gather((values, i.int() if x.numel() < 2**31 else i))
     mean = ctx.empty(x.shape, x.dtype).zero_()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, Scatter, StepContext, Steps
+from ..method import Gather, MessageGenerator, Method, Scatter, StepContext
 from .bits import pack, unpack
 from .qsgd import dithered
 
@@ -40,7 +40,7 @@ class TernGrad(Method):
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"TernGrad: clip={self.clip!r} is neither None nor a finite number > 0")
 
-    def compress(self, g: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, g: Tensor, ctx: StepContext) -> MessageGenerator:
         d = g.shape[1]
         if self.clip is not None:
             bound = self.clip * d**-0.5 * torch.linalg.vector_norm(g, dim=1, keepdim=True)

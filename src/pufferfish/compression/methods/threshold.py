@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, StepContext, Steps
+from ..method import Gather, MessageGenerator, Method, StepContext
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Threshold(Method):
         if not 0 < self.tau < math.inf:
             raise ValueError(f"Threshold: tau={self.tau!r} is not a finite number > 0")
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         flat = x.view(-1)  # τ is the same for all b tensors
         size = torch.abs(flat, out=ctx.empty(flat.shape, x.dtype))
         i = torch.gt(size, self.tau, out=ctx.empty(flat.shape, torch.bool)).nonzero().squeeze(1)

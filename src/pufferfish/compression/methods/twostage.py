@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, Method, Scatter, StepContext, Steps
+from ..method import Gather, MessageGenerator, Method, Scatter, StepContext
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TwoStage(Method):
             return None
         mine = state["owner"].reshape(-1)
         whole = mine.new_zeros(size, len(mine))
-        whole[worker] = mine * size  # it is in units of the mean
+        whole[worker] = mine * size  # an error of the mean is `size` times that of one worker's gradient
         return whole.view(-1)[: shape.numel()].view(shape)
 
     def shard(self, d: int, shards: int) -> int:
@@ -38,14 +38,14 @@ class TwoStage(Method):
         return -(-d // (8 * shards)) * 8
 
     def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
-        """Encode x (b, shards, s), n elements and then zeros, to messages (b, shards, …). `spare`: scratch memory like x."""
+        """Encode x (b, shards, s) to tensors (b, shards, …). Of x, n elements are data, the rest padding; `spare`: scratch."""
         raise NotImplementedError
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
         """Decode messages into `out` (b, shards, s) and return it."""
         raise NotImplementedError
 
-    def compress(self, x: Tensor, ctx: StepContext) -> Steps:
+    def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         b, d = x.shape
         direct = ctx.exchange == "all_gather"
         shards, owner = (1, 0) if direct else (ctx.size, ctx.worker)

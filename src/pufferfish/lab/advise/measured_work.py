@@ -19,7 +19,7 @@ _SECONDS, _MIN_STEPS, _MAX_STEPS = 1.0, 5, 50
 
 
 def measured_work(model: TimedModel) -> Work:
-    """Measure a step without its exchange: means over the workers, scaled to the slowest worker."""
+    """Measure the compute of a step: averaged over the workers, then scaled to the time of the slowest worker."""
     workers = Workers.of_job("advise")
     for _ in range(2):
         (seconds,) = workers.mean([model.compute_seconds()])

@@ -26,7 +26,7 @@ def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
 
 
 def warm_up_name(name: str) -> str:
-    """The method that a low-rank method uses before its switch; other methods are their own.
+    """The method that a low-rank method uses before its switch; other methods are returned unchanged.
 
     >>> names = ("pufferfish", "pufferfish+int8", "int8", "pufferfish+bf16, hierarchy=node")
     >>> [warm_up_name(name) for name in names]

@@ -17,7 +17,7 @@ def choose_rate(
 ) -> TunedRate | None:
     """The rate with the best validation score; without tuning, the recipe's rate.
 
-    Returns None if tuning runs are missing that did not fail, or if all of them failed.
+    Returns None while tuning runs are still to be done, or if all of them failed.
     """
     recipe = bench_method(method).recipe(recipe)
     if not settings.tune:

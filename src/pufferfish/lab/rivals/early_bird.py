@@ -154,7 +154,7 @@ class EarlyBird:
             self._remove_channels(Job(self.model), saved.kept)
         elif self.ticket is not None and (saved is None or saved.kept != self.ticket.kept):
             raise ValueError(
-                "EarlyBird: this model has lost channels that the saved one has; build a new one"
+                "EarlyBird: channels of this model were removed that the saved one has; load it into a new model"
             )
         self._epoch, self.masks, self.ticket = state["epoch"], list(state["masks"]), saved
 

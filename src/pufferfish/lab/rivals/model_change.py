@@ -16,7 +16,7 @@ from ...planning.profile import Example, profile
 class ModelChange:
     """Leaves the model as it is; subclasses change it.
 
-        change.restore(folder)                          # of checkpoints, before `Checkpoint.resume`
+        change.restore(folder)                          # the checkpoints' folder, before `Checkpoint.resume`
         for epoch in range(change.epochs):
             changed = change.begin_epoch(epoch)         # if True, capture CUDA graphs again
             for step in range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
@@ -26,10 +26,10 @@ class ModelChange:
 
     Args:
         model: as the loop calls it.
-        epochs: of the recipe.
+        epochs: epochs of the recipe.
 
     Attributes:
-        epochs: to train in total.
+        epochs: all epochs, including retraining.
 
     >>> change = ModelChange(nn.Linear(4, 2), epochs=3, steps_per_epoch=10)
     >>> change.epochs, change.begin_epoch(0), change.schedule_position(12), change.parameters

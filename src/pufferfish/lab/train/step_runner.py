@@ -17,7 +17,7 @@ from .run_components import RunComponents
 class StepRunner:
     """Runs one update after the other, eagerly or in a CUDA graph.
 
-    Its state is what a task carries from batch to batch, for checkpoints in the middle of an epoch.
+    `state_dict` holds the tensors that a task passes from batch to batch, such as the state of an LSTM.
     """
 
     def __init__(self, components: RunComponents) -> None:
