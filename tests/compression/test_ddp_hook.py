@@ -279,7 +279,10 @@ def test_two_workers(case: Callable[..., None], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", BOTH_SIZES)
+@pytest.mark.parametrize(
+    "case",
+    [*BOTH_SIZES, hook_state.through_the_switch, hook_state.a_state_of_another_model_is_refused],
+)
 def test_four_workers(case: Callable[..., None], tmp_path: Path) -> None:
     in_processes(case, 4, tmp_path)
 
