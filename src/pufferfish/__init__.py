@@ -15,7 +15,7 @@ from .optim.frobenius_decay import FrobeniusDecay
 from .optim.rewarm import Rewarm
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
-from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
+from .planning.rules import Budget, Energy, Fixed, PerExpert, Ratio, Rule, StableRank
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
 from .switching.switch import Switch
 
@@ -32,6 +32,7 @@ __all__ = [
     "Fixed",
     "FrobeniusDecay",
     "LocalSteps",
+    "PerExpert",
     "Plan",
     "RanksSettle",
     "Ratio",

@@ -100,6 +100,8 @@ def _dense_parameters(layer: layers.LowRank) -> dict[str, Tensor]:
     match layer:
         case layers.LowRankConv1D():
             found = {"weight": (layer.up.weight @ layer.down.weight).T, "bias": layer.up.bias}
+        case layers.LowRankEmbedding():
+            found = {"weight": layer.down.weight @ layer.up.weight.T}
         case layers.LowRankLinear():
             found = {"weight": layer.up.weight @ layer.down.weight, "bias": layer.up.bias}
         case layers.LowRankConv() | layers.LowRankConvTranspose():

@@ -179,7 +179,7 @@ def test_products_of_all_matrices(name):
     assert low_rank.factors()
     for matrix, (down, up) in low_rank.factors().items():
         product = low_rank.product(matrix.name)
-        torch.testing.assert_close(product, dense[matrix.weight][matrix.rows])
+        torch.testing.assert_close(product, dense[matrix.weight][matrix.index])
         assert down.numel() + up.numel() == matrix.factor_numel(low_rank.ranks[matrix.name])
 
 

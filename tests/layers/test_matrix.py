@@ -37,7 +37,7 @@ def test_conversions_round_trip(x, r):
     parameter = torch.randn(x.start + x.shape[0] + 2, *x.shape[1:])  # others' rows before and behind ours
     W = x.to_matrix(parameter)
     assert W.shape == (x.blocks, x.m, x.n)
-    assert torch.equal(x.from_matrix(W), parameter[x.rows])
+    assert torch.equal(x.from_matrix(W), parameter[x.index])
 
     U, V = torch.randn(x.blocks, x.m, r), torch.randn(x.blocks, r, x.n)
     down, up = x.from_factors(U, V)
@@ -69,20 +69,20 @@ def test_copied_slices():
         name="k", weight="in_proj_weight", start=4, bias="in_proj_bias", bias_start=4, dense="k.weight",
         shape=(4, 4), m=4, n=4,
     )  # fmt: skip
-    assert k.copied_slices(factorized=True) == [("in_proj_bias", slice(4, 8), "k.up.bias")]
+    assert k.copied_slices(factorized=True) == [("in_proj_bias", (slice(4, 8, 1),), "k.up.bias")]
     assert k.copied_slices(factorized=False) == [
-        ("in_proj_weight", slice(4, 8), "k.weight"),
-        ("in_proj_bias", slice(4, 8), "k.bias"),
+        ("in_proj_weight", (slice(4, 8, 1),), "k.weight"),
+        ("in_proj_bias", (slice(4, 8, 1),), "k.bias"),
     ]
     gate = Matrix(name="weight_hh_l0", weight="weight_hh_l0", shape=(8, 2), m=2, n=2, blocks=4)
     assert gate.copied_slices(factorized=True) == []
-    assert gate.copied_slices(factorized=False) == [("weight_hh_l0", slice(0, 8), "weight_hh_l0")]
+    assert gate.copied_slices(factorized=False) == [("weight_hh_l0", (slice(0, 8, 1),), "weight_hh_l0")]
     turned = Matrix(
         name="", weight="weight", bias="bias", shape=(6, 4, 3), blocks=2, m=12, n=3, up_tail=(4, 3),
         transposed=True, up_transposed=True,
     )  # fmt: skip
     assert turned.copied_slices(factorized=True) == [
-        ("bias", slice(0, 8), "up.bias")
+        ("bias", (slice(0, 8, 1),), "up.bias")
     ]  # 2 groups × 4 channels
 
 

@@ -64,7 +64,7 @@ class LowRankPointwise(LowRank):
 def test_types_match_exactly():
     assert low_rank_type(nn.Linear) is LowRankLinear
     assert low_rank_type(Subclass) is None
-    assert low_rank_type(nn.Embedding) is None
+    assert low_rank_type(nn.EmbeddingBag) is None
     assert low_rank_type(nn.LazyLinear) is None
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     assert low_rank_type(conv1d) is LowRankConv1D

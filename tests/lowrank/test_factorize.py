@@ -68,7 +68,7 @@ def test_dtype_mode_and_flags(dtype: torch.dtype) -> None:
     model.fc.weight.requires_grad_(False)
     model.attention.in_proj_weight.requires_grad_(False)
     model.conv.eval()
-    pf.factorize_(model, pf.plan(model, 4))
+    pf.factorize_(model, pf.plan(model, 4, frozen=True))
     assert {p.dtype for p in model.parameters()} == {dtype}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     projections = {f"attention.{x}.{side}.weight" for x in "qkv" for side in ("down", "up")}

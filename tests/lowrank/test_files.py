@@ -205,12 +205,13 @@ def test_converting_holds_one_layer_in_memory(tmp_path: Path) -> None:
         weakref.finalize(tensor, gone)
         return tensor
 
-    from pufferfish.lowrank.convert import write_safetensors
+    from pufferfish.lowrank.weight_files import write_weights
 
     source = Source({k: (v.shape, v.dtype) for k, v in state.items()}, get)
-    write_safetensors(tmp_path / "out.safetensors", factorized(source, pf.plan(model)))
+    names = write_weights(tmp_path, "out", factorized(source, pf.plan(model)), max_shard=150_000)
     assert peak == 1
-    assert len(load_file(tmp_path / "out.safetensors")) == 2 * layers
+    assert len(names) > 3
+    assert sum(len(load_file(tmp_path / name)) for name in names[:-1]) == 2 * layers
 
 
 def test_hugging_face_folders(tmp_path: Path) -> None:
@@ -374,3 +375,39 @@ def test_existing_outputs_and_missing_plans_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "nets.py", pf.plan(model), tmp_path / "b.pt")
     with pytest.raises(ValueError, match="no such file"):
         convert(tmp_path / "missing.pt", pf.plan(model), tmp_path / "b.pt")
+
+
+def test_a_folder_of_the_first_format_is_read(tmp_path: Path) -> None:
+    model = build()
+    pf.factorize_(model, planned(model))
+    pf.save(model, tmp_path / "saved")
+    manifest = tmp_path / "saved" / "pufferfish.json"
+    data = json.loads(manifest.read_text())
+    (weights,) = data["weights"]
+    manifest.write_text(json.dumps(data | {"pufferfish": 1, "weights": weights}))
+    pf.load(fresh := build(1), tmp_path / "saved")
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+    manifest.write_text(json.dumps(data | {"weights": [weights | {"file": "../saved/model.safetensors"}]}))
+    with pytest.raises(ValueError, match=r"pufferfish\.json: the file .* is not in its folder"):
+        pf.load(build(1), tmp_path / "saved")
+
+
+def test_buffers_that_no_file_has_must_not_be_on_meta(tmp_path: Path) -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+    model = Rotary()
+    pf.factorize_(model, pf.plan(model))
+    pf.save(model, tmp_path / "saved")
+    with torch.device("meta"):
+        fresh = Rotary()
+    with pytest.raises(ValueError, match="the buffers frequencies are on the meta device"):
+        pf.load(fresh, tmp_path / "saved")
+    assert type(fresh.layer) is nn.Linear
+    fresh.frequencies = torch.arange(4.0)
+    pf.load(fresh, tmp_path / "saved")
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert not any(x.is_meta for x in [*fresh.parameters(), *fresh.buffers()])

@@ -1,13 +1,17 @@
 """reshape_ and merge_: low-rank layers to load a state into, and dense models back."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from mixed import Mixed, images, low_rank_modules, snapshot
+from processes import in_processes, same_everywhere
 from pufferfish.lab.models import GPT, resnet18
 
 # reshape_
@@ -126,3 +130,89 @@ def test_whole_networks(build: Callable[[], nn.Module], example: Callable[[], Te
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     pf.merge_(model)
     torch.testing.assert_close(model(x), low_rank, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_go_on_sharing_objects() -> None:
+    """A configuration that all layers hold can still be changed for all of them."""
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    config = {"scale": 1.0}
+    for layer in model:
+        layer.config = config
+    pf.factorize_(model, pf.plan(model, keep=["1"]))
+    assert [layer.config is config for layer in model] == [True, True]
+    pf.merge_(model)
+    assert [layer.config is config for layer in model] == [True, True]
+    model = copy.deepcopy(model)
+    pf.factorize_(model, pf.plan(model, keep=["1"]))
+    pf.merge_(copied := copy.deepcopy(model))
+    assert copied[0].config is copied[1].config
+    assert copied[0].config is not model[1].config
+
+
+# merge_ of a wrapped model
+
+
+def low_rank_net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    pf.factorize_(model, pf.plan(model))
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.optim.swa_utils.AveragedModel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: model.compile(backend="eager") or model,
+    ],
+    ids=["DataParallel", "AveragedModel", "torch.compile(model)", "model.compile()"],
+)
+def test_wrapped_models_are_merged_inside(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped, x = wrap(low_rank_net()), torch.randn(8, 64)
+    low_rank = wrapped(x)
+    pf.merge_(wrapped)
+    assert not low_rank_modules(wrapped)
+    torch.testing.assert_close(wrapped(x), low_rank)
+
+
+def trains_on_after_merging(rank: int, size: int, compiled: bool) -> None:
+    """DDP compared with one process that gets all samples."""
+    ddp = DDP(low_rank_net())
+    model = torch.compile(ddp, backend="eager") if compiled else ddp
+    alone = low_rank_net()
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, alone)]
+    for step in range(4):
+        x, y = torch.randn(8, 64), torch.randint(4, (8,))  # the same on all workers
+        share = slice(rank, None, size)
+        for (m, optimizer), rows in zip(pairs, (share, slice(None)), strict=True):
+            if step == 2:
+                pf.merge_(m, optimizer)
+            nn.functional.cross_entropy(m(x[rows]), y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not low_rank_modules(ddp)
+    for p, q in zip(ddp.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        assert same_everywhere(p)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_goes_on_after_a_merge_under_ddp(compiled: bool) -> None:
+    in_processes(trains_on_after_merging, 2, compiled)
+
+
+def merges_on_one_worker(rank: int, size: int) -> None:
+    """As for an export: the others do not take part."""
+    ddp = DDP(low_rank_net())
+    low_rank = copy.deepcopy(ddp.module)
+    if rank == 0:
+        pf.merge_(ddp)
+        x = torch.randn(8, 64)
+        torch.testing.assert_close(ddp.module(x), low_rank(x))
+    assert bool(low_rank_modules(ddp)) == (rank > 0)
+
+
+def test_one_worker_may_merge_alone() -> None:
+    in_processes(merges_on_one_worker, 2)

@@ -132,7 +132,7 @@ def test_budget_counts_what_is_kept_and_what_overrides_decide() -> None:
 def test_a_byte_budget_does_not_touch_what_sends_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[0].requires_grad_(False)
-    plan = pf.resolve(pf.plan(model, pf.Budget(bytes=9000), multiple=1), model)
+    plan = pf.resolve(pf.plan(model, pf.Budget(bytes=9000), multiple=1, frozen=True), model)
     assert plan["0"].rank is None
     assert plan["1"].rank == 17  # 17 × 128 × 4 = 8704
 

@@ -1,6 +1,7 @@
 """Which layers could be made low-rank, and the reason for every one that could not."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +64,47 @@ def test_not_smaller() -> None:
 def test_a_tied_weight_names_its_partner() -> None:
     found = reasons(LSTMLanguageModel(vocabulary=70, d=64))
     assert found["decoder"] == "tied weight: shared with embedding.weight"
-    assert found["embedding"] == "embedding: a lookup, not a product"
+    assert found["embedding"] == "tied weight: shared with decoder.weight"
     assert found["lstm.weight_ih_l0"] == ""
+
+
+def test_tied_weights_count_once() -> None:
+    model = LSTMLanguageModel(vocabulary=70, d=64)
+    plan = pf.plan(model)
+    assert (plan["embedding"].before, plan["decoder"].before) == (70 * 64, 0)
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    assert sum(e.before for e in plan) + vectors == plan.before.parameters
+    shares = [float(line.split("%")[0].split()[-1]) for line in str(plan).splitlines() if "%" in line]
+    assert sum(shares) == pytest.approx(100 * (1 - vectors / plan.after.parameters), abs=0.5)
+
+
+def test_frozen_weights_stay_dense_unless_asked_for() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.MultiheadAttention(64, 4), "c": nn.Linear(64, 64)})
+    model["a"].weight.requires_grad_(False)
+    model["b"].in_proj_weight.requires_grad_(False)
+    model["c"].bias.requires_grad_(False)
+    found = reasons(model)
+    frozen = {name for name, why in found.items() if why.startswith("frozen: ")}
+    assert frozen == {"a", "b.q", "b.k", "b.v"}
+    assert {name for name, why in found.items() if not why} == {"b.out", "c"}
+    assert set(reasons(model, frozen=True).values()) == {""}
+    assert "frozen=True" in str(pf.plan(model))
+    assert pf.spectra(model).keys() == found.keys()
+
+
+def test_frozen_low_rank_layers_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    done = pf.factorize_(model, pf.plan(model, 8, frozen=True))
+    assert pf.plan_of(model).ranks == done.ranks == {"0": {"": 8}, "1": {"": 8}}
+    assert [p.requires_grad for p in model.parameters()] == [False] * 3 + [True] * 3
+    pf.save(model, tmp_path / "saved")
+    fresh = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    pf.load(fresh, tmp_path / "saved")
+    x = torch.randn(2, 64)
+    assert torch.equal(fresh(x), model(x))
+    pf.merge_(fresh)
+    torch.testing.assert_close(fresh(x), model(x))
 
 
 def test_a_module_under_two_names() -> None:
@@ -115,6 +155,51 @@ class Special(nn.Linear):
     pass
 
 
+class SpecialConv(nn.Conv2d):
+    pass
+
+
+def special_int8() -> nn.Module:
+    layer = Special(64, 64)
+    layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        (
+            Special(64, 64),
+            "If Special computes the same as Linear (x Wᵀ + b), register it: "
+            f'pf.register("{__name__}.Special", pf.layers.LowRankLinear)',
+        ),
+        (
+            SpecialConv(32, 64, 3),
+            "If SpecialConv computes the same as Conv2d, register it: "
+            f'pf.register("{__name__}.SpecialConv", pf.layers.LowRankConv)',
+        ),
+        (special_int8(), ""),
+        (nn.Bilinear(8, 8, 8), ""),
+        (parametrizations.weight_norm(nn.Linear(64, 64)), ""),
+    ],
+    ids=["Linear", "Conv2d", "int8", "Bilinear", "weight_norm"],
+)
+def test_subclasses_are_offered_with_the_line_that_registers_them(layer: nn.Module, line: str) -> None:
+    plan = pf.plan(in_sequence(layer))
+    assert plan["0"].note == line
+    assert ("pf.register" in str(plan)) == bool(line)
+    assert line in str(plan)
+
+
+def test_the_line_works_as_it_is_printed() -> None:
+    class Local(nn.Linear):
+        pass
+
+    model = nn.Sequential(Local(64, 64))
+    exec(pf.plan(model)["0"].note.partition("register it: ")[2], {"pf": pf})
+    assert pf.plan(model)["0"].rank == 16
+
+
 class Raw(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +246,7 @@ STAYING: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
     (lambda: Special(64, 64), {"0": "unsupported: no low-rank form is registered for Special"}),
     (lambda: nn.Bilinear(8, 8, 8), {"0": "unsupported: no low-rank form is registered for Bilinear"}),
     (Raw, {"0.table": "raw parameter: used by the module's own code, not covered"}),
-    (lambda: nn.Embedding(9, 64), {"0": "embedding: a lookup, not a product"}),
+    (lambda: nn.Embedding(9, 64), {"0": "embedding: a lookup, not a product; pass embed= to factorize it"}),
     (lambda: nn.EmbeddingBag(9, 64), {"0": "embedding: a lookup, not a product"}),
     (
         lambda: parametrizations.weight_norm(nn.Linear(64, 64)),
@@ -243,6 +328,8 @@ def test_lora_of_peft() -> None:
     model.add_module("fc", nn.Linear(64, 64))
     model.add_module("head", nn.Linear(64, 64))
     adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["fc"]), model)
+    assert reasons(adapted)["head"].startswith("frozen")  # as peft leaves it
+    adapted.head.requires_grad_(True)
     found = reasons(adapted)
     assert found["head"] == ""
     assert found["fc.base_layer"] == "wrapped by an adapter (Linear): merge it first"

@@ -226,7 +226,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 def test_totals_after_are_the_truth_of_the_reshaped_model(name: str) -> None:
     build, example = MODELS[name]
     model = build()
-    plan = pf.plan(model, 0.25, multiple=1, example=example)
+    plan = pf.plan(model, 0.25, multiple=1, frozen=True, example=example)
     assert plan.ranks
     assert (plan.before.forward_macs, plan.before.backward_macs) == counted(copy.deepcopy(model), example)
     pf.reshape_(model, plan)
@@ -315,7 +315,7 @@ def test_gradient_bytes_after_with_mixed_dtypes() -> None:
     model = nn.Sequential(
         nn.Linear(64, 64).bfloat16(), nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
     )
-    plan = pf.plan(model, 16)
+    plan = pf.plan(model, 16, frozen=True)
     pf.factorize_(model, plan)
     assert plan.after == totals(model)
 
@@ -334,8 +334,8 @@ def test_measure_gives_two_times() -> None:
 @pytest.mark.parametrize("name", ["lstm", "cross_attention", "convolutions", "transposed", "middle_frozen"])
 def test_every_layer_that_would_change_is_measured(name: str) -> None:
     build, example = MODELS[name]
-    plan = pf.plan(build(), 0.25, multiple=1, example=example, measure=True)
-    would = pf.plan(build(), 0.25, multiple=1).ranks
+    plan = pf.plan(build(), 0.25, multiple=1, frozen=True, example=example, measure=True)
+    would = pf.plan(build(), 0.25, multiple=1, frozen=True).ranks
     for e in plan:
         if e.layer not in would:
             assert e.ms is None

@@ -143,7 +143,7 @@ def test_damaged_json(change: Callable[[dict[str, Any]], Any], message: str) -> 
         pf.Plan.from_json(damage(change))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "5", '"plan"', "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '"plan"', "null", "[" * 100_000])
 def test_what_is_no_plan_at_all(text: str, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ValueError, match=r"p\.json: not a plan"):
@@ -175,7 +175,7 @@ def test_the_hash_covers_decisions_only() -> None:
         pf.plan(model, 16, keep=["2"]),  # another rule, another reason, the same ranks
         pf.plan(model, multiple=8, keep=["2"]),
         pf.plan(model, example=torch.randn(2, 64)),
-        pf.plan(copy.deepcopy(model).bfloat16().requires_grad_(False)),
+        pf.plan(copy.deepcopy(model).bfloat16().requires_grad_(False), frozen=True),
         pf.factorize_(copy.deepcopy(model), plan),
         plan.replace(reversed(plan.entries)),
     ]

@@ -1,5 +1,6 @@
 """Patterns, and plans of wrapped models."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import pufferfish as pf
 from matrices import blocks
+from pufferfish.lowrank.convert import convert, merge
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -70,6 +72,42 @@ def test_patterns_may_match_what_stays_anyway() -> None:
     )
 
 
+# Arguments of the wrong type.
+
+
+TAKES_A_PLAN: dict[str, Callable[[Any], Any]] = {
+    "factorize_": lambda plan: pf.factorize_(blocks(), plan),
+    "reshape_": lambda plan: pf.reshape_(blocks(), plan),
+    "resolve": lambda plan: pf.resolve(plan, blocks()),
+    "Switch": lambda plan: pf.Switch(plan),
+    "factorize_state_dict": lambda plan: pf.factorize_state_dict(blocks().state_dict(), plan),
+    "merge_state_dict": lambda plan: pf.merge_state_dict(blocks().state_dict(), plan),
+    "convert": lambda plan: convert("in.safetensors", plan, "out.safetensors"),
+    "merge": lambda plan: merge("in.safetensors", "out.safetensors", plan),
+}
+
+
+@pytest.mark.parametrize("function", TAKES_A_PLAN)
+def test_a_rank_is_not_a_plan(function: str) -> None:
+    cases: list[tuple[Any, str]] = [
+        (0.25, "the plan is of type float; pass pf.plan(model, rank=0.25)"),
+        (8, "the plan is of type int; pass pf.plan(model, rank=8)"),
+        (pf.Energy(0.9), "the plan is of type Energy; pass pf.plan(model, rank=Energy(keep=0.9))"),
+        ("plan.json", "the plan is of type str; pass pf.Plan.load(file)"),
+        (blocks(), "the plan is of type Sequential; pass pf.plan(model, rank=0.25)"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(TypeError, match=rf"^{function}: {re.escape(message)}$"):
+            TAKES_A_PLAN[function](wrong)
+
+
+@pytest.mark.parametrize("example", [3, "batch", {1, 2}, object()], ids=lambda x: type(x).__name__)
+def test_an_example_of_the_wrong_type(example: Any) -> None:
+    message = f"example is of type {type(example).__name__}; pass a tensor, a tuple of arguments, a dict"
+    with pytest.raises(TypeError, match=f"^{message}"):
+        pf.plan(blocks(), example=example)
+
+
 # Wrappers.
 
 
@@ -115,13 +153,14 @@ def test_planning_looks_through_wrappers(name: str, build: Callable[[], nn.Modul
 
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("verb", [pf.factorize_, pf.reshape_, lambda model, plan: pf.merge_(model)])
+@pytest.mark.parametrize("verb", [pf.factorize_, pf.reshape_])
 def test_wrapped_models_are_refused(name: str, verb: Callable[..., Any]) -> None:
     model = blocks()
     wrapped = WRAPPERS[name](model)
     before = list(model.modules())
     with pytest.raises(
-        ValueError, match=r"the model is wrapped in .*; call it on the inner model, then wrap"
+        ValueError,
+        match=r"the model is wrapped in .*; call it on the inner model \(model\.module under DDP\)",
     ):
         verb(wrapped, pf.plan(wrapped))
     assert list(model.modules()) == before

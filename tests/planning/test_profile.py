@@ -1,9 +1,14 @@
 """What an example may be, what is found in it, and that nothing is touched."""
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pufferfish as pf
 from pufferfish.planning.profile import Example, profile
@@ -35,6 +40,7 @@ def test_forms_of_an_example() -> None:
     assert pf.plan(model).before.forward_macs is None
 
 
+@pytest.mark.filterwarnings("ignore:the example does not run on meta tensors")
 def test_an_example_that_does_not_fit_raises_what_the_model_raises() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         pf.plan(Adder(), example=torch.randn(5, 41))
@@ -146,6 +152,7 @@ def test_profiling_touches_nothing(real: bool, time_it: bool) -> None:
     assert len(grads) == 6
 
 
+@pytest.mark.filterwarnings("ignore:the example does not run on meta tensors")
 def test_profiling_leaves_the_examples_gradient_alone() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
@@ -167,22 +174,131 @@ def test_profiling_leaves_the_examples_gradient_alone() -> None:
         assert torch.equal(x.detach(), given)
 
 
+# Models that read values.
+
+
+class Padded(nn.Module):
+    """Skips a layer where the mask has no padding, and looks at its parameters if it is told so."""
+
+    def __init__(self, reads_weights: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.reads_weights = reads_weights
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.reads_weights and x.sum() > 1e9:
+            return x
+        return x if mask.all() else self.b(x[mask.bool()])
+
+
+class Allocated(TorchDispatchMode):
+    """Sum of the bytes of all tensors that are not on the meta device and have their own memory."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if isinstance(result, Tensor) and not any(torch._C._is_alias_of(x, result) for x in given):
+            self.total += 0 if result.is_meta else result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_values_of_inputs_are_read_without_a_copy_of_the_model(device: str, padding: int, form: str) -> None:
+    model, x, mask = Padded().to(device), torch.randn(2, 5, 256), torch.ones(2, 5, dtype=torch.long)
+    mask[1, 5 - padding :] = 0
+    example: Example = {"x": x, "mask": mask} if form == "dict" else (x, mask)
+    with warnings.catch_warnings(action="error"), Allocated() as allocated:
+        plan = pf.plan(model, example=example)
+    assert allocated.total < 10 * x.nbytes < 0.5 * plan.before.parameter_bytes
+    assert plan.before.forward_macs == (10 + (10 - padding) * bool(padding)) * 256 * 256
+    assert [e.positions for e in plan] == [10, 10 - padding if padding else None]
+
+
+def test_a_copy_of_the_model_is_announced() -> None:
+    example = (torch.randn(2, 5, 256), torch.ones(2, 5))
+    with pytest.warns(UserWarning, match=r"item\(\) cannot be called.*a real copy of the model \(1 MiB"):
+        plan = pf.plan(Padded(reads_weights=True), example=example)
+    assert plan.before.forward_macs == 10 * 256 * 256
+
+
+def test_a_model_on_meta_that_reads_its_weights() -> None:
+    model, example = Padded(reads_weights=True).to("meta"), (torch.randn(2, 5, 256), torch.ones(2, 5))
+    with pytest.raises(
+        ValueError, match=r"item\(\) cannot be called.*use a model with real weights, or plan without"
+    ):
+        pf.plan(model, example=example)
+
+
+def test_a_function_may_run_a_model_on_meta() -> None:
+    x, mask = torch.randn(2, 5, 256), torch.tensor([[1, 1, 1, 1, 0]] * 2)
+    plan = pf.plan(Padded().to("meta"), example=lambda m: m(x, mask=mask))
+    assert plan.before.forward_macs == 18 * 256 * 256
+
+
 # Weights that other code computes with.
 
 
 class ReadsWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.transposed, self.looked_at = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        for name in (
+            "used",
+            "transposed",
+            "keyword",
+            "listed",
+            "rows",
+            "rescaled",
+            "set",
+            "asked",
+            "looked_at",
+        ):
+            setattr(self, name, nn.Linear(64, 64, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.looked_at(x.to(self.looked_at.weight.dtype)).view(-1, self.looked_at.weight.size(0))
+        x = self.asked(x.type_as(self.asked.weight) + self.asked.weight.new_zeros(64))
         x = F.linear(self.used(x), self.used.weight.t())
-        return self.transposed(x) @ self.transposed.weight.T
+        x = self.transposed(x) @ self.transposed.weight.T
+        x = F.linear(self.keyword(x), weight=self.keyword.weight)
+        x = self.listed(x) @ torch.cat([self.listed.weight, torch.zeros(64, 1, device=x.device)], 1)
+        x = self.rows(x[:, :64]) * self.rows.weight.unbind()[0]
+        with torch.no_grad():
+            self.rescaled.weight.div_(2)
+            self.set.weight[0] = 0
+        return self.set(self.rescaled(x))
 
 
 def test_layers_whose_weight_is_used_elsewhere_stay() -> None:
     made = pf.plan(ReadsWeights(), example=torch.zeros(2, 64))
     reason = "its weight is used outside the layer too"
-    assert {e.name: e.reason for e in made} == {"used": reason, "transposed": reason, "looked_at": ""}
+    stay = {e.name for e in made if e.reason == reason}
+    assert stay == {"used", "transposed", "keyword", "listed", "rows", "rescaled", "set"}
+    assert {e.name for e in made if not e.reason} == {"asked", "looked_at"}
     assert all(not e.reason for e in pf.plan(ReadsWeights()))  # only a run can tell
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = (
+            nn.Embedding(50, 64),
+            nn.Linear(64, 64),
+            nn.Linear(64, 50, bias=False),
+        )
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(x)))
+
+
+def test_a_tied_weight_is_not_used_outside_while_one_of_its_layers_runs() -> None:
+    model = Tied()
+    assert profile(model, torch.arange(5)).read_outside == set()
+    assert profile(model, lambda m: m.embed.weight.sum()).read_outside == {"embed", "head"}

@@ -38,6 +38,8 @@ def test_numbers_are_rules() -> None:
         (0.0, ValueError, r"share of the full rank, in \(0, 1\)$"),
         (-0.25, ValueError, r"share of the full rank, in \(0, 1\)$"),
         (float("nan"), ValueError, r"share of the full rank"),
+        (float("inf"), ValueError, r"share of the full rank, in \(0, 1\)$"),
+        (1e300, ValueError, r"share of the full rank, in \(0, 1\)$"),
         (0, ValueError, r"whole number ≥ 1"),
         (-1, ValueError, r"whole number ≥ 1"),
     ],
@@ -64,6 +66,14 @@ def test_other_ranks_raise_with_a_hint(rank: Any, error: type[Exception], hint: 
         lambda: pf.Budget(params=1e6, bytes=1e6),
         lambda: pf.Budget(macs=0),
         lambda: pf.Budget(params=float("nan")),
+        lambda: pf.Budget(macs=math.inf),
+        lambda: pf.Budget(bytes=True),
+        lambda: pf.Budget(params="3e6"),  # type: ignore[arg-type]
+        lambda: pf.Ratio("0.25"),  # type: ignore[arg-type]
+        lambda: pf.Ratio(math.nan),
+        lambda: pf.Energy(None),  # type: ignore[arg-type]
+        lambda: pf.StableRank({"fc": math.nan}),
+        lambda: pf.StableRank({"fc": math.inf}),
     ],
 )
 def test_rules_check_their_settings(make: Any) -> None:

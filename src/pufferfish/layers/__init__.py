@@ -1,8 +1,11 @@
 """Low-rank layers: ordinary modules with two ordinary children, `down` and `up`."""
 
 from .attention import LowRankMultiheadAttention
-from .base import LowRank, low_rank_type, meta_copy, register
+from .base import LowRank, low_rank_type, matrices_of, meta_copy, register
 from .conv import LowRankConv, LowRankConvTranspose
+from .embedding import LowRankEmbedding
+from .experts import LowRankExperts
+from .grouped import GroupedLinear, Routing
 from .linear import LowRankConv1D, LowRankLinear
 from .matrix import FactorMap, Matrix
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
@@ -10,17 +13,22 @@ from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
 __all__ = [
     "FactorMap",
     "GateFactors",
+    "GroupedLinear",
     "LowRank",
     "LowRankConv",
     "LowRankConv1D",
     "LowRankConvTranspose",
+    "LowRankEmbedding",
+    "LowRankExperts",
     "LowRankGRU",
     "LowRankLSTM",
     "LowRankLinear",
     "LowRankMultiheadAttention",
     "LowRankRNN",
     "Matrix",
+    "Routing",
     "low_rank_type",
+    "matrices_of",
     "meta_copy",
     "register",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .base import LowRank, any_requires_grad, register
 from .linear import LowRankLinear
 from .matrix import Matrix
+from .product_weight import ProductWeight
 
 _INPUTS = {"q": "query", "k": "key", "v": "value"}  # in the order of `forward`'s arguments
 
@@ -18,8 +19,8 @@ class LowRankMultiheadAttention(LowRank):
     """Low-rank `nn.MultiheadAttention` with the same arguments and outputs.
 
     `q`, `k`, `v` and `out` are low-rank or plain Linear layers. The dense parameters can still be read
-    (`in_proj_weight`, `out_proj.weight` …): in evaluation mode the fused kernel of
-    `nn.TransformerEncoderLayer` runs on these products. Call `merge_` for fast inference.
+    (`in_proj_weight`, `out_proj.weight` …), but not changed. `nn.TransformerEncoderLayer` does not use its fused
+    kernel, which needs dense weights. Call `merge_` for fast inference.
     """
 
     # Copied from the dense layer by the base class.
@@ -86,12 +87,16 @@ class LowRankMultiheadAttention(LowRank):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
-        return torch.cat([self.q.weight, self.k.weight, self.v.weight]) if self._qkv_same_embed_dim else None
+        if not self._qkv_same_embed_dim:
+            return None
+        layers, shape = (self.q, self.k, self.v), (3 * self.embed_dim, self.embed_dim)
+        weights = [p for x in layers for p in x.parameters() if p.dim() == 2]
+        return ProductWeight.of(lambda: torch.cat([x.weight for x in layers]), shape, weights)
 
     @property
     def in_proj_bias(self) -> Tensor | None:
         biases = [x.bias for x in (self.q, self.k, self.v) if x.bias is not None]
-        return torch.cat(biases) if biases else None
+        return ProductWeight.of(lambda: torch.cat(biases), (3 * self.embed_dim,), biases) if biases else None
 
     @property
     def out_proj(self) -> nn.Module:
@@ -118,7 +123,8 @@ class LowRankMultiheadAttention(LowRank):
             # forward supports them, on the multiplied-out weights above.
             dense = cast(nn.MultiheadAttention, self)
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
-            return nn.MultiheadAttention.forward(dense, query, key, value, *rest)
+            with torch._C.DisableTorchFunctionSubclass():  # which would keep torch from supporting them
+                return nn.MultiheadAttention.forward(dense, query, key, value, *rest)
         batched = query.dim() == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))

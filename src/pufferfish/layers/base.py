@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .matrix import Matrix
+from .product_weight import ProductWeight
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -42,11 +43,17 @@ class LowRank(nn.Module, ABC):
         for name, value in vars(dense).items():
             if not name.startswith("_"):  # in_features, stride, training, …
                 setattr(self, name, value)
+                setattr(self._dense[0], name, value)  # not a copy: layers may share a configuration
 
     @classmethod
     @abstractmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:
         """Weight matrices of `dense` that can be factorized."""
+
+    @classmethod
+    def unfit(cls, dense: nn.Module) -> str:
+        """Reason why this layer of a registered type cannot be factorized; "" if it can."""
+        return ""
 
     @classmethod
     def positions(cls, matrix: Matrix, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
@@ -64,7 +71,7 @@ class LowRank(nn.Module, ABC):
         """(down, up) weights of every factorized matrix."""
         return {
             x: (self.get_parameter(x.down), self.get_parameter(x.up))
-            for x in self.matrices(self._dense[0])
+            for x in matrices_of(type(self), self._dense[0], self.ranks)
             if x.name in self.ranks
         }
 
@@ -76,6 +83,15 @@ class LowRank(nn.Module, ABC):
         return f"rank={self.ranks['']}" if list(self.ranks) == [""] else f"ranks={self.ranks}"
 
 
+def matrices_of(kind: type[LowRank], dense: nn.Module, names: Collection[str]) -> list[Matrix]:
+    """Matrices of a dense layer. Where `names` has single experts of a mixture, they are matrices of their own."""
+    matrices = []
+    for x in kind.matrices(dense):
+        experts = x.experts()
+        matrices += experts if any(expert.name in names for expert in experts) else [x]
+    return matrices
+
+
 class LowRankSingle(LowRank):
     """Base class of layers with a single matrix: `up` is applied to the output of `down`."""
 
@@ -84,8 +100,9 @@ class LowRankSingle(LowRank):
 
     @property
     def weight(self) -> Tensor:
-        """Product of the factors, in the shape of the dense weight. Read-only."""
-        return self.product()
+        """Product of the factors, in the shape of the dense weight. Read-only; see `ProductWeight`."""
+        ((matrix, factors),) = self.factors().items()
+        return ProductWeight.of(lambda: matrix.product(*factors), matrix.shape, factors)
 
     @property
     def bias(self) -> Tensor | None:
@@ -144,7 +161,8 @@ def unfit_reason(module: nn.Module) -> str:
             return f"quantized or unusual dtype {str(parameter.dtype).removeprefix('torch.')}"
         if type(parameter.data) is not Tensor and type(parameter.data).__name__ != "DTensor":
             return f"unsupported: its weight is a {type(parameter.data).__name__}, not a plain tensor"
-    return ""
+    kind = low_rank_type(type(module))
+    return kind.unfit(module) if kind else ""
 
 
 def any_requires_grad(values: Any) -> bool:
@@ -160,6 +178,9 @@ CALL_HOOKS = (
     "_backward_hooks", "_is_full_backward_hook", "_backward_pre_hooks",
 )  # fmt: skip
 
+#: All attributes of `nn.Module` that hold hooks.
+HOOKS = tuple(k for k, value in vars(nn.Module()).items() if "_hooks" in k and isinstance(value, dict))
+
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Copy of `module` with meta tensors and without hooks.
@@ -168,11 +189,9 @@ def meta_copy(module: nn.Module) -> nn.Module:
     >>> layer.weight.device, layer.in_features
     (device(type='meta'), 4)
     """
-    memo: dict[int, Any] = {}
-    for child in module.modules():
-        for name, value in vars(child).items():
-            if name.endswith("_hooks") or "_hooks_" in name:
-                memo[id(value)] = OrderedDict()
+    # By exact attribute: other libraries have flags with "hooks" in their names, and a flag is the same object
+    # everywhere.
+    memo: dict[int, Any] = {id(getattr(child, k)): OrderedDict() for child in module.modules() for k in HOOKS}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in module.buffers():

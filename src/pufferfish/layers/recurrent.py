@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .base import LowRank, any_requires_grad, register
 from .matrix import Matrix
+from .product_weight import ProductWeight
 
 State = Tensor | tuple[Tensor, Tensor]  # as passed by users: h, or (h, c) of an LSTM
 States = tuple[Tensor, ...]  # the same as a tuple: (h,) or (h, c)
@@ -35,12 +36,17 @@ class GateFactors(nn.Module):
         U = self.up.weight.view(gates, -1, inner.shape[-1]).mT
         return inner @ U if bias is None else torch.baddbmm(bias, inner, U)
 
-    @property
-    def weight(self) -> Tensor:
-        """Product of the factors, in the shape of the dense weight. Read-only."""
+    def product(self) -> Tensor:
+        """Product of the factors, in the shape of the dense weight."""
         U, V = (w.flatten(1).unflatten(0, (self.up.groups, -1)) for w in (self.up.weight, self.down.weight))
         product: Tensor = U @ V
         return product.flatten(0, 1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The product as a read-only tensor; see `ProductWeight`."""
+        shape = (self.up.out_channels, self.down.in_features)
+        return ProductWeight.of(self.product, shape, (self.down.weight, self.up.weight))
 
 
 class LowRankRNNBase(LowRank):
@@ -166,7 +172,7 @@ class LowRankRNNBase(LowRank):
     def _fused(self, data: Tensor, sizes: list[int], states: States) -> tuple[Tensor, States]:
         """Run all layers in torch's fused kernel."""
         tensors = [getattr(self, name) for name in cast(list[str], self._dense[0]._flat_weights_names)]
-        products = [x.weight if isinstance(x, GateFactors) else x for x in tensors]
+        products = [x.product() if isinstance(x, GateFactors) else x for x in tensors]
         # The kernel needs a single dtype; under autocast that of the products.
         dtype = next(w.dtype for w, x in zip(products, tensors, strict=True) if isinstance(x, GateFactors))
         weights = [w.to(dtype) for w in products]

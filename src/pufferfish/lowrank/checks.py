@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layers import LowRank, Matrix, low_rank_type
-from ..layers.base import CALL_HOOKS, unfit_reason
+from ..layers import LowRank, Matrix, low_rank_type, matrices_of
+from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
 from ..planning.plan import Plan
 from ..planning.svd import check_values
@@ -19,13 +19,19 @@ def check_unwrapped(model: nn.Module, function: str) -> None:
     """Raise ValueError if the model is inside a wrapper such as DDP, or compiled."""
     if unwrap(model) is not model:
         raise ValueError(
-            f"{function}: the model is wrapped in {type(model).__name__}; call it on the inner model, then wrap"
+            f"{function}: the model is wrapped in {type(model).__name__}; call it on the inner model "
+            "(model.module under DDP), then wrap; pf.Switch changes a wrapped model in place"
         )
-    for module in model.modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
-            )
+    if (module := find_compiled(model)) is not None:
+        raise ValueError(
+            f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
+        )
+
+
+def find_compiled(model: nn.Module) -> nn.Module | None:
+    """The first compiled module in the model, if there is one."""
+    compiled = (m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None)
+    return next(compiled, None)
 
 
 def check_structure(model: nn.Module, plan: Plan) -> None:
@@ -49,7 +55,7 @@ def check_structure(model: nn.Module, plan: Plan) -> None:
             )
         if reason := unfit_reason(module):
             raise ValueError(f"{e.name}: {reason}")
-        matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
+        matrix = {x.name: x for x in matrices_of(kind, module, {e.matrix.name})}.get(e.matrix.name)
         if matrix != e.matrix:
             raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
 
@@ -77,7 +83,7 @@ def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
         module = layers[layer]
         kind = low_rank_type(type(module))
         assert kind is not None
-        replaced, _ = replaced_parameters(kind.matrices(module), names, module)
+        replaced, _ = replaced_parameters(matrices_of(kind, module, names), names, module)
         for name in replaced:
             parameter = module.get_parameter(name)
             if uses[id(parameter)] > 1:
@@ -108,8 +114,9 @@ def replaced_parameters(
     replaced: tuple[list[str], list[str]] = ([], [])
     for x in matrices:
         pieces = [(x.weight, x.down), (x.weight, x.up)] if x.name in names else []
-        for source, rows, target in x.copied_slices(x.name in names):
-            if (rows.start, rows.stop) != (0, len(dense.get_parameter(source))):
+        for source, index, target in x.copied_slices(x.name in names):
+            parameter = dense.get_parameter(source).detach()
+            if parameter[index].shape != parameter.shape:
                 pieces.append((source, target))
         for dense_name, low_rank_name in pieces:
             replaced[0].append(dense_name)
@@ -120,12 +127,11 @@ def replaced_parameters(
 def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
     """Raise ValueError for hooks that depend on the replaced parameters or on the state dict."""
     for child in module.modules():
-        for hooks, value in vars(child).items():
-            if not ("_hooks" in hooks and value and hooks not in CALL_HOOKS):
-                continue
-            raise ValueError(
-                f"{name}: its hooks ({hooks.strip('_')}) cannot be moved to the new layer; remove them"
-            )
+        for hooks in HOOKS:
+            if hooks not in CALL_HOOKS and getattr(child, hooks):
+                raise ValueError(
+                    f"{name}: its hooks ({hooks.strip('_')}) cannot be moved to the new layer; remove them"
+                )
         if child is not module and any(getattr(child, hooks, None) for hooks in CALL_HOOKS):
             raise ValueError(f"{name}: hooks of its children cannot be moved to the new layer; remove them")
     for label in replaced:

@@ -1,43 +1,35 @@
-"""`convert` and `merge`: `factorize_` and `merge_` for checkpoint files.
-
-Safetensors files are read lazily and written as a stream, one layer at a time, so that a checkpoint may be larger than
-the memory.
-"""
+"""`convert` and `merge`: `factorize_` and `merge_` for checkpoint files and folders, one layer at a time."""
 
 import contextlib
-import json
+import fnmatch
+import importlib.util
 import os
-import pickle
 import shutil
-import struct
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..planning.plan import Plan
-from .files import MANIFEST, WEIGHTS, new_folder, read_manifest, sync, write_manifest
+from ..planning.plan import Plan, check_is_plan
+from .files import DENSE_FILES, LOW_RANK, MANIFEST, new_folder, read_manifest, sync, write_manifest
 from .optimizer_state_dict import convert_optimizer
 from .state_dict import LazyTensor, Source, factorized, merged, resolve
+from .weight_files import MAX_SHARD, naming, open_file, open_weights, write_safetensors, write_weights
 
-_INDEX = "model.safetensors.index.json"
-_TORCH_WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.pt"
 _TRAINING = "training.json"  # written by `pufferfish.Checkpoint`
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CONFIG = "config.json"
+#: Files with weights, in the formats of several libraries: they are converted or left out, and never copied.
+_WEIGHT_FILES = (
+    "*.safetensors", "*.safetensors.index*.json", "pytorch_model*", "tf_model*", "flax_model*", "*.gguf", "consolidated*",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates"  # the only folder among the files of a tokenizer
 
 
-def convert(checkpoint: str | Path, plan: Plan, out: str | Path) -> Plan:
+def convert(checkpoint: str | Path, plan: Plan, out: str | Path, *, max_shard: int = MAX_SHARD) -> Plan:
     """Make the model of a checkpoint low-rank, as `factorize_` does.
 
     Args:
@@ -45,34 +37,30 @@ def convert(checkpoint: str | Path, plan: Plan, out: str | Path) -> Plan:
             `torch.save` file may hold the state dict under any key; optimizer states in it are converted too.
         plan: From `pufferfish.plan`. Rank rules in it are resolved with the weights.
         out: New file or folder of the same kind. The plan with all ranks is written into the folder, or next to the
-            file as `OUT.plan.json`.
+            file as `OUT.plan.json`. `pufferfish.integrations.transformers.from_pretrained` loads a Hugging Face folder.
+        max_shard: Size in bytes from which the weights in a folder are split into several files.
 
     Returns:
         The plan with all ranks.
     """
-    return _run(Path(checkpoint), Path(out), plan, back=False)
+    check_is_plan(plan, "convert")
+    return _run(Path(checkpoint), Path(out), plan, max_shard, back=False)
 
 
-def merge(checkpoint: str | Path, out: str | Path, plan: Plan | None = None) -> Plan:
+def merge(
+    checkpoint: str | Path, out: str | Path, plan: Plan | None = None, *, max_shard: int = MAX_SHARD
+) -> Plan:
     """Make the model of a checkpoint dense again, as `merge_` does.
 
     Args:
+        checkpoint: From `convert`, or a folder from `pufferfish.save` or `save_pretrained` of a low-rank model.
+        out: New file or folder of the same kind. The `from_pretrained` of transformers loads a Hugging Face folder.
         plan: The one that `convert` has written; by default it is read from the folder, or from next to the file.
+        max_shard: Size in bytes from which the weights in a folder are split into several files.
     """
-    checkpoint = Path(checkpoint)
-    if plan is None:
-        beside = plan_file(checkpoint)
-        if (checkpoint / MANIFEST).is_file():
-            plan = read_manifest(checkpoint)
-        elif beside.is_file():
-            plan = Plan.load(beside)
-        else:
-            if (checkpoint / _TRAINING).is_file():
-                raise ValueError(
-                    f"{checkpoint}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
-                )
-            raise ValueError(f"{checkpoint}: its plan {beside.name} is missing; pass a plan")
-    return _run(checkpoint, Path(out), plan, back=True)
+    if plan is not None:
+        check_is_plan(plan, "merge")
+    return _run(Path(checkpoint), Path(out), plan, max_shard, back=True)
 
 
 def plan_file(out: Path) -> Path:
@@ -80,26 +68,54 @@ def plan_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.plan.json")
 
 
-def _run(checkpoint: Path, out: Path, plan: Plan, back: bool) -> Plan:
+def _run(checkpoint: Path, out: Path, plan: Plan | None, max_shard: int, back: bool) -> Plan:
     if not checkpoint.exists():
         raise ValueError(f"{checkpoint}: no such file or folder")
     if out.exists():
         raise ValueError(f"{out}: it already exists; choose another name or remove it")
-    if back and not plan.resolved:
-        raise ValueError("the plan has rules instead of ranks; pass the plan that convert has written")
     if checkpoint.is_dir():
-        return _folder(checkpoint, out, plan, back)
-    with _open(checkpoint) as loaded:
+        with _naming(checkpoint):
+            return _folder(checkpoint, out, plan, max_shard, back)
+    plan = _check_resolved(plan or _plan_beside(checkpoint), back)
+    with _naming(checkpoint), open_file(checkpoint) as loaded:
         if isinstance(loaded, Source):
             plan, tensors = _lazy_tensors(loaded, plan, back)
             with _new_file(out) as fresh:
                 write_safetensors(fresh, tensors)
         else:
             plan, data = _torch_data(checkpoint, loaded, plan, back)
-            with _new_file(out) as fresh:
+            with _new_file(out) as fresh, naming(out):
                 torch.save(data, fresh)
     if not back:
         plan.save(plan_file(out))
+    return plan
+
+
+@contextlib.contextmanager
+def _naming(checkpoint: Path) -> Iterator[None]:
+    """Add the checkpoint to an error that names only a layer or a tensor of it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(checkpoint) in str(error):
+            raise
+        raise ValueError(f"{checkpoint}: {error}") from None
+
+
+def _plan_beside(checkpoint: Path) -> Plan:
+    beside = plan_file(checkpoint)
+    if beside.is_file():
+        return Plan.load(beside)
+    if (checkpoint / _TRAINING).is_file():
+        raise ValueError(
+            f"{checkpoint}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
+        )
+    raise ValueError(f"{checkpoint}: its plan {beside.name} is missing; pass a plan")
+
+
+def _check_resolved(plan: Plan, back: bool) -> Plan:
+    if back and not plan.resolved:
+        raise ValueError("the plan has rules instead of ranks; pass the plan that convert has written")
     return plan
 
 
@@ -110,72 +126,81 @@ def _lazy_tensors(source: Source, plan: Plan, back: bool) -> tuple[Plan, list[La
     return plan, factorized(source, plan)
 
 
-def _folder(folder: Path, out: Path, plan: Plan, back: bool) -> Plan:
+def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bool) -> Plan:
     """Convert the weights of a Hugging Face folder, or of one that `save` has written, and copy its other files."""
-    weights = {MANIFEST, WEIGHTS, _INDEX, _TORCH_WEIGHTS}
-    if (folder / _INDEX).is_file():
-        shards = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
-        weights |= shards
-    elif (folder / WEIGHTS).is_file():
-        shards = {WEIGHTS}
-    elif (folder / _TORCH_WEIGHTS).is_file():
-        shards = {_TORCH_WEIGHTS}
+    if (folder / MANIFEST).is_file():
+        saved, weights = read_manifest(folder)
+        plan = plan or saved
+        if saved.ranks and not back:
+            raise ValueError(f"{folder}: it is low-rank already; make it dense by `pufferfish merge` first")
     else:
-        raise ValueError(f"{folder}: it has none of {WEIGHTS}, {_INDEX} and {_TORCH_WEIGHTS}")
+        plan, weights = plan or _plan_beside(folder), _dense_weights(folder)
+    plan = _check_resolved(plan, back)
+    hub = (folder / _CONFIG).is_file()
+    model = _meta_model(folder) if hub else None
     with contextlib.ExitStack() as stack:
-        sources = []
-        for shard in sorted(shards):
-            loaded = stack.enter_context(_open(folder / shard))
-            sources.append(loaded if isinstance(loaded, Source) else Source.of(loaded))
-        source = _joined(sources)
+        source = stack.enter_context(open_weights(weights))
+        if model is not None and not back:
+            from ..integrations.checkpoint_names import in_model_names
+
+            source = in_model_names(source, model)
         plan, tensors = _lazy_tensors(source, plan, back)
+        written = tensors
+        if model is not None and back:
+            from ..integrations.checkpoint_names import in_file_names
+
+            written = in_file_names(tensors, model)
         with new_folder(out) as fresh:
-            write_safetensors(fresh / WEIGHTS, tensors)
-            for item in folder.iterdir():
-                if item.is_file() and item.name not in weights | {_OPTIMIZER}:
-                    shutil.copy2(item, fresh / item.name)
+            files = write_weights(fresh, LOW_RANK if hub and not back else "model", written, max_shard)
+            _copy_other_files(folder, fresh)
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
-                saved = stack.enter_context(_open(folder / _OPTIMIZER))
-                now = stack.enter_context(_open(fresh / WEIGHTS))
-                dense, low_rank = (now, source) if back else (source, now)
-                torch.save(convert_optimizer(saved, dense, low_rank, plan, back=back), fresh / _OPTIMIZER)
+                saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
+                if back:
+                    dense, low_rank = _source_of(tensors), source
+                else:
+                    dense, low_rank = source, stack.enter_context(open_weights(fresh / files[-1]))
+                state = convert_optimizer(saved_state, dense, low_rank, plan, back=back)
+                with naming(fresh / _OPTIMIZER):
+                    torch.save(state, fresh / _OPTIMIZER)
             if not back:
-                write_manifest(fresh, plan)
+                write_manifest(fresh, plan, files)
+            if hub:
+                from ..integrations.model_card import add_notice, remove_notice
+
+                remove_notice(fresh) if back else add_notice(fresh, plan)
     return plan
 
 
-def _joined(sources: list[Source]) -> Source:
-    where = {key: source for source in sources for key in source.shapes}
-    shapes = {key: source.shapes[key] for key, source in where.items()}
-    return Source(shapes, lambda key: where[key].get(key))
+def _dense_weights(folder: Path) -> Path:
+    for name in DENSE_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{folder}: it has none of {', '.join(DENSE_FILES)}")
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file as a lazy `Source`, and any other file with `torch.load`."""
-    if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt") as file:
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                shapes = {
-                    key: (torch.Size(s.get_shape()), _DTYPES[s.get_dtype()]) for key, s in slices.items()
-                }
-                yield Source(shapes, file.get_tensor)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a complete safetensors file ({error})") from None
-        return
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path}: neither a .safetensors file nor a complete torch.save file of torch 1.6 or later"
-        )
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: it contains more than tensors and plain containers: {reason}") from None
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{path}: not a complete torch.save file ({error})") from None
-    yield data
+def _meta_model(folder: Path) -> Any:
+    """The model that transformers builds from the folder, on the meta device; None if that is not possible."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from ..integrations.checkpoint_names import meta_model
+
+    return meta_model(folder)
+
+
+def _source_of(tensors: list[LazyTensor]) -> Source:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in by_name.items()}
+    return Source(shapes, lambda name: by_name[name].make())
+
+
+def _copy_other_files(folder: Path, fresh: Path) -> None:
+    """Copy configuration, tokenizer and all other files that hold no weights."""
+    skipped = (*_WEIGHT_FILES, MANIFEST, _OPTIMIZER)
+    for item in folder.iterdir():
+        if item.is_dir() and item.name == _TEMPLATES:
+            shutil.copytree(item, fresh / item.name)
+        elif item.is_file() and not any(fnmatch.fnmatch(item.name, pattern) for pattern in skipped):
+            shutil.copy2(item, fresh / item.name)
 
 
 def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, Any]:
@@ -209,23 +234,6 @@ def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, An
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
-
-
-def write_safetensors(path: Path, tensors: list[LazyTensor]) -> None:
-    """Compute and write tensors one by one. The format is: header length, JSON header, raw bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for m in tensors:
-        start, end = end, end + m.shape.numel() * m.dtype.itemsize
-        header[m.name] = {"dtype": _NAMES[m.dtype], "shape": list(m.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for m in tensors:
-            value = m.make().contiguous()
-            assert value.shape == m.shape and value.dtype == m.dtype, m.name  # noqa: PT018
-            file.write(value.view(-1).view(torch.uint8).numpy().data)
 
 
 @contextlib.contextmanager

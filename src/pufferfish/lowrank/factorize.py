@@ -2,19 +2,21 @@
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from ..layers import FactorMap, LowRank, low_rank_type, meta_copy
+from ..layers import FactorMap, LowRank, LowRankEmbedding, low_rank_type, matrices_of, meta_copy
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
 from ..planning import svd
-from ..planning.plan import Entry, Plan
+from ..planning.candidates import expert_entries
+from ..planning.plan import Entry, Plan, check_is_plan
 from ..planning.planner import plan, resolve
-from .checks import check_hooks, check_plan, check_unwrapped, replaced_parameters
+from .checks import check_hooks, check_plan, check_unwrapped, find_compiled, replaced_parameters
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -46,8 +48,11 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     )
     """
     check_unwrapped(model, "factorize_")
+    check_is_plan(plan, "factorize_")
     check_plan(model, plan, finite=True)
-    return replace_layers_(model, resolve(plan, model), optimizer, svd_factors)
+    plan = resolve(plan, model)
+    plan.warn_if_little_changes()
+    return replace_layers_(model, plan, optimizer, svd_factors)
 
 
 def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
@@ -87,6 +92,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     <All keys matched successfully>
     """
     check_unwrapped(model, "reshape_")
+    check_is_plan(plan, "reshape_")
     if not plan.resolved:
         unresolved = next(e.name for e in plan.entries if e.rule is not None)
         raise ValueError(
@@ -100,7 +106,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     """Replace every low-rank layer by the dense layer with the product of its factors, in place.
 
     Args:
-        model: Model without wrappers.
+        model: Plain, DDP or compiled. To train on under DDP, call it on every worker.
         optimizer: One or several. Their parameter groups and states are updated.
 
     >>> import pufferfish as pf
@@ -112,8 +118,16 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
       (0): Linear(in_features=64, out_features=64, bias=True)
     )
     """
-    check_unwrapped(model, "merge_")
-    merge_layers_(model, optimizer)
+    if unwrap(model) is model and find_compiled(model) is None:
+        merge_layers_(model, optimizer)
+        return
+    from ..distributed.job import Job, check_rewrap  # wrappers are the concern of a package below this one
+
+    job = Job(model)
+    if job.ddp is not None:
+        check_rewrap(job.ddp, {})
+    merge_layers_(job.inner, optimizer)
+    job.rewrap({})
 
 
 def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
@@ -128,7 +142,9 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
             if path == "":
                 raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
             dense = module._dense[0]
-            _, replaced = replaced_parameters(type(module).matrices(dense), module.ranks, dense)
+            _, replaced = replaced_parameters(
+                matrices_of(type(module), dense, module.ranks), module.ranks, dense
+            )
             check_hooks(name, module, replaced)
             paths.append(path)
     optimizers = as_list(optimizer)
@@ -137,8 +153,9 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
     for path in paths:  # keep no reference to a replaced layer, so that it is freed at once
         low_rank = model.get_submodule(path)
         assert isinstance(low_rank, LowRank)
-        dense = copy.deepcopy(low_rank._dense[0])
-        matrices = type(low_rank).matrices(dense)
+        attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}
+        dense = copy.deepcopy(low_rank._dense[0], attributes)  # these stay the same objects
+        matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
         mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
         for name, meta in list(dense.named_parameters()):
             mapping.dense[name] = _dense_parameter(name, meta, mapping)
@@ -155,8 +172,11 @@ def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
     return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
 
 
-def plan_of(model: nn.Module) -> Plan:
+def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
     """The plan that gives the dense model the ranks that this model has now.
+
+    Args:
+        dense: The dense model, which may be on the meta device. Needed for FSDP2 models only, which cannot be copied.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -165,14 +185,19 @@ def plan_of(model: nn.Module) -> Plan:
     {'0': {'': 8}}
     """
     ranks = ranks_of(model)
-    dense = meta_copy(unwrap(model))
-    merge_(dense)
-    dense_plan = plan(dense, multiple=1)
+    if dense is None:
+        dense = meta_copy(unwrap(model))
+        merge_layers_(dense, None)
+    embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
+    dense_plan = plan(dense, multiple=1, embed=embed, frozen=True)
     entries = []
-    for e in dense_plan.entries:
-        rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
-        reason = e.reason if e.matrix is None else "not factorized"
-        entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
+    for stack in dense_plan.entries:
+        experts = expert_entries(stack)
+        apart = any(e.matrix and e.matrix.name in ranks.get(e.layer, {}) for e in experts)
+        for e in experts if apart else [stack]:
+            rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
+            reason = e.reason if e.matrix is None else "not factorized"
+            entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
     return dense_plan.replace(entries)
 
 
@@ -198,7 +223,9 @@ def replace_layers_(
     errors: dict[str, float | None] = {}
     for layer, low_rank in structures.items():
         dense, ranks = model.get_submodule(paths[layer]), low_rank.ranks
-        mapping = FactorMap(low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
+        mapping = FactorMap(
+            matrices_of(type(low_rank), dense, ranks), ranks, dict(dense.named_parameters()), {}
+        )
         for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
             assert e.matrix is not None
             weight = mapping.dense[e.matrix.weight]
@@ -206,10 +233,10 @@ def replace_layers_(
             for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
                 mapping.low_rank[name] = _parameter(value, weight)
         for x in mapping.matrices:
-            for source, rows, target in x.copied_slices(x.name in ranks):
+            for source, index, target in x.copied_slices(x.name in ranks):
                 old = mapping.dense[source]
-                whole = (rows.start, rows.stop) == (0, len(old))
-                mapping.low_rank[target] = old if whole else _parameter(old.detach()[rows].clone(), old)
+                part = old.detach()[index]
+                mapping.low_rank[target] = old if part.shape == old.shape else _parameter(part, old)
         for name, _ in list(low_rank.named_parameters()):
             # Parameters of no matrix, such as the biases of a recurrent layer, keep their names.
             if name not in mapping.low_rank:
@@ -218,6 +245,8 @@ def replace_layers_(
         carrier.to_factors(mapping)
         _replace(model, paths[layer], dense, low_rank)
     carrier.finish()
+    if "transformers.modeling_utils" in sys.modules:
+        from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
     return plan.replace(
         dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
     )

@@ -6,22 +6,26 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
+from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
 from .factorize import plan_of, reshape_, set_parameter
+from .weight_files import index_name, open_weights
 
 WEIGHTS = "model.safetensors"
+LOW_RANK = "pufferfish"  # instead of "model" in the names of weights in low-rank Hugging Face folders
 MANIFEST = "pufferfish.json"
-_VERSION = 1
+#: Where transformers looks for weights, in this order.
+DENSE_FILES = (WEIGHTS, index_name("model"), "pytorch_model.bin", "pytorch_model.bin.index.json")
+_VERSION = 2
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -67,39 +71,48 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
 
     Args:
         model: A newly built dense model, or one that already has the low-rank structure.
+        folder: From `save`, `pufferfish convert` or `save_pretrained` of a low-rank transformers model.
 
     Returns:
         The plan of the loaded model.
     """
     folder, model = Path(folder), unwrap(model)
-    plan = read_manifest(folder)
+    plan, weights = read_manifest(folder)
     trial = meta_copy(model)  # to compare names and shapes before the model is changed
     dense = not any(isinstance(m, LowRank) for m in model.modules())
     try:
         if dense:
             reshape_(trial, plan)
-        file = load_file(folder / WEIGHTS)
-    except (ValueError, SafetensorError) as error:
+    except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    _check_buffers(folder, model)
+    meta = any(value.is_meta for value in model.state_dict().values())
+    # transformers does not save weights that a model computes when it is built.
+    left_out = () if meta else getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = trial.state_dict(keep_vars=True)
     expected = {own: state[key] for key, own in own_keys(state).items()}
-    # A tied weight was written under one of its names.
-    values = {id(expected[name]): value for name, value in file.items() if name in expected}
-    for name in file:
-        if name not in expected:
-            raise ValueError(f"{folder}: it has the tensor {name}, which the model does not have")
-    for name, tensor in expected.items():
-        value = values.get(id(tensor))
-        if value is None:
-            raise ValueError(f"{folder}: it does not have the tensor {name} of the model")
-        if value.shape != tensor.shape:
-            there, here = ("×".join(map(str, x.shape)) for x in (value, tensor))
-            raise ValueError(f"{folder}: {name} is {there} in the file and {here} in the model")
+    with open_weights(weights) as file:
+        # A tied weight was written under one of its names.
+        names = {id(expected[name]): name for name in file.shapes if name in expected}
+        for name in file.shapes:
+            if name not in expected:
+                raise ValueError(f"{folder}: it has the tensor {name}, which the model does not have")
+        for name, tensor in expected.items():
+            if id(tensor) not in names:
+                if name in left_out:
+                    continue
+                raise ValueError(f"{folder}: it does not have the tensor {name} of the model")
+            shape, _ = file.shapes[names[id(tensor)]]
+            if shape != tensor.shape:
+                there, here = ("×".join(map(str, x)) for x in (shape, tensor.shape))
+                raise ValueError(f"{folder}: {name} is {there} in the file and {here} in the model")
+        values = {key: file.get(name) for key, name in names.items()}
     if dense:
         reshape_(model, plan)
-    meta = any(p.is_meta for p in model.parameters())
-    own = own_keys(model.state_dict())
-    model.load_state_dict({key: values[id(expected[name])] for key, name in own.items()}, assign=meta)
+    now = model.state_dict()
+    own = own_keys(now)
+    loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}
+    model.load_state_dict(loaded, assign=meta)
     if meta:  # assigning created a parameter for each name: tie them again
         first: dict[int, nn.Parameter] = {}
         for key, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -107,43 +120,80 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
     return plan
 
 
-def write_manifest(folder: Path, plan: Plan) -> None:
-    """Write the plan, and the size and SHA-256 of the weights."""
-    weights = folder / WEIGHTS
-    data = {
-        "pufferfish": _VERSION,
-        "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": sha256(weights)},
-        "plan": json.loads(plan.to_json()),
-    }
-    (folder / MANIFEST).write_text(json.dumps(data, indent=1) + "\n")
-
-
-def read_manifest(folder: Path) -> Plan:
-    """Read the plan of a saved folder, and check that its weights are complete."""
-    manifest, weights = folder / MANIFEST, folder / WEIGHTS
-    for path in (manifest, weights):
-        if not path.is_file():
-            raise ValueError(
-                f"{folder}: {path.name} is missing; this is not a folder that pufferfish.save wrote"
-            )
-    try:
-        data = json.loads(manifest.read_text())
-        version, expected = data["pufferfish"], data["weights"]
-        size, digest = expected["bytes"], expected["sha256"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{manifest}: damaged, or not written by pufferfish.save") from None
-    if version != _VERSION:
-        raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
-    if weights.stat().st_size != size:
+def _check_buffers(folder: Path, model: nn.Module) -> None:
+    """Raise ValueError if buffers on the meta device cannot be loaded, because files do not have them."""
+    saved = model.state_dict().keys()
+    names = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
-            f"{weights}: {weights.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete"
+            f"{folder}: the buffers {', '.join(names[:3])}{more} are on the meta device, and not in the file because "
+            "they are registered with persistent=False; build the model on a real device, or a transformers model by "
+            "pufferfish.integrations.transformers.from_pretrained"
         )
-    if sha256(weights) != digest:
-        raise ValueError(f"{weights}: damaged, its SHA-256 differs from the one in {MANIFEST}")
+
+
+def write_manifest(folder: Path, plan: Plan, files: Iterable[str] = (WEIGHTS,)) -> None:
+    """Write the plan, and the size and SHA-256 of the weights.
+
+    Args:
+        files: names of the weights' files, and last of their index if there are several.
+    """
+    weights = [
+        {"file": name, "bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+        for name in files
+    ]
+    data = {"pufferfish": _VERSION, "weights": weights, "plan": json.loads(plan.to_json())}
+    write_text(folder / MANIFEST, json.dumps(data, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> tuple[Plan, Path]:
+    """Read the plan of a saved folder, and check that its weights are complete.
+
+    Returns:
+        The plan, and the file of the weights or their index.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(
+            f"{folder}: {MANIFEST} is missing; this is not a low-rank folder that pufferfish wrote"
+        )
     try:
-        return Plan.from_json(json.dumps(data.get("plan")))
+        data = read_json(manifest)
+        version = data["pufferfish"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
+    if version not in (1, _VERSION):
+        raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
+    try:
+        records = [data["weights"]] if version == 1 else list(data["weights"])  # 1: always a single file
+        weights = [(Path(x["file"]), x["bytes"], x["sha256"]) for x in records]
+        path = folder / weights[-1][0]
+    except (KeyError, TypeError, IndexError):
+        raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
+    for file, size, digest in weights:
+        if file.name != str(file):
+            raise ValueError(f"{manifest}: the file {str(file)!r} is not in its folder")
+        _check_file(folder / file, size, digest)
+    dense = [name for name in DENSE_FILES if (folder / name).is_file()]
+    if dense and path.name.startswith(LOW_RANK):
+        raise ValueError(
+            f"{folder}: it has dense weights ({dense[0]}) beside the low-rank ones ({path.name}); remove those that are "
+            "out of date"
+        )
+    try:
+        return Plan.from_json(json.dumps(data.get("plan"))), path
     except ValueError as error:
         raise ValueError(f"{manifest}: {error}") from None
+
+
+def _check_file(path: Path, size: int, digest: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: {path.name} is missing, which {MANIFEST} lists")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path}: {path.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete")
+    if sha256(path) != digest:
+        raise ValueError(f"{path}: damaged, its SHA-256 differs from the one in {MANIFEST}")
 
 
 @contextlib.contextmanager
@@ -155,8 +205,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         yield fresh
-        for file in fresh.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only the owner can read
+        for file in fresh.rglob("*"):
+            if file.is_file():
+                file.chmod(0o644)  # safetensors writes files that only the owner can read
             sync(file)
         fresh.chmod(0o755)
         if path.exists():
@@ -174,7 +225,8 @@ def sync(path: Path) -> None:
     """Flush the content of a file, or the names in a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        with errors_name(path):
+            os.fsync(number)
     finally:
         os.close(number)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layers import FactorMap, Matrix
 from ..layers.names import own_keys
 from ..planning import svd
-from ..planning.plan import Entry, Plan
+from ..planning.plan import Entry, Plan, check_is_plan
 from ..planning.planner import apply_rules, matrix_spectrum
 
 
@@ -36,6 +36,10 @@ class LazyTensor:
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
 
 def factorize_state_dict(state_dict: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
     """Make the state dict of a dense model low-rank, as `factorize_` does.
@@ -49,6 +53,7 @@ def factorize_state_dict(state_dict: Mapping[str, Tensor], plan: Plan) -> dict[s
     >>> {name: tuple(tensor.shape) for name, tensor in low_rank.items()}
     {'0.down.weight': (16, 64), '0.up.weight': (64, 16), '0.up.bias': (64,)}
     """
+    check_is_plan(plan, "factorize_state_dict")
     source = Source.of(state_dict)
     return {tensor.name: tensor.make() for tensor in factorized(source, resolve(source, plan))}
 
@@ -65,6 +70,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], plan: Plan) -> dict[str, 
     >>> list(merge_state_dict(pf.factorize_state_dict(model.state_dict(), plan), plan))
     ['0.weight', '0.bias']
     """
+    check_is_plan(plan, "merge_state_dict")
     return {tensor.name: tensor.make() for tensor in merged(Source.of(state_dict), plan)}
 
 
@@ -94,10 +100,10 @@ def factorized(source: Source, plan: Plan) -> list[LazyTensor]:
             if x.weight == dense and e.rank is not None:
                 _check_shape(e, x, shape, key)
                 tensors += _pair(source, key, layer, e, dtype)
-            for name, rows, target in x.copied_slices(e.rank is not None):
+            for name, index, target in x.copied_slices(e.rank is not None):
                 if name == dense:
-                    part = torch.Size((rows.stop - rows.start, *shape[1:]))
-                    take = lambda key=key, rows=rows: source.get(key)[rows]  # noqa: E731
+                    part = torch.empty(shape, device="meta")[index].shape
+                    take = lambda key=key, index=index: source.get(key)[index]  # noqa: E731
                     tensors.append(LazyTensor(layer.key(target), part, dtype, take))
     return tensors
 
@@ -147,13 +153,8 @@ class FactorizedLayer:
         return FactorMap(matrices, ranks, {}, {})
 
     def dense_shape(self, dense: str) -> torch.Size:
-        length, tail = 0, torch.Size(())
-        for x in self.mapping.matrices:
-            if x.weight == dense:
-                length, tail = max(length, x.rows.stop), torch.Size(x.shape[1:])
-            for name, rows, _ in x.copied_slices(True):
-                length = max(length, rows.stop) if name == dense else length
-        return torch.Size((length, *tail))
+        shapes = [s for x in self.mapping.matrices if (s := x.least_shape(dense))]
+        return torch.Size(map(max, zip(*shapes, strict=True)))
 
     def dense_tensor(self, source: Source, dense: str, dtype: torch.dtype) -> Tensor:
         def product(x: Matrix) -> Tensor:
@@ -210,7 +211,7 @@ def factorized_layers(
 
 
 def _check_shape(e: Entry, x: Matrix, shape: torch.Size, key: str) -> None:
-    if len(shape) != len(x.shape) or shape[1:] != torch.Size(x.shape[1:]) or shape[0] < x.rows.stop:
+    if len(shape) != len(x.shape) or torch.empty(shape, device="meta")[x.index].shape != x.shape:
         shape_text, planned = ("×".join(map(str, s)) for s in (shape, x.shape))
         raise ValueError(
             f"{e.name}: the plan is for a weight of {planned}, but {key!r} of the checkpoint is {shape_text}"

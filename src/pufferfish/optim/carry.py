@@ -164,12 +164,12 @@ def factor_state(params: FactorMap, source: str, state: State) -> dict[str, Stat
                     pair = x.from_factors(*project(kinds[key], at_least_fp32(x.to_matrix(value)), U, V))
                 states.setdefault(x.down, {})[key] = _like(down, pair[0], value, key in kinds)
                 states.setdefault(x.up, {})[key] = _like(up, pair[1], value, key in kinds)
-        for name, rows, target in x.copied_slices(factorized):
+        for name, index, target in x.copied_slices(factorized):
             if name == source:
                 states[target] = {}
                 for key, value in state.items():
                     tensor = key in kinds and value is not None
-                    part = value[rows] if tensor else value
+                    part = value[index] if tensor else value
                     states[target][key] = _like(params.low_rank[target], part, value, tensor)
     return {name: variance_to_square(carried) for name, carried in states.items()}
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from ..layers import Matrix
 from ..layers.names import unwrap
+from .json_file import parse_json, write_text
 from .profile import Profile
 from .rules import Rule
 
 VERSION = 1  # of the JSON format
+LITTLE = 0.1  # share of the parameters below which a plan is said to change little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +90,8 @@ class Entry:
     asked: int | None = None  # rank before `max_jump` raised it or kept the layer dense
     rule: Rule | None = None
     reason: str = ""
-    note: str = ""  # remark about the rank, shown in the printed plan
-    held: int | None = None  # number of weights where it is not that of `shape` (already low-rank, lazy)
+    note: str = ""  # remark about the rank, or how to register the layer's type; shown in the printed plan
+    held: int | None = None  # number of weights if not that of `shape` (already low-rank, lazy, tied)
     itemsize: int = 4
     trainable: bool = True
     positions: int | None = None  # number of vectors multiplied by the matrix in the example
@@ -122,8 +125,9 @@ class Entry:
         input_grads = p if self.grad_positions is None else self.grad_positions
         weight_grads = p if self.trainable else 0
         if not low_rank or self.rank is None:
-            return p * x.numel, (weight_grads + input_grads) * x.numel
-        down, up = (x.blocks * self.rank * side for side in (x.n, x.m))
+            weights = 0 if x.lookup else x.used_blocks * x.m * x.n
+            return p * weights, (weight_grads + input_grads) * weights
+        down, up = (x.used_blocks * self.rank * side for side in (0 if x.lookup else x.n, x.m))
         # The gradient between the factors is needed for the layer's input and for `down` itself.
         inner_grads = max(weight_grads, input_grads)
         return p * (down + up), (weight_grads + input_grads) * down + (weight_grads + inner_grads) * up
@@ -215,7 +219,18 @@ class Plan:
         """Cost of the model with the plan applied. Entries whose rule is not resolved count as dense."""
         b = self.before
         saved = [(e, e.before - e.after) for e in self.entries]
-        macs = [(e.macs(False), e.macs(True)) for e in self.entries]
+        # Experts with ranks of their own run at the largest of them.
+        largest: dict[tuple[str, str], int] = {}
+        for e in self.entries:
+            if e.matrix and e.matrix.stack and e.rank:
+                key = e.layer, e.matrix.stack
+                largest[key] = max(e.rank, largest.get(key, 0))
+
+        def run(e: Entry) -> Entry:
+            rank = largest.get((e.layer, e.matrix.stack), e.rank) if e.matrix and e.rank else e.rank
+            return e if rank == e.rank else dataclasses.replace(e, rank=rank)
+
+        macs = [(e.macs(False), run(e).macs(True)) for e in self.entries]
 
         def less_macs(total: int | None, i: int) -> int | None:
             return None if total is None else total - sum(dense[i] - low[i] for dense, low in macs)
@@ -230,6 +245,21 @@ class Plan:
         )
 
     @property
+    def changed(self) -> float:
+        """Share of the model's parameters that are in matrices with a rank or a rule."""
+        weights = sum(e.before for e in self.entries if e.rank is not None or e.rule is not None)
+        return weights / max(self.before.parameters, 1)
+
+    def warn_if_little_changes(self, stacklevel: int = 2) -> bool:
+        """Warn if the plan changes less than 10 % of the parameters, and say why. Returns whether it warned."""
+        if self.changed >= LITTLE:
+            return False
+        from .table import obstacles  # only this warning and printing need it
+
+        warnings.warn(obstacles(self), stacklevel=stacklevel + 1)
+        return True
+
+    @property
     def hash(self) -> str:
         """Hash of the decisions (name, type, shape, rank or rule), without costs, times and reasons."""
         ordered = sorted(self.entries, key=lambda e: e.name)
@@ -237,27 +267,33 @@ class Plan:
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "pufferfish_plan": VERSION,
-                "hash": self.hash,
-                "multiple": self.multiple,
-                "min_saving": self.min_saving,
-                "before": dataclasses.asdict(self.before),
-                "functional": self.functional,
-                "parameters": self.parameters,
-                "entries": [e.as_json() for e in self.entries],
-            },
-            indent=1,
-        )
+        return json.dumps(self.as_data(), indent=1)
+
+    def as_data(self) -> dict[str, Any]:
+        """The plan as values that JSON can hold."""
+        return {
+            "pufferfish_plan": VERSION,
+            "hash": self.hash,
+            "multiple": self.multiple,
+            "min_saving": self.min_saving,
+            "before": dataclasses.asdict(self.before),
+            "functional": self.functional,
+            "parameters": self.parameters,
+            "entries": [e.as_json() for e in self.entries],
+        }
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Parse the text of `to_json`. Ranks may have been edited and are checked."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"not a plan: {error}") from None
+        return Plan.from_data(data)
+
+    @staticmethod
+    def from_data(data: Any) -> Plan:
+        """Check and convert the values of `as_data`."""
         version = data.get("pufferfish_plan") if isinstance(data, dict) else None
         if version != VERSION:
             other = f" but of version {version}; load it with the pufferfish that saved it" if version else ""
@@ -271,16 +307,16 @@ class Plan:
                 functional=data["functional"],
                 parameters=tuple(data["parameters"]),
             )
-        except (KeyError, TypeError, AttributeError, AssertionError) as error:
+        except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_text(Path(path), self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         try:
-            return Plan.from_json(Path(path).read_text())
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except (ValueError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -288,6 +324,18 @@ class Plan:
         from .table import plan_table  # only printing needs it
 
         return plan_table(self)
+
+
+def check_is_plan(plan: object, function: str) -> None:
+    """Raise TypeError unless `plan` is a `Plan`: a rank is easily passed instead."""
+    if isinstance(plan, Plan):
+        return
+    hint = "pf.plan(model, rank=0.25)"
+    if isinstance(plan, str | Path):
+        hint = "pf.Plan.load(file)"
+    elif isinstance(plan, int | float | Rule):
+        hint = f"pf.plan(model, rank={plan!r})"
+    raise TypeError(f"{function}: the plan is of type {type(plan).__name__}; pass {hint}")
 
 
 def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from ..layers import low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .budget import Candidate, allocate
-from .candidates import candidates
-from .plan import Entry, Plan, totals
+from .candidates import candidates, expert_entries
+from .plan import Entry, Plan, check_is_plan, totals
 from .profile import Call, Example, Profile, profile
-from .rules import Budget, RankLike, Rule, StableRank, align, as_rule, largest_rank
+from .rules import Budget, PerExpert, RankLike, Rule, StableRank, align, as_rule, largest_rank
 from .timing import measure_layer
 
 
@@ -27,6 +27,8 @@ def plan(
     overrides: Mapping[str, RankLike] | None = None,
     multiple: int = 16,
     min_saving: float = 0.0,
+    embed: RankLike | None = None,
+    frozen: bool = False,
     example: Example | None = None,
     measure: bool | Literal["graph"] = False,
 ) -> Plan:
@@ -42,6 +44,9 @@ def plan(
         multiple: Computed ranks are rounded up to a multiple of it, then down to the largest one that saves
             weights. 16 suits GPUs; 1 reproduces the paper's counts. `Fixed` ranks are not rounded.
         min_saving: Share of a layer's weights that must be saved; a negative value forces factorizing.
+        embed: Rank or rule for `nn.Embedding` layers, which stay dense without it. Pays for large vocabularies.
+        frozen: Factorize weights that do not require a gradient too. They save no gradient bytes, and training
+            cannot reduce the error of the factorization.
         example: A batch (tensor, tuple of arguments, dict of keyword arguments) or a function that runs the
             model. Needed for MACs and for `measure`.
         measure: Time every layer dense and low-rank on the model's device, and keep those dense that would
@@ -72,12 +77,21 @@ def plan(
         raise ValueError("measure=True needs example=, a batch with the shapes that the layers see")
     if measure == "graph" and not all(p.is_cuda for p in model.parameters()):
         raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
+    if not (example is None or isinstance(example, Tensor | tuple | list | Mapping) or callable(example)):
+        raise TypeError(
+            f"example is of type {type(example).__name__}; pass a tensor, a tuple of arguments, a dict of keyword "
+            "arguments, or a function that runs the model"
+        )
     keep, only = as_patterns("keep", keep), as_patterns("only", only)
+    embed_rule = None if embed is None else as_rule(embed, "embed")
+    if embed_rule and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise ValueError("embed: the model has no nn.Embedding; leave it out")
 
     profiled = None if example is None else profile(model, example)
-    entries, modules = candidates(model, profiled)
+    entries, modules = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
     _check_patterns(entries, keep=keep, only=only, overrides=rules)
-    entries = [_select(e, rule, keep, only, rules) for e in entries]
+    selected = (_select(e, rule, embed_rule, keep, only, rules) for e in entries)
+    entries = [each for e in selected for each in _for_each_expert(e)]
     if profiled is None and any(isinstance(e.rule, Budget) and e.rule.unit == "macs" for e in entries):
         raise ValueError("Budget(macs=…) needs example=, a batch to count MACs on")
     plan = Plan(
@@ -107,6 +121,7 @@ def resolve(plan: Plan, model: nn.Module) -> Plan:
     >>> plan["0"].rank, pf.resolve(plan, model)["0"].rank
     (None, 16)
     """
+    check_is_plan(plan, "resolve")
     unresolved = [e.name for e in plan.entries if e.rule is not None]
     if not unresolved:
         return plan
@@ -123,7 +138,7 @@ def resolve(plan: Plan, model: nn.Module) -> Plan:
 def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Compute the singular values, largest first, of the matrices that can be factorized, by entry name.
 
-    If `names` are given, only these entries are computed.
+    If `names` are given, only these entries are computed. Embeddings are computed only if they are named.
 
     >>> import pufferfish as pf
     >>> {name: len(s) for name, s in pf.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
@@ -134,8 +149,10 @@ def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, T
 
 def factorizable(model: nn.Module, names: Iterable[str] | None = None) -> list[tuple[Entry, nn.Parameter]]:
     """Entries that can be factorized, with the parameter that holds each matrix; optionally only `names`."""
-    entries, modules = candidates(model, None)
+    entries, modules = candidates(model, None, embed=names is not None, frozen=True)
     chosen = None if names is None else set(names)
+    if chosen is not None:
+        entries += [each for e in entries for each in expert_entries(e)]
     return [
         (e, modules[e.layer].get_parameter(e.matrix.weight))
         for e in entries
@@ -173,7 +190,12 @@ def _check_patterns(entries: list[Entry], **options: Iterable[str]) -> None:
 
 
 def _select(
-    e: Entry, rule: Rule, keep: tuple[str, ...], only: tuple[str, ...], rules: Mapping[str, Rule]
+    e: Entry,
+    rule: Rule,
+    embed: Rule | None,
+    keep: tuple[str, ...],
+    only: tuple[str, ...],
+    rules: Mapping[str, Rule],
 ) -> Entry:
     """Return the entry with its rule, or with the reason it stays dense."""
     if e.reason:
@@ -183,9 +205,21 @@ def _select(
             return e.keep_dense(f"kept by pattern {pattern!r}")
     if only and not any(_matches(e, pattern) for pattern in only):
         return e.keep_dense("not matched by `only`")
+    if embed is not None and e.matrix is not None and e.matrix.lookup:
+        rule = embed
     for pattern, special in rules.items():
         rule = special if _matches(e, pattern) else rule
+    if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix is not None and e.matrix.lookup:
+        return e.keep_dense("a lookup has no MACs to save")
     return e.with_rule(rule)
+
+
+def _for_each_expert(e: Entry) -> list[Entry]:
+    """Return the entries that replace one with a `PerExpert` rule."""
+    if not isinstance(e.rule, PerExpert):
+        return [e]
+    rule = as_rule(e.rule.each)
+    return [each.with_rule(rule) for each in expert_entries(e) or [e]]
 
 
 def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
@@ -238,7 +272,8 @@ def _apply_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> 
     candidates = []
     for e in chosen:
         assert e.matrix is not None
-        costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": e.positions or 0}
+        macs = (e.positions or 0) * e.matrix.used_blocks / e.matrix.blocks
+        costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": macs}
         cost = costs[budget.unit]
         candidates.append(Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=cost))
     rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)

@@ -1,10 +1,9 @@
 """`profile`: run one step of a model on an example, count its MACs and record how each layer is called."""
 
 import contextlib
-import copy
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,10 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
-from ..layers import LowRank, low_rank_type, meta_copy
+from ..layers import LowRank, low_rank_type
 from ..layers.names import named_modules, unwrap
+from ..layers.product_weight import asks_metadata
+from .flop_formulas import flop_formulas
+from .known_values import KnownValues
+from .private_copy import private_copy
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Any]
@@ -49,46 +52,50 @@ def profile(model: nn.Module, example: Example) -> Profile:
     """Run one forward and backward pass and count MACs.
 
     The pass runs on a copy with meta tensors: no arithmetic and no memory, and the model, its gradients, its
-    batch statistics and the random state do not change. If a model needs real values (data-dependent
-    branches, packed sequences), a real copy runs instead.
+    batch statistics and the random state do not change. If a model reads values that depend on its parameters,
+    or if the example is a function, a real copy runs instead.
     """
     model = unwrap(model)
-    if not callable(example):
-        # Operators without a meta kernel and code that reads values may raise anything; a real error is
-        # raised again below.
-        with contextlib.suppress(Exception):
-            return _profile(meta_copy(model), _copies(example, torch.device("meta")))
-        example = _copies(example, None)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        return _profile(_private_copy(model), example)
+    devices = {p.device for p in model.parameters()}
+    on_meta = any(device.type == "meta" for device in devices)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        if on_meta or not callable(example):
+            try:
+                known = KnownValues()
+                copied, inputs = private_copy(model, known.to_meta), _copies(example, known.to_meta)
+                with known:
+                    return _profile(copied, inputs)
+            except (
+                Exception
+            ) as error:  # operators without a meta kernel and code that reads values raise anything
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+                if on_meta:
+                    raise ValueError(
+                        f"the example does not run on meta tensors ({reason}). If it fits the model, the model reads "
+                        "values that depend on its weights: use a model with real weights, or plan without example="
+                    ) from error
+            size = sum(p.nbytes for p in model.parameters() if not is_lazy(p))
+            warnings.warn(
+                f"the example does not run on meta tensors ({reason}), so MACs are counted on a real copy of the model "
+                f"({size / 2**20:,.0f} MiB of parameters, more for activations and gradients); plan without example=, "
+                "or with a shorter one, to avoid this",
+                stacklevel=3,
+            )
+        return _profile(private_copy(model), _copies(example, Tensor.clone))
 
 
-def _copies(example: Example, device: torch.device | None) -> Example:
+def _copies(example: Example, copy_tensor: Callable[[Tensor], Tensor]) -> Example:
     """Copy the example's tensors, so that the model cannot change the user's."""
 
     def fresh(x: Tensor) -> Tensor:
-        return x.detach().clone().to(device or x.device).requires_grad_(x.requires_grad)
+        return copy_tensor(x.detach()).requires_grad_(x.requires_grad)
 
     return cast(Example, pytree.tree_map_only(Tensor, fresh, example))
 
 
-def _private_copy(model: nn.Module) -> nn.Module:
-    """Copy the model with the hooks that torch's own layers need and without the user's."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                if not any(str(hook.__module__).startswith("torch.nn.") for hook in value.values()):
-                    memo[id(value)] = OrderedDict()
-            elif isinstance(value, Tensor) and not value.is_leaf:  # of weight_norm, computed again in forward
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
-
-
 def _profile(model: nn.Module, example: Example) -> Profile:
     result = Profile()
-    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    counter = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     spent: Counter[str] = Counter()  # FLOPs by module, without its children
     # For each running module: FLOPs counted at its start, FLOPs of its children.
     running: list[list[int]] = []
@@ -147,24 +154,22 @@ class _WeightUse(TorchFunctionMode):
         super().__init__()
         self.read_outside: set[str] = set()
         self.running: list[nn.Module] = []
-        self._owners = {
-            id(parameter): (name, module)
-            for name, _, module in named_modules(model)
-            if low_rank_type(type(module)) is not None
-            for parameter in module.parameters()
-            if not is_lazy(parameter) and parameter.dim() > 1
-        }
+        self._owners: dict[int, dict[str, nn.Module]] = {}  # layers of each weight; several if it is tied
+        for name, _, module in named_modules(model):
+            if low_rank_type(type(module)) is not None:
+                for parameter in module.parameters():
+                    if not is_lazy(parameter) and parameter.dim() > 1:
+                        self._owners.setdefault(id(parameter), {})[name] = module
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):  # reading a dtype or a size is not a use
-            for x in args:
-                name, owner = self._owners.get(id(x), ("", None))
-                if owner is not None and owner not in self.running:
-                    self.read_outside.add(name)
-        return result
+        for x in pytree.tree_leaves((args, kwargs)):
+            owners = self._owners.get(id(x), {})
+            outside = not any(module in self.running for module in owners.values())
+            if owners and outside and not asks_metadata(func, args, x):
+                self.read_outside |= owners.keys()
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -182,26 +187,6 @@ def _plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for backend, value in zip(backends, enabled, strict=True):
             backend.enabled = value
-
-
-def _conv_backward(grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *args: Any, **_: Any) -> int:
-    """FLOPs of a convolution's backward. torch's formula ignores groups for the gradient of the weight."""
-    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = args
-    shape = x if transposed else grad
-    macs = math.prod(weight) * shape[0] * math.prod(shape[2:])
-    return 2 * macs * int(sum(output_mask[:2]))
-
-
-#: Formulas that torch's counter has wrong (grouped convolutions) or lacks (attention on the CPU).
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.convolution_backward: _conv_backward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, *args, **kwargs: sdpa_flop_count(q, k, v)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad, q, k, v)
-    ),
-}
 
 
 def run_example(model: nn.Module, example: Example) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -57,8 +58,8 @@ class Ratio(Rule):
     ratio: float = 0.25  # lower → smaller model
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise ValueError(f"Ratio: {self.ratio} is not between 0 and 1")
+        if not _is_number(self.ratio) or not 0 < self.ratio < 1:
+            raise ValueError(f"Ratio: {self.ratio!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         return int(self.ratio * matrix.full_rank)
@@ -93,8 +94,8 @@ class Energy(Rule):
     needs_weights = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep < 1:
-            raise ValueError(f"Energy: {self.keep} is not between 0 and 1")
+        if not _is_number(self.keep) or not 0 < self.keep < 1:
+            raise ValueError(f"Energy: {self.keep!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
         assert spectrum is not None
@@ -124,6 +125,9 @@ class StableRank(Rule):
             ranks = {
                 k: float(stable_rank(v) if isinstance(v, Tensor) else v) for k, v in self.initial.items()
             }
+            for name, rank in ranks.items():
+                if not 0 <= rank < math.inf:
+                    raise ValueError(f"StableRank: `initial` of {name!r} is {rank}; pass finite spectra")
             object.__setattr__(self, "initial", ranks)
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
@@ -162,7 +166,7 @@ class Budget(Rule):
 
     def __post_init__(self) -> None:
         amounts = [x for x in (self.params, self.macs, self.bytes) if x is not None]
-        if len(amounts) != 1 or not amounts[0] > 0:
+        if len(amounts) != 1 or not _is_number(amounts[0]) or not 0 < amounts[0] < math.inf:
             raise ValueError("Budget: give exactly one of params=, macs= and bytes=, as a positive number")
 
     @property
@@ -177,19 +181,48 @@ class Budget(Rule):
         return f"budget {self.unit} {self.amount:,.0f}"
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class PerExpert(Rule):
+    """Another rule for each expert of a mixture, instead of one rank for all experts of a layer.
+
+    Layers without experts get the rule itself. Experts with different ranks run at the largest rank, padded with
+    zeros: this saves parameters and bytes, not MACs.
+
+    Args:
+        each: Rank or rule, as in `plan`.
+    """
+
+    each: RankLike
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "each", as_rule(self.each))
+
+    def __str__(self) -> str:
+        return f"{self.each} for each expert"
+
+
 RankLike = int | float | Rule
 
 
-def as_rule(rank: RankLike) -> Rule:
-    """Convert a float in (0, 1) to `Ratio` and an int ≥ 1 to `Fixed`; a rule is returned unchanged."""
+def as_rule(rank: RankLike, option: str = "rank") -> Rule:
+    """Convert a float in (0, 1) to `Ratio` and an int ≥ 1 to `Fixed`; a rule is returned unchanged.
+
+    `option` is the argument that errors name.
+    """
     if isinstance(rank, Rule):
         return rank
     if isinstance(rank, bool) or not isinstance(rank, int | float):
-        raise TypeError(f"rank={rank!r}: give a float in (0, 1), an int ≥ 1 or a rule such as pf.Energy(0.9)")
+        raise TypeError(
+            f"{option}={rank!r}: give a float in (0, 1), an int ≥ 1 or a rule such as pf.Energy(0.9)"
+        )
     if isinstance(rank, float):
         if not 0 < rank < 1:
-            hint = f"; for the fixed rank {int(rank)} write rank={int(rank)}" if rank >= 1 else ""
-            raise ValueError(f"rank={rank}: a float is a share of the full rank, in (0, 1){hint}")
+            hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if 1 <= rank < 1e9 else ""
+            raise ValueError(f"{option}={rank}: a float is a share of the full rank, in (0, 1){hint}")
         return Ratio(rank)
     return Fixed(rank)
 

@@ -48,6 +48,10 @@ def _split_one(W: Tensor, r: int) -> tuple[Tensor, Tensor, float, float]:
     except RuntimeError:  # LinAlgError, or another error of the GPU solver
         left, right, values = second(wide, r)
     U, V = (left, right) if wide is W else (right.mT, left.mT)
+    if not (used := W.any(0)).all():
+        # A column of zeros in W is one in V too, but for rounding: the padding row of an embedding must stay zero.
+        # Rows of V for σ = 0 are not determined by W.
+        V = torch.where(used | ~U.any(0)[:, None], V, 0)
     squares = values.square()
     return U.contiguous(), V.contiguous(), float(squares[r:].sum()), float(squares.sum())
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .plan import Entry, Plan
+from .plan import LITTLE, Entry, Plan
 
 
 def plan_table(plan: Plan) -> str:
@@ -37,12 +35,14 @@ def _layers(plan: Plan) -> str:
     head = ["layer", "type", "shape", "rank", "weights"]
     head += ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["share of bytes", "why dense"]
     rows = [head]
+    timed: set[str] = set()  # layers whose time is shown: it is the time of all their matrices
     for e in entries:
         row = [e.name, e.type, _shape(e), str(e.rule or e.rank or "–"), _arrow(e.before, e.after)]
         if with_macs:
             row.append(_arrow(e.macs(False)[0], e.macs(True)[0], format_count) if e.positions else "–")
         if with_ms:
-            row.append("→".join(map(_ms, e.ms)) if e.ms else "–")
+            row.append("→".join(map(_ms, e.ms)) if e.ms and e.layer not in timed else "–")
+            timed.add(e.layer)
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
@@ -95,8 +95,41 @@ def _totals(plan: Plan) -> str:
     return format_table(rows, left=(0, 3))
 
 
+def obstacles(plan: Plan) -> str:
+    """Text that says how little a plan changes and what stands in the way: the largest reasons, by parameters."""
+    total = max(plan.before.parameters, 1)
+    reasons: dict[tuple[str, str], list[Entry]] = {}
+    for e in plan.entries:
+        if e.reason:
+            reasons.setdefault((e.type, e.reason.partition(":")[0]), []).append(e)
+    groups = sorted(
+        ((sum(e.before for e in group), group) for group in reasons.values()), key=lambda x: -x[0]
+    )
+    texts = [
+        f"{weights / total:.0%} in {_why(group[0])}"
+        for weights, group in groups[:3]
+        if weights / total > 0.005
+    ]
+    changed = sum(e.before for e in plan.entries if not e.reason)
+    share = f"{changed / total:.1%} of the parameters" if changed else "nothing"
+    return "\n".join(
+        [f"The plan changes {share}. What stays dense: {'; '.join(texts) or 'the model has no matrices'}."]
+        + _register_lines(plan)
+    )
+
+
+def _why(e: Entry) -> str:
+    reason = e.reason.removeprefix("unsupported: ").removeprefix("embedding: ")
+    return f"{e.type}: {reason.removesuffix(f' for {e.type}')}"
+
+
+def _register_lines(plan: Plan) -> list[str]:
+    """Lines that register types of layers which stay dense because nobody has registered them."""
+    return list(dict.fromkeys(e.note for e in plan.entries if e.reason and e.note))[:3]
+
+
 def _remarks(plan: Plan) -> list[str]:
-    remarks = []
+    remarks = [obstacles(plan)] if plan.changed < LITTLE else _register_lines(plan)
     unresolved = sum(e.rule is not None for e in plan.entries)
     if unresolved:
         remarks.append(

@@ -46,15 +46,15 @@ class Trial:
         """
         assert e.matrix is not None
         weight = self.layers[e.layer].get_parameter(e.matrix.weight).data
-        key, rows = (e.layer, e.matrix.weight), e.matrix.rows
+        key, index = (e.layer, e.matrix.weight), e.matrix.index
         if key not in self.saved:
             self.saved[key] = weight.clone()
         own = self.saved[key]
         if e.rank is None:
-            weight[rows] = own[rows]
+            weight[index] = own[index]
             return replace(e, error=None)
         down, up, error = svd_factors(e, own)
-        weight[rows] = e.matrix.from_matrix(e.matrix.product_fp32(down, up)).to(weight.dtype)
+        weight[index] = e.matrix.from_matrix(e.matrix.product_fp32(down, up)).to(weight.dtype)
         return replace(e, error=error)
 
     def __enter__(self) -> Trial:

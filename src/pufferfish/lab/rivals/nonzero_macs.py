@@ -21,7 +21,8 @@ def nonzero_macs(model: nn.Module, example: Example) -> int:
     for name, _, module in named_modules(model):
         kind = low_rank_type(type(module))
         if kind is not None and name in calls:
-            for x in kind.matrices(module):
-                rows = module.get_parameter(x.weight).detach()[x.rows]
-                total += int(rows.count_nonzero()) * calls[name].positions[x.name]
+            for x in (x for x in kind.matrices(module) if not x.lookup):
+                weights = module.get_parameter(x.weight).detach()[x.index]
+                used = int(weights.count_nonzero()) * x.used_blocks // x.blocks
+                total += used * calls[name].positions[x.name]
     return total

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...layers import FactorMap, low_rank_type
-from ...layers.matrix import at_least_fp32
+from ...layers import FactorMap, low_rank_type, matrices_of
+from ...layers.matrix import Index, at_least_fp32
 from ...layers.names import named_modules, own_name
 from ...lowrank.factorize import set_parameter
 from ...optim.carry import (
@@ -32,9 +32,7 @@ class Route:
 
     targets: list[str]  # names of the new parameters, in their order
     entries: list[Entry] = field(default_factory=list)  # its matrices that are factorized
-    slices: list[tuple[slice, str]] = field(
-        default_factory=list
-    )  # rows that are copied, and the name of the copy
+    slices: list[tuple[Index, str]] = field(default_factory=list)  # part that is copied, name of the copy
 
     @property
     def unchanged(self) -> bool:
@@ -50,12 +48,12 @@ def find_routes(dense: nn.Module, plan: Plan) -> dict[str, Route]:
         kind = low_rank_type(type(layers[layer])) if layer in layers else None
         if kind is None:
             continue  # `reshape_` raises for it
-        mapping = FactorMap(kind.matrices(layers[layer]), ranks, {}, {})
+        mapping = FactorMap(matrices_of(kind, layers[layer], ranks), ranks, {}, {})
         for source, targets in mapping.targets.items():
             routes[f"{layer}.{source}"] = Route([f"{layer}.{target}" for target in targets])
         for x in mapping.matrices:
-            for source, rows, target in x.copied_slices(x.name in ranks):
-                routes[f"{layer}.{source}"].slices.append((rows, f"{layer}.{target}"))
+            for source, index, target in x.copied_slices(x.name in ranks):
+                routes[f"{layer}.{source}"].slices.append((index, f"{layer}.{target}"))
     for e in plan:
         if e.rank is not None and e.matrix is not None and f"{e.layer}.{e.matrix.weight}" in routes:
             routes[f"{e.layer}.{e.matrix.weight}"].entries.append(e)
@@ -92,8 +90,8 @@ def transfer(old: nn.Parameter, route: Route, factors: Factors, new: NewParamete
             new.fill(f"{e.layer}.{name}", value)
     if route.slices:
         full = whole(old)
-        for rows, name in route.slices:
-            new.fill(name, full[rows])
+        for index, name in route.slices:
+            new.fill(name, full[index])
         del full
     parameters = {name: new.get(name) for name in route.targets}
     for optimizer in carrier.optimizers:
@@ -130,8 +128,8 @@ def _factor_states(
 
 def _pieces(kind: str, full: Tensor, route: Route, factors: Factors) -> Iterator[tuple[str, Tensor]]:
     """A whole tensor of optimizer state, converted for each of the new parameters."""
-    for rows, name in route.slices:
-        yield name, full[rows]
+    for index, name in route.slices:
+        yield name, full[index]
     for e in route.entries:
         assert e.matrix is not None
         x, (U, V) = e.matrix, map(at_least_fp32, e.matrix.to_factors(*factors[e.name]))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class ShardedJob(Job):
     """A `Job` whose parameters are shards: plans are made for the model that `build` returns on the meta device."""
 
     def __init__(self, model: nn.Module, build: Callable[[], nn.Module]) -> None:
-        super().__init__(model)
+        super().__init__(model, "switch.rebuild")
         self.build = build
 
     @cached_property
@@ -65,19 +65,22 @@ def in_rounds(
     for name in sorted(groups, key=cost.__getitem__, reverse=True):
         queues[owner[groups[name][0].name]].append(name)
     for names in reversed(list(itertools.zip_longest(*queues))):
-        own_name, weight, results = "", None, {}
+        own_name, weight = "", None
         for rank, name in enumerate(names):
             if name is not None:
                 full = whole(weights[name])
                 if rank == workers.rank:
                     own_name, weight = name, full
                 del full
-        if weight is not None:
-            results = {e.name: work(e, weight) for e in groups[own_name]}
-            weight = None
+        results = workers.run_on_all(partial(_results, groups.get(own_name, []), weight, work))
+        weight = None
         for rank, name in enumerate(names):
             if name is not None:
                 yield name, rank, results if name == own_name else {}
+
+
+def _results(entries: list[Entry], weight: Tensor | None, work: Callable[[Entry, Tensor], T]) -> dict[str, T]:
+    return {} if weight is None else {e.name: work(e, weight) for e in entries}
 
 
 def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:

@@ -1,0 +1,55 @@
+"""Read and write text and JSON files with errors that name the file."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: str, source: str = "text") -> Any:
+    """Parse JSON; text that is not JSON, or nested too deeply to be read, is a ValueError.
+
+    Args:
+        source: of the text, for the error.
+
+    >>> parse_json('{"rank": 8}')
+    {'rank': 8}
+    >>> parse_json("[" * 10**5)
+    Traceback (most recent call last):
+    ValueError: text: not valid JSON: nested too deeply
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"{source}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{source}: not valid JSON: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; ValueError with the file's name if its contents are not JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file") from None
+    return parse_json(text, str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. Unlike `Path.write_text`, an OSError of the write, such as a full disk, names the file."""
+    with errors_name(path):
+        path.write_text(text, encoding="utf-8", newline="")
+
+
+@contextlib.contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError without one. Opening a file names it, writing to it does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
