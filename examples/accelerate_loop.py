@@ -28,6 +28,7 @@ def main(folder: str = "run", epochs: int = 6) -> None:
     for epoch in range(len(saved), epochs):
         if switch.step(model, optimizer, epoch=epoch):
             accelerator.print(switch.report)
+            accelerator.log(switch.report.metrics, step=epoch)  # to your trackers: TensorBoard, W&B …
         for x, y in loader:
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()

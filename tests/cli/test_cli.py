@@ -47,6 +47,9 @@ def not_a_number():
 def no_gradient():
     return model_only(), torch.randn(8, 64), lambda model, batch: model(batch).sum().item()
 
+def frozen_text():
+    return nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 64).requires_grad_(False))
+
 def unbuilt():
     return {}["width"]
 """
@@ -84,6 +87,18 @@ def test_gpt_plan_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["blocks.1.up"].rank == 8
     assert plan["blocks.2.up"].rank == 192
     assert plan["blocks.0.up"].reason == "kept by pattern 'blocks.0.*'"
+
+
+def test_embeddings_and_frozen_layers(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def ranks(*options: str) -> list[int | None]:
+        assert main(["plan", f"{factories}:frozen_text", "--json", *options]) == 0
+        return [e.rank for e in pf.Plan.from_json(capsys.readouterr().out)]
+
+    assert ranks() == [None, None]
+    assert ranks("--embed", "8", "--frozen") == [8, 16]
+    assert ranks("--embed", "energy:0.5")[0] in (16, 32)
+    assert main(["plan", f"{factories}:frozen_text"]) == 0
+    assert "The plan changes nothing. What stays dense: 75% in Embedding: a lookup" in capsys.readouterr().out
 
 
 def test_missing_batch_and_loss_are_reported(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +155,7 @@ def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> N
         (["plan", "{file}:model_only", "--measure"], "needs a batch"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
+        (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),
         (["plan", "resnet18", "--rank", "budget:params=1"], "budget is too small"),
         (["plan", "resnet18", "--keep", "layer9.*"], "matches no layer"),
         (["plan", "resnet18", "--override", "fc"], "PATTERN=R"),

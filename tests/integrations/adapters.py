@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from pufferfish.distributed.exact import exact_
@@ -28,6 +30,13 @@ def same(one: nn.Module, other: nn.Module) -> None:
     for (name, p), (twin, q) in pairs:
         assert name == twin
         assert torch.equal(p, q), name
+
+
+def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of the scalars in a folder of event files, by name."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 class Register:

@@ -15,7 +15,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     extract_model_from_parallel,
 )
-from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
+from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples, tensorboard
 from torch import nn
 
 import pufferfish as pf
@@ -162,8 +162,19 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE))["main"]
+
+    def tracking(**arguments: Any) -> Accelerator:
+        """The example's Accelerator with a tracker."""
+        accelerator = Accelerator(**arguments, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("events")
+        return accelerator
+
+    main.__globals__["Accelerator"] = tracking
     main(str(tmp_path / "run"), epochs=3)
     assert "Switched to low rank at epoch 2" in capsys.readouterr().out
     main(str(tmp_path / "run"), epochs=4)  # resumes from a low-rank checkpoint
     assert "Switched" not in capsys.readouterr().out
-    assert len(EXAMPLE.read_text().splitlines()) < 40
+    scalars, rest = tensorboard(tmp_path / "events"), 128 + 128 + 4 * 128 + 4  # biases and the last layer
+    assert scalars["pufferfish/parameters_before"] == [(2, 64 * 128 + 128 * 128 + rest)]
+    assert scalars["pufferfish/parameters_after"] == [(2, 16 * (64 + 128) + 32 * (128 + 128) + rest)]
+    assert len(EXAMPLE.read_text().splitlines()) <= 40

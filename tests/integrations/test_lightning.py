@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import runpy
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -149,6 +151,31 @@ def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
         assert again.report.position == switch.report.position
         assert len(again.history) == len(switch.history)
         assert again.state_dict()["updates"] == switch.state_dict()["updates"]
+
+
+def test_the_switch_is_logged_once(tmp_path: Path) -> None:
+    def run(folder: str, **resume: Any) -> tuple[list[dict[str, str]], pf.Switch]:
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(5), back=pf.AtStep(9), evaluate=lambda model: 2.0)
+        saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+        logger = CSVLogger(tmp_path, folder, version="")
+        make(switch, tmp_path, saves, logger=logger).fit(Net(), loader(), **resume)
+        with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
+            return list(csv.DictReader(file)), switch
+
+    rows, switch = run("whole")
+    assert switch.report is not None
+    metrics = switch.report.metrics  # of the return to full rank
+    numbers = [{key: float(value) for key, value in row.items() if value} for row in rows]
+    assert [row.pop("step") for row in numbers] == [5, 9]
+    assert numbers[1] == metrics
+    low_rank, dense = metrics.values()
+    assert (numbers[0]["pufferfish/parameters_before"], numbers[0]["pufferfish/parameters_after"]) == (
+        dense, low_rank,
+    )  # fmt: skip
+    assert numbers[0]["pufferfish/loss_before"] == numbers[0]["pufferfish/loss_after"] == 2.0
+    assert numbers[0]["pufferfish/energy_kept_worst"] == pytest.approx(min(switch.report.energy.values()))
+    again, _ = run("resumed", ckpt_path=tmp_path / "whole" / "step=8.ckpt")
+    assert [row["step"] for row in again] == ["9"]
 
 
 def test_evaluates_a_low_rank_checkpoint(tmp_path: Path) -> None:

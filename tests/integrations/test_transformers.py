@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adapters import BATCH, EPOCHS, SAMPLES, Register, same
+from adapters import BATCH, EPOCHS, SAMPLES, Register, same, tensorboard
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
-from pufferfish.integrations.transformers import train
+from pufferfish.integrations.transformers import SwitchCallback, train
 from pufferfish.optim.rewarm import Rewarm
 
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -49,6 +49,16 @@ def make(model: nn.Module, folder: Path, data: list[dict[str, Any]] | None = Non
     }  # fmt: skip
     args = TrainingArguments(str(folder), **settings | options)
     return Trainer(model, args, train_dataset=data or samples(), eval_dataset=data or samples())
+
+
+def tiny_gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=1)
+    )  # fmt: skip
+
+
+TOKENS = [{"input_ids": (t := torch.arange(8 + i, 16 + i) % 32), "labels": t} for i in range(SAMPLES)]
 
 
 def by_hand(switch: pf.Switch, accumulate: int = 1) -> nn.Module:
@@ -121,46 +131,85 @@ def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
 
     trainer, switch = run("whole")
     assert switch.report is not None
-    rates = {entry["step"]: entry.get("learning_rate") for entry in trainer.state.log_history}
+    rates = learning_rates(trainer)
     for step in (2, 4, 6, 10):  # dense, at the end of an epoch, at or after the switch, low-rank
         resumed, again = run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         same(trainer.model, resumed.model)
         assert again.state_dict() == switch.state_dict()
-        assert {e["step"]: e.get("learning_rate") for e in resumed.state.log_history} == rates
+        assert learning_rates(resumed) == rates
     last, _ = run("whole", resume_from_checkpoint=True)  # the run is complete: nothing changes
     same(trainer.model, last.model)
 
 
+def learning_rates(trainer: Trainer) -> dict[int, float]:
+    return {e["step"]: e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e}
+
+
+def changes(trainer: Trainer) -> list[dict[str, float]]:
+    """What the Trainer has logged of the switch."""
+    return [e for e in trainer.state.log_history if "pufferfish/parameters_after" in e]
+
+
+def test_the_switch_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+
+    def run(folder: str, **resume: Any) -> tuple[Trainer, pf.Switch]:
+        losses = iter([2.0, 2.5])
+        switch = pf.Switch(
+            rank=0.25, when=pf.AtStep(6), back=pf.AtStep(10), evaluate=lambda model: next(losses)
+        )
+        trainer = make(
+            Net(), tmp_path / folder, save_strategy="steps", save_steps=4, report_to=["tensorboard"]
+        )
+        train(trainer, switch, **resume)
+        return trainer, switch
+
+    trainer, switch = run("whole")
+    assert switch.report is not None
+    dense = sum(p.numel() for p in Net().parameters())
+    low_rank = dense - 2 * (64 * 64 - 2 * 64 * 16)
+    energy = list(switch.report.energy.values())
+    assert changes(trainer) == [
+        {
+            "pufferfish/parameters_before": dense, "pufferfish/parameters_after": low_rank,
+            "pufferfish/energy_kept": sum(energy) / 2, "pufferfish/energy_kept_worst": min(energy),
+            "pufferfish/loss_before": 2.0, "pufferfish/loss_after": 2.5, "epoch": 1.5, "step": 6,
+        },
+        {
+            "pufferfish/parameters_before": low_rank, "pufferfish/parameters_after": dense, "epoch": 2.5,
+            "step": 10,
+        },
+    ]  # fmt: skip
+    scalars = tensorboard(tmp_path / "events")
+    assert scalars["train/pufferfish/parameters_after"] == [(6, low_rank), (10, dense)]
+    assert scalars["train/pufferfish/loss_after"] == [(6, 2.5)]
+    for step in (4, 8):  # before and after the switch
+        resumed, _ = run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert changes(resumed) == changes(trainer)
+
+
 def test_load_best_model_of_gpt2_in_mixed_precision(tmp_path: Path) -> None:
     """Tied weights, Conv1D, autocast; the best checkpoint is chosen among those after the switch."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(
-            GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=1)
-        )  # fmt: skip
-
-    tokens = [{"input_ids": (t := torch.arange(8 + i, 16 + i) % 32), "labels": t} for i in range(SAMPLES)]
     options = {
         "bf16": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
         "load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss",
     }  # fmt: skip
-    trainer = make(build(), tmp_path, tokens, **options)
+    trainer = make(tiny_gpt2(), tmp_path, TOKENS, **options)
     train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(5)))
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = max((step for step in losses if step > 5), key=losses.__getitem__)
     assert losses[best] < max(losses.values())  # the overall maximum is before the switch
     assert trainer.state.best_global_step == best
-    assert type(trainer.model.transformer.h[0].mlp.c_fc) is not type(build().transformer.h[0].mlp.c_fc)
+    assert type(trainer.model.transformer.h[0].mlp.c_fc) is not type(tiny_gpt2().transformer.h[0].mlp.c_fc)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], abs=1e-6)
 
-    resumed = make(build(), tmp_path / "again", tokens, **options)
+    resumed = make(tiny_gpt2(), tmp_path / "again", TOKENS, **options)
     train(resumed, pf.Switch(rank=0.25, when=pf.AtStep(5)), str(tmp_path / "checkpoint-10"))
     assert resumed.state.global_step == STEPS
     pf.merge_(trainer.model)
     trainer.save_model(str(tmp_path / "dense"))
     dense = GPT2LMHeadModel.from_pretrained(tmp_path / "dense")
-    ids = tokens[0]["input_ids"][None]
+    ids = TOKENS[0]["input_ids"][None]
     torch.testing.assert_close(dense(ids).logits, trainer.model.eval()(ids).logits, rtol=0.05, atol=0.05)
 
 
@@ -173,9 +222,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the model has 2 low-rank layers"):
         train(trainer, switch(), str(tmp_path / "checkpoint-4"))
     fresh = make(Net(), tmp_path)
-    fresh.model_init = Net
-    with pytest.raises(ValueError, match="checkpoint-8: saved after the switch, but model_init"):
-        train(fresh, switch(), str(tmp_path / "checkpoint-8"))
     with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
         train(fresh, switch(), str(tmp_path / "nowhere"))
     same(fresh.model, Net())
@@ -187,6 +233,50 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert late.report is not None
     assert late.report.position.step == 6
     assert len(resumed.callback_handler.callbacks) == len(ordinary.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize(
+    ("build", "data"), [(Net, None), (tiny_gpt2, TOKENS)], ids=["Module", "PreTrainedModel"]
+)
+def test_a_plain_resume_says_what_to_call(build: Any, data: Any, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True}
+    trainer = make(build(), tmp_path, data, **options)
+    train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(6), back=pf.AtStep(10)))
+    dense = make(build(), tmp_path, data, **options)
+    text = r"checkpoint-8: saved after the switch .* resume by .*train\(trainer, switch, resume_from_checkpoint=…\)"
+    with pytest.raises(ValueError, match=text):
+        dense.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    same(dense.model, build())
+    for step in (4, 12):  # saved before the switch and after the return to full rank
+        dense.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+
+    nothing = pf.Switch(rank=0.25, keep=["*"], when=pf.AtStep(2))
+    trainer = make(build(), tmp_path / "nothing", data, **options)
+    with pytest.warns(UserWarning, match="changes nothing"):
+        train(trainer, nothing)
+    make(build(), tmp_path, data, **options).train(
+        resume_from_checkpoint=str(tmp_path / "nothing" / "checkpoint-4")
+    )
+
+
+@pytest.mark.parametrize("way", ["add_callback", "model_init"])
+def test_resumes_by_the_callback_and_with_model_init(way: str, tmp_path: Path) -> None:
+    def run(folder: str, **resume: Any) -> nn.Module:
+        trainer = make(Net(), tmp_path / folder, save_strategy="steps", save_steps=4)
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(6))
+        if way == "add_callback":
+            trainer.add_callback(SwitchCallback(trainer, switch))
+            trainer.train(**resume)
+        else:
+            trainer.model_init = lambda: Net()
+            train(trainer, switch, **resume)
+        assert switch.report is not None
+        assert switch.report.position.step == 6
+        return trainer.model
+
+    whole = run("whole")
+    for step in (4, 8):  # dense, low-rank
+        same(whole, run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}")))
 
 
 def trains_and_resumes(rank: int, size: int, folder: str, port: int) -> None:
@@ -204,6 +294,7 @@ def trains_and_resumes(rank: int, size: int, folder: str, port: int) -> None:
         assert isinstance(trainer.model.layers[0], pf.layers.LowRank)
         for p in trainer.model.parameters():
             assert same_everywhere(p)
+        assert [e["step"] for e in changes(trainer)] == [5]
         return trainer
 
     whole = run("whole")

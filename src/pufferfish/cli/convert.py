@@ -1,22 +1,66 @@
-"""Convert a checkpoint file to low rank, as pufferfish.factorize_ does with a model."""
+"""Convert a checkpoint to low rank, as pufferfish.factorize_ does with a model.
+
+CHECKPOINT is a safetensors file, a torch.save file or a Hugging Face folder. A
+folder is converted with its configuration and tokenizer;
+pufferfish.integrations.transformers.from_pretrained loads the result.
+
+examples:
+  pufferfish convert model.safetensors --plan plan.json --out low.safetensors
+  pufferfish convert llama --rank 0.25 --keep lm_head --out llama-low-rank
+"""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import size
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
 
 HELP = "convert a checkpoint to low rank"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="safetensors file, torch.save file or folder")
-    add("--plan", type=Path, required=True, metavar="FILE", help="saved by `pufferfish plan … --out FILE`")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="see above")
+    plan = parser.add_mutually_exclusive_group(required=True)
+    plan.add_argument("--plan", type=Path, metavar="FILE", help="saved by `pufferfish plan … --out FILE`")
+    rank = "for a Hugging Face folder instead of a plan: rank of its layers, as in `pufferfish plan`"
+    plan.add_argument("--rank", metavar="R", help=rank)
+    add("--keep", nargs="+", metavar="PATTERN", help="with --rank: layers that stay dense")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
+    shard = "split the weights of a folder into files of at most this size (default: 5GB)"
+    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..lowrank.convert import convert
-    from ..planning.plan import Plan
 
-    plan = convert(arguments.checkpoint, Plan.load(arguments.plan), arguments.out)
+    plan = _plan(arguments)
+    plan = convert(arguments.checkpoint, plan, arguments.out, max_shard=arguments.max_shard_size)
     before, after = plan.before.parameters, plan.after.parameters
     print(f"{arguments.out}: {before:,} → {after:,} parameters, {before / after:.2f}× smaller")
+
+
+def _plan(arguments: argparse.Namespace) -> "Plan":
+    from ..lab.models.plan_by_name import parse_rank
+    from ..planning.plan import Plan
+    from ..planning.planner import plan
+
+    if arguments.plan:
+        if arguments.keep:
+            raise ValueError("--keep: it belongs to --rank; a plan says itself which layers stay dense")
+        return Plan.load(arguments.plan)
+    rank = parse_rank(arguments.rank)
+    folder: Path = arguments.checkpoint
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: --rank needs a Hugging Face folder with a config.json; pass --plan instead"
+        )
+    from ..integrations.checkpoint_names import meta_model
+
+    model = meta_model(folder)
+    if model is None:
+        raise ValueError(f"{folder}: its config.json names no class of transformers; pass --plan instead")
+    return plan(model, rank, keep=arguments.keep or ())

@@ -1,21 +1,32 @@
-"""Convert a low-rank checkpoint file back to dense, as pufferfish.merge_ does with a model."""
+"""Convert a low-rank checkpoint back to dense, as pufferfish.merge_ does with
+a model.
+
+CHECKPOINT was written by `pufferfish convert`, pufferfish.save, or
+save_pretrained of a low-rank transformers model. The from_pretrained of
+transformers loads the dense folder.
+"""
 
 import argparse
 from pathlib import Path
+
+from .arguments import size
 
 HELP = "convert a low-rank checkpoint back to dense"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="written by `pufferfish convert`")
-    add("--plan", type=Path, metavar="FILE", help="default: the plan saved beside CHECKPOINT")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="low-rank file or folder")
+    add("--plan", type=Path, metavar="FILE", help="default: the plan saved in or beside CHECKPOINT")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
+    shard = "split the weights of a folder into files of at most this size (default: 5GB)"
+    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..lowrank.convert import merge
     from ..planning.plan import Plan
 
-    plan = merge(arguments.checkpoint, arguments.out, arguments.plan and Plan.load(arguments.plan))
+    plan = arguments.plan and Plan.load(arguments.plan)
+    plan = merge(arguments.checkpoint, arguments.out, plan, max_shard=arguments.max_shard_size)
     print(f"{arguments.out}: dense, {plan.before.parameters:,} parameters")

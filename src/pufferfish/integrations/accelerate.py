@@ -1,6 +1,7 @@
 """Accelerate: save the switch with `save_state` and `load_state`, and register a communication hook in `prepare`.
 
-`switch.step(model, optimizer, …)` accepts the objects that `accelerator.prepare` returns.
+`switch.step(model, optimizer, …)` accepts the objects that `accelerator.prepare` returns. If it returns True,
+`accelerator.log(switch.report.metrics, step=step)` shows the switch in all trackers.
 """
 
 import json
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..optim.carry import Optimizers
+from ..planning.json_file import read_json, write_text
 from ..switching.switch import Switch
 
 _FILE = "switch.json"
@@ -48,12 +50,12 @@ def checkpoint_with(
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         each_node = accelerator.project_configuration.save_on_each_node
         if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
-            Path(folder, _FILE).write_text(json.dumps(switch.state_dict()))
+            write_text(Path(folder, _FILE), json.dumps(switch.state_dict()))
 
     def load(models: list[nn.Module], folder: str) -> None:
         file = Path(folder, _FILE)
         # A checkpoint without this file comes from a dense run without a switch.
-        state = json.loads(file.read_text()) if file.is_file() else Switch().state_dict()
+        state = read_json(file) if file.is_file() else Switch().state_dict()
         switch.restore_(model, optimizer, state)
 
     accelerator.register_save_state_pre_hook(save)

@@ -20,6 +20,7 @@ except ImportError:
 class SwitchCallback(Callback):  # type: ignore[misc]
     """Calls the switch in `trainer.fit`: `Trainer(callbacks=[SwitchCallback(switch)])`.
 
+    The trainer's loggers get the parameters, energy kept and loss of the switch (`switch.report.metrics`).
     Build the module dense as usual: checkpoints from before and after the switch can be resumed and evaluated.
     Strategies that start workers from a running process (`ddp_spawn`, `ddp_fork`, `ddp_notebook`) return merged,
     dense weights to it.
@@ -100,10 +101,14 @@ class SwitchCallback(Callback):  # type: ignore[misc]
                 return
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()  # as Lightning is about to do: these gradients are already used
-        self.switch.step(
+        changed = self.switch.step(
             trainer.strategy.model, trainer.optimizers, epoch=epoch, step=trainer.global_step,
             total=int(total) if math.isfinite(total) else None,
         )  # fmt: skip
+        if changed and self.switch.report is not None:
+            # Not by `log`, which drops what falls between two multiples of log_every_n_steps.
+            for logger in trainer.loggers:
+                logger.log_metrics(self.switch.report.metrics, step=trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The process that started the workers loads the result into its dense module, ignoring other keys.

@@ -1,23 +1,25 @@
 """The transformers Trainer: `train(trainer, switch)` in place of `trainer.train()`.
 
 The switch changes the Trainer's model, its DDP wrapper and its optimizer in place between two updates; schedule,
-step count, data order and loggers are not affected. The Trainer loads a checkpoint before it calls any callback,
-so `train` gives the model the structure of the checkpoint first.
+step count, data order and loggers are not affected. The Trainer loads a checkpoint before it calls any callback and
+ignores missing weights, so the callback gives the model the structure of the checkpoint when the Trainer loads it.
 """
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput
 
 from ..distributed.job import find_ddp
+from ..planning.json_file import read_json
 from ..switching.moments import AtFraction, AtStep
 from ..switching.switch import Switch
+from .pretrained import from_pretrained as from_pretrained
 
 _KEY = "pufferfish"  # in trainer_state.json, the last file of a checkpoint to be written
 
@@ -33,6 +35,7 @@ def train(
     """Run `trainer.train` with the switch, in one process or under DDP.
 
     Build the model dense as usual: checkpoints from before and after the switch can be resumed.
+    The parameters, energy kept and loss of the switch (`switch.report.metrics`) are logged by `trainer.log`.
     `load_best_model_at_end` considers only checkpoints after the switch. The trained model is low-rank: call
     `pufferfish.merge_(trainer.model)` to save or publish it as a dense one.
 
@@ -67,21 +70,17 @@ def train(
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError("train: FSDP and DeepSpeed shard the model; use one process or DDP")
-    folder = resume_from_checkpoint
-    if folder is True:
-        folder = get_last_checkpoint(trainer.args.output_dir) or True
     callback = SwitchCallback(trainer, switch, by=by, register=register)
-    if isinstance(folder, str | Path):
-        callback.load(Path(folder))
     trainer.add_callback(callback)
     try:
-        return trainer.train(resume_from_checkpoint=folder)
+        return trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     finally:
         trainer.remove_callback(callback)
+        del trainer._load_from_checkpoint
 
 
 class SwitchCallback(TrainerCallback):  # type: ignore[misc]
-    """Callback that `train` adds to the Trainer. A run that is not resumed may also add it by `add_callback`."""
+    """Callback that `train` adds to the Trainer: `trainer.add_callback(SwitchCallback(trainer, switch))` does the same."""
 
     def __init__(
         self,
@@ -97,23 +96,20 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
         self.register = register
         self._saved: dict[str, Any] | None = None
         self._inside_epoch = False
+        trainer._load_from_checkpoint = self._load
 
-    def load(self, folder: Path) -> None:
-        """Give the model the structure of the checkpoint, before the Trainer loads it.
+    def _load(self, folder: str, model: nn.Module | None = None) -> None:
+        """Give the model the structure of the checkpoint, then let the Trainer load it."""
+        self._restore_structure(Path(folder))
+        type(self.trainer)._load_from_checkpoint(self.trainer, folder, model)
 
-        The Trainer ignores missing weights, so a difference must raise here.
-        """
+    def _restore_structure(self, folder: Path) -> None:
         file = folder / "trainer_state.json"
         if not file.is_file():
             raise ValueError(f"{folder}: {file.name} is missing; pass a folder that the Trainer saved")
         # A checkpoint without our state comes from a dense run without a switch.
-        callbacks = json.loads(file.read_text()).get("stateful_callbacks") or {}
+        callbacks = read_json(file).get("stateful_callbacks") or {}
         saved = callbacks.get(_KEY, Switch().state_dict())
-        if saved["switched"] and self.trainer.model_init is not None:
-            raise ValueError(
-                f"{folder}: saved after the switch, but model_init would build a dense model for it; pass model= to the "
-                "Trainer instead"
-            )
         # Restores only the structure: the Trainer may not have created the optimizer yet.
         Switch().restore_(self.trainer.model, self.trainer.optimizer, saved)
         self._saved = saved
@@ -159,6 +155,8 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             # The best checkpoint so far has another structure and cannot be loaded at the end.
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
             recorded = -1
+            assert self.switch.report is not None
+            self.trainer.log(self.switch.report.metrics)
         if recorded != len(self.switch.history) or _KEY not in state.stateful_callbacks:
             self._store(state)
 

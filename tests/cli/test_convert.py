@@ -1,0 +1,70 @@
+"""`pufferfish convert` and `merge` on Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import pufferfish as pf
+from pufferfish.cli import main
+from pufferfish.integrations.transformers import from_pretrained
+
+TOKENS = torch.arange(3, 13)[None]
+
+
+@pytest.fixture
+def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """A model that is saved in the folder `dense` of the current one."""
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained("dense")
+    return model
+
+
+def test_a_folder_and_back(dense: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["convert", "dense", "--rank", "0.25", "--keep", "lm_head", "--out", "low"]
+    assert main([*command, "--max-shard-size", "60KB"]) == 0
+    assert len(list(Path("low").glob("pufferfish-*-of-*.safetensors"))) > 1
+    plan = pf.plan(dense, 0.25, keep=["lm_head"])
+    assert f"{plan.before.parameters:,} → {plan.after.parameters:,} parameters" in capsys.readouterr().out
+    pf.factorize_(dense, plan)
+    with torch.no_grad():
+        torch.testing.assert_close(from_pretrained("low")(TOKENS).logits, dense(TOKENS).logits)
+        assert main(["merge", "low", "--out", "again", "--max-shard-size", "0.06MB"]) == 0
+        assert len(list(Path("again").glob("model-*-of-*.safetensors"))) > 1
+        again = AutoModelForCausalLM.from_pretrained("again")
+        torch.testing.assert_close(again(TOKENS).logits, dense(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense/model.safetensors", "--rank", "8"], "--rank needs a Hugging Face folder"),
+        (["own", "--rank", "8"], "own: its config.json names no class of transformers; pass --plan"),
+        (["dense", "--rank", "8", "--keep", "x*"], "x*"),
+        (["dense", "--plan", "p.json", "--keep", "x"], "--keep: it belongs to --rank"),
+        (["nowhere", "--rank", "8"], "nowhere: --rank needs a Hugging Face folder"),
+    ],
+)
+@pytest.mark.usefixtures("dense")
+def test_invalid_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own").mkdir()
+    Path("own/config.json").write_text('{"architectures": ["Mine"]}')
+    assert main(["convert", *arguments, "--out", "low"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("low").exists()
+
+
+@pytest.mark.parametrize("size", ["5", "5XB", "-1GB", "0GB", "nanGB", "1e400GB", ""])
+def test_invalid_sizes(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["merge", "low", "--out", "x", f"--max-shard-size={size}"])
+    assert "is not a size such as 500MB or 5GB" in capsys.readouterr().err
