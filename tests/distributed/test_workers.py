@@ -63,6 +63,45 @@ def facts_are_compared(rank: int, size: int) -> None:
         workers.agree(str(rank == size - 1), 0, "the epoch")
 
 
+def workers_in_different_operations_find_out(rank: int, size: int) -> None:
+    """Whatever they call, all raise the same error, and nothing is left over for the next call."""
+    workers = of_all()
+    calls: list[Callable[[], object]] = [
+        lambda: workers.agree("facts", 0, "anything"),
+        lambda: workers.run_on_all(lambda: None),
+        lambda: workers.gather(lambda: "longer than any header" * 99),
+        lambda: workers.broadcast_object("object"),
+        lambda: workers.check_equal([torch.ones(3)]),
+    ]
+    for i, call in enumerate(calls):
+        for j in range(i + 1, len(calls)):
+            workers.operation = "first" if rank == 0 else "second"
+            words = r"out of step: worker 0 in first \(.*\); workers? 1.* in second \("
+            with pytest.raises(RuntimeError, match=words):
+                (call if rank == 0 else calls[j])()
+            if {i, j} == {1, 2}:
+                continue  # the same round, `gather` with something to say
+            workers.operation = "same"
+            with pytest.raises(RuntimeError, match=r"worker 0 in same \(.*\); workers? 1.* in same \("):
+                (call if rank == 0 else calls[j])()
+    assert workers.gather(lambda: rank) == list(range(size))
+
+
+def messages_do_not_meet_those_of_the_training(rank: int, size: int) -> None:
+    """gloo ends a process that receives more than it expects. The group beside is made once."""
+    workers, groups = of_all(), len(dist.distributed_c10d._world.pg_map)
+    for numel in (1, 1000):
+        gradient = torch.full((numel,), float(rank))
+        training = (
+            dist.all_reduce(gradient, async_op=True) if rank == 0 else None
+        )  # first here, last elsewhere
+        assert workers.mean([rank]) == [(size - 1) / 2]
+        assert of_all().gather(lambda: rank) == list(range(size))
+        (training or dist.all_reduce(gradient, async_op=True)).wait()
+        assert gradient[0] == sum(range(size))
+    assert len(dist.distributed_c10d._world.pg_map) == groups + 1
+
+
 def a_flag_is_seen_by_all_at_the_same_call(rank: int, size: int) -> None:
     workers = Workers.of_job("test", side_group=True)
     answers = [workers.any_async(call == 2 and rank == size - 1) for call in range(5)]
@@ -76,6 +115,8 @@ def a_flag_is_seen_by_all_at_the_same_call(rank: int, size: int) -> None:
         errors_are_raised_on_all,
         values_are_exchanged,
         facts_are_compared,
+        workers_in_different_operations_find_out,
+        messages_do_not_meet_those_of_the_training,
         a_flag_is_seen_by_all_at_the_same_call,
     ],
 )

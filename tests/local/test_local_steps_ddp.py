@@ -189,7 +189,9 @@ def a_difference_between_workers_is_an_error(rank: int, size: int, folder: str) 
         lambda: LocalSteps(2, method=TopK() if last else None).start(build()),
         lambda: LocalSteps(2).start(nn.Linear(2, 3 if last else 2)),
     ):
-        with pytest.raises(RuntimeError, match=rf"LocalSteps: ranks \[{size - 1}\] differ from rank 0 in h"):
+        with pytest.raises(
+            RuntimeError, match=rf"LocalSteps.start: ranks \[{size - 1}\] differ from rank 0 in h"
+        ):
             different()
     ddp = DDP(build())
     with pytest.raises(TypeError, match=rf"rank {size - 1}: .*already averages every gradient"):

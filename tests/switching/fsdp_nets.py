@@ -46,6 +46,26 @@ class Text(nn.Module):
         return self.head(self.layer(self.embed(x) + self.places * self.scale).mean(1))
 
 
+def mixture() -> nn.Module:
+    """A mixture of experts whose gate and up projections are matrices of their own, interleaved, with biases."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 5, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes)
+    config._experts_implementation = "grouped_mm"
+
+    class First(nn.Module):
+        def forward(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
+            return outputs[0].flatten(1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(2), GptOssMLP(config), First(), nn.Linear(192, 5))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    return model
+
+
 def sharder(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], None]:
     """Blocks first: here the layers that a plan may change, so that they are `FSDPLinear` and the like."""
 

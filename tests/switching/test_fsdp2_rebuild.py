@@ -16,6 +16,7 @@ from fsdp_nets import (
     adagrad,
     adamw,
     image_net,
+    mixture,
     momentum,
     rmsprop,
     same_as,
@@ -291,6 +292,10 @@ CASES = {
     "errors": on_mesh(errors_leave_the_model_as_it_was),
 }
 TWO = {
+    "mixture-adamw": on_mesh(check_like_ddp, mixture, adamw),
+    "mixture-momentum-per-expert": on_mesh(
+        check_like_ddp, mixture, momentum, rank=pf.PerExpert(pf.Energy(0.5))
+    ),
     "image-adamw-reset": on_mesh(check_like_ddp, image_net, adamw, state="reset"),
     "image-rmsprop-automatic": on_mesh(check_like_ddp, image_net, rmsprop, rank=None),
     "image-adagrad-reset": on_mesh(check_like_ddp, image_net, adagrad, state="reset"),

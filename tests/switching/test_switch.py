@@ -226,6 +226,19 @@ def test_the_automatic_recipe() -> None:
         assert e.rank is None or e.rank % 16 == 0
 
 
+def test_the_automatic_recipe_without_a_total() -> None:
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch()
+    with pytest.warns(UserWarning, match=r"no total=.* after more than 11 observations, or never") as seen:
+        changed = [switch.step(model, optimizer, epoch=epoch) for epoch in range(14)]  # constant weights
+    assert changed.index(True) == 11
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    with pytest.raises(ValueError, match="total="):
+        pf.Switch(when=pf.RanksSettle(latest=pf.AtFraction(0.5))).step(build(), None, epoch=0)
+
+
 def test_a_call_that_failed_is_not_an_observation() -> None:
     model = build()
     switch = pf.Switch(when=pf.RanksSettle(latest=pf.AtEpoch(0)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.bucket_hook import AtLastBucket, check_hookable, ddp_of, register
+from ..distributed.bucket_hook import AtLastBucket, as_real, check_hookable, ddp_of, gradients_in, register
 from ..distributed.job import find_ddp
 from ..distributed.workers import Workers
 from ..layers.names import own_name
@@ -47,7 +47,7 @@ def compress(
     """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
 
     The hook stays through a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
-    by parameter name.
+    by parameter name. Gradients of complex parameters are compressed as pairs of real numbers; FSDP2 refuses them.
 
     Args:
         model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 inside
@@ -89,7 +89,7 @@ def compress(
     hook = DDPHook(
         ddp.module, workers, workers.run_on_all(lambda: Engine(chosen, ddp.process_group)), optimizer, scaler
     )
-    hook.use(chosen.method, error_feedback)
+    hook._use(chosen.method, error_feedback)
     register(ddp, hook)
     return hook
 
@@ -167,6 +167,10 @@ class DDPHook(AtLastBucket):
         What the old method has not sent becomes error feedback of the new one, or is sent with the next gradient where it
         has none. Other state of the old method is dropped.
         """
+        self.workers.operation = "hook.use"
+        self._use(method, error_feedback)
+
+    def _use(self, method: Methods, error_feedback: bool | None) -> None:
         engine = self.engine
         named = {own_name(name): p for name, p in self.module.named_parameters() if p.requires_grad}
         settings = self.workers.run_on_all(
@@ -228,9 +232,11 @@ class DDPHook(AtLastBucket):
         """Gradients by name, with the strides of their parameters, in which DDP fills the buckets."""
         found: dict[str, Tensor] = {}
         for b in buckets:
-            for p, g in zip(b.parameters(), b.gradients(), strict=True):
-                strided = id(p) in self._strided
-                found[names[id(p)]] = g.as_strided(p.shape, p.stride(), g.storage_offset()) if strided else g
+            for p, g in gradients_in(b):
+                if id(p) in self._strided:
+                    like = as_real(p)
+                    g = g.as_strided(like.shape, like.stride(), g.storage_offset())
+                found[names[id(p)]] = g
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +248,7 @@ class DDPHook(AtLastBucket):
 
         A state that has none of this model's parameters raises ValueError.
         """
-        shapes = {own_name(name): p.shape for name, p in self.module.named_parameters()}
+        shapes = {own_name(name): as_real(p).shape for name, p in self.module.named_parameters()}
         self.engine.load_state_dict(state, shapes)
         self._names = {}
 
@@ -257,7 +263,7 @@ def checked_settings(
     """`settings` with another method, checked against the model's parameters and the optimizers."""
     settings = replace(settings, method=method, error_feedback=error_feedback)
     settings.check_patterns(named)
-    batches = make_batches(settings, named)
+    batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:
         if batch.method.has_momentum:
             _refuse_momentum(type(batch.method).__name__, {n: named[n] for n in batch.names}, optimizers)

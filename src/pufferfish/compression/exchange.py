@@ -1,5 +1,6 @@
 """`Exchange`: one worker's messages, packed into few collectives and sent over a process group."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..distributed.lost_contact import lost_contact
 from .meter import Meter
 from .method import Gather, Message, MessageGenerator, Scatter, Sum
 
@@ -34,6 +36,8 @@ class Transport:
     worker: int
     size: int  # number of workers
     inside: bool = False  # whether messages never leave the machine
+    group: Any = None  # the process group, if there is one
+    operation = "the exchange of gradients"  # what errors name
 
     def __init__(self, meter: Meter | None = None) -> None:
         self.meter = meter or Meter()
@@ -59,8 +63,14 @@ class Transport:
         done, result = start(data)
 
         def wait() -> T:
-            with self.meter.waiting():
-                done()
+            begin = time.perf_counter()
+            try:
+                with self.meter.waiting():
+                    done()
+            except RuntimeError as error:
+                if self.group is None:
+                    raise
+                raise lost_contact(self.operation, self.group, time.perf_counter() - begin) from error
             return result
 
         return wait
@@ -86,7 +96,7 @@ class Group(Transport):
         super().__init__(meter)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self.group: Any = group
+        self.group = group
         self.size = dist.get_world_size(group) if group else 1
         self.worker = dist.get_rank(group) if group else 0
 

@@ -131,6 +131,7 @@ class FSDP2Hook:
         Error feedback continues where the new method has some too; otherwise it is sent with the next gradient. Other
         state of the old method is dropped.
         """
+        self._peers.operation = self._shards.operation = "hook.use"
         settings = self._run_on_all(
             lambda: replace(self.settings, method=method, error_feedback=error_feedback)
         )
@@ -141,6 +142,7 @@ class FSDP2Hook:
 
         State is kept for modules that have the same trainable parameters as before, and dropped for others.
         """
+        self._peers.operation = self._shards.operation = "hook.attach"
         modules, mesh = sharded_modules(model)
         if dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(self._shards.group):
             raise ValueError("compress: this model is sharded over other workers than the one before")

@@ -23,6 +23,12 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
     found: dict[str, Any] = {}
     meshes: list[DeviceMesh] = []
     states = set()
+    for path, p in unwrap(model).named_parameters():
+        if p.is_complex() and p.requires_grad:
+            raise ValueError(
+                f"compress: {own_name(path)} is complex, which is supported under DDP only; keep it as real pairs "
+                "(torch.view_as_real)"
+            )
     for path, module in unwrap(model).named_modules():
         if not isinstance(module, FSDPModule) or module._get_fsdp_state() in states:
             continue

@@ -63,6 +63,25 @@ def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no ot
     return state.take(bucket)
 
 
+def gradients_in(bucket: Any) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of a bucket with their gradients; those of complex parameters as pairs of real numbers (…, 2)."""
+    parameters = bucket.parameters()
+    if not parameters[0].is_complex():  # a bucket has one dtype
+        return list(zip(parameters, bucket.gradients(), strict=True))
+    # The buffer is real. torch's views of it count complex numbers, so they are half as long and in the wrong places.
+    parts = bucket.buffer().split([2 * p.numel() for p in parameters])
+    return [(p, part.view(*p.shape, 2)) for p, part in zip(parameters, parts, strict=True)]
+
+
+def as_real(p: Tensor) -> Tensor:
+    """A parameter in the form of its gradient in `gradients_in`.
+
+    >>> as_real(torch.zeros(3, dtype=torch.complex64)).shape
+    torch.Size([3, 2])
+    """
+    return torch.view_as_real(p.detach()) if p.is_complex() else p
+
+
 def ddp_of(model: nn.Module, caller: str) -> DistributedDataParallel:
     """The DDP wrapper of a model. Raises TypeError, naming the calling function, if there is none."""
     ddp = find_ddp(model)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_hook import AtLastBucket, check_hookable, ddp_of, register
+from .bucket_hook import AtLastBucket, check_hookable, ddp_of, gradients_in, register
 
 _PIECE = 25 * 2**20  # bytes of one message; a larger parameter is sent alone
 
@@ -47,7 +47,7 @@ class Exact(AtLastBucket):
 
     def average(self, buckets: list[Any]) -> None:
         """Average all gradients, in place. Parameters are looked up each time, because a switch replaces them."""
-        gradients = {id(p): g for b in buckets for p, g in zip(b.parameters(), b.gradients(), strict=True)}
+        gradients = {id(p): g for b in buckets for p, g in gradients_in(b)}
         for piece in _pieces([gradients[id(p)] for p in self.module.parameters() if id(p) in gradients]):
             message = torch.cat([g.reshape(-1) for g in piece])
             message /= dist.get_world_size(self.group)  # before the sum, like DDP: a sum in fp16 may overflow

@@ -59,7 +59,7 @@ class FiniteGuard:
         Args:
             loss: checked together with the gradients, if given.
         """
-        workers = Job(self.model).workers
+        workers = Job(self.model, "FiniteGuard").workers
         named = [(own_name(name), p) for name, p in unwrap(self.model).named_parameters()]
         # A byte for each parameter, for the loss of each worker and for the gradients of each worker: 1 is bad.
         sizes = [len(named), workers.size, workers.size]

@@ -34,9 +34,12 @@ class Job:
         ddp: the DDP wrapper, or None.
         sharded: whether the parameters are FSDP2 shards.
         workers: the workers of the DDP or sharded model, or a single process.
+
+    Args:
+        caller: the feature that errors name, such as "switch.step".
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, caller: str = "switch") -> None:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
@@ -45,7 +48,7 @@ class Job:
         group = self.ddp.process_group if self.ddp else dist.group.WORLD if self.sharded else None
         # Offloaded shards are not on the device of their collectives.
         device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
-        self.workers = Workers(group, device)
+        self.workers = Workers(group, device, caller)
 
     @property
     def dense(self) -> nn.Module:
@@ -92,7 +95,7 @@ def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> Non
     if ddp._delay_all_reduce_params and "delay_all_reduce_named_params" not in arguments:
         raise ValueError(
             "DDP does not store its argument delay_all_reduce_named_params; pass it (and param_to_hook_all_reduce) "
-            "again in Switch(rewrap={…})"
+            "again in Switch(rewrap={…}), or merge ddp.module and wrap it again"
         )
 
 

@@ -30,7 +30,8 @@ def spectra(
         names: entries to compute, if not all.
         compute: supplies the weights where `model` is only an outline of a sharded model.
     """
-    weights = factorizable(model, names)
+    # Frozen weights do not change: they would only make ranks look settled.
+    weights = [(e, w) for e, w in factorizable(model, names) if names is not None or e.trainable]
     entries = [e for e, _ in weights]
     owner = owners(entries, workers.size)
 
@@ -50,15 +51,19 @@ def spectra(
 
 def factors(model: nn.Module, plan: Plan, workers: Workers) -> Fill:
     """The factors of a resolved plan, for `replace_layers_`. Each worker computes its share of the SVDs at once."""
-    layers = {name: module for name, _, module in named_modules(model)}
     entries = [e for e in plan if e.rank is not None]
     owner = owners(entries, workers.size)
-    own = {
-        e.name: svd_factors(e, layers[e.layer].get_parameter(e.matrix.weight))
-        for e in entries
-        if e.matrix is not None and owner[e.name] == workers.rank
-    }
-    del layers  # keep no reference to dense layers, so that they are freed when they are replaced
+
+    def on_this_worker() -> dict[str, tuple[Tensor, Tensor, float | None]]:
+        # Inside this function, so that no reference keeps dense layers alive when they are replaced.
+        layers = {name: module for name, _, module in named_modules(model)}
+        return {
+            e.name: svd_factors(e, layers[e.layer].get_parameter(e.matrix.weight))
+            for e in entries
+            if e.matrix is not None and owner[e.name] == workers.rank
+        }
+
+    own = workers.run_on_all(on_this_worker)
 
     def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
         return broadcast_factors(e, own.pop(e.name, None), weight, workers, owner[e.name])

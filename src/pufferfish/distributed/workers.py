@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .lost_contact import lost_contact, workers_text
+
 T = TypeVar("T")
+
+#: Bytes of a round: the name of the operation, and what the workers tell each other.
+_NAME, _PAYLOAD = 88, 40
+
+#: The gloo group beside each group of a job, for the messages of `Workers`. torch owns both.
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 #: Errors that keep their type on the other workers; all others become a RuntimeError there.
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (OSError, ValueError, TypeError)}
@@ -20,42 +34,55 @@ _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (OSError, ValueErr
 class Workers:
     """The processes of one process group, or a single process. All of them call every method.
 
+    Every message begins with a round: an all-gather of fixed size in which each worker names its operation. Workers that
+    are in different operations find out there, and all raise the same error. Where the backend is gloo, messages have
+    a group of their own: in the training group, one that meets a gradient of another size ends the process.
+
     Args:
         group: None for a single process, whose methods need no process group.
         device: of the tensors that the group's collectives take.
-        caller: the feature that errors name.
+        caller: the feature that errors name, such as "switch.step".
+        side_group: use gloo, beside a group of any backend.
+
+    Attributes:
+        operation: what this worker is doing, for errors here and on other workers. It begins as `caller`.
 
     >>> alone = Workers(None, torch.device("cpu"), "example")
     >>> alone.gather(lambda: alone.rank), alone.broadcast_object("plan"), alone.max(torch.tensor([2.0]))
     ([0], 'plan', tensor([2.]))
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, caller: str = "switch") -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        caller: str = "switch",
+        *,
+        side_group: bool = False,
+    ) -> None:
         self.group = group
         self.device = device
-        self.caller = caller
+        self.caller = self.operation = caller
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
+        self._side_group = side_group
         self._all_of_job = False
-        self._pending: tuple[dist.Work, Tensor] | None = None  # of `any_async`
+        self._pending: tuple[dist.Work, list[Tensor]] | None = None  # of `any_async`
 
     @classmethod
     def of_job(cls, caller: str, *, side_group: bool = False) -> Workers:
         """All workers of the job; a single process where no process group is initialized.
 
         Args:
-            side_group: use gloo on the CPU, in a group of its own unless the job runs on gloo, so that messages
-                do not interfere with the training traffic on the GPU.
+            side_group: use gloo on the CPU, in a group of its own, so that messages do not interfere with the training
+                traffic on the GPU.
         """
         if not _initialized():
             workers = cls(None, torch.device("cpu"), caller)
-        elif side_group:
-            gloo = dist.get_backend() == "gloo"
-            group = dist.group.WORLD if gloo else dist.new_group(backend="gloo")
-            workers = cls(group, torch.device("cpu"), caller)
         else:
-            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            workers = cls(dist.group.WORLD, torch.device(device), caller)
+            cuda = dist.get_backend() == "nccl" and not side_group
+            device = torch.device("cuda" if cuda else "cpu")
+            workers = cls(dist.group.WORLD, device, caller, side_group=side_group)
         workers._all_of_job = True
         return workers
 
@@ -70,12 +97,11 @@ class Workers:
         """
         if self.size == 1:
             return decision
-        own = torch.tensor([*hashlib.sha256(facts.encode()).digest(), decision], dtype=torch.uint8)
-        answers = self._all_gather(own)
-        others = [rank for rank, answer in enumerate(answers) if answer[:-1] != answers[0][:-1]]
+        answers = self._round("compare", hashlib.sha256(facts.encode()).digest() + bytes([decision]))
+        others = [rank for rank, answer in enumerate(answers) if answer[:32] != answers[0][:32]]
         if others:
-            raise RuntimeError(f"{self.caller}: ranks {others} differ from rank 0 in {about}")
-        return answers[0][-1]
+            raise RuntimeError(f"{self.operation}: ranks {others} differ from rank 0 in {about}")
+        return answers[0][32]
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every worker and return its own result. An error on one worker is raised on all."""
@@ -93,19 +119,19 @@ class Workers:
         """The value of rank 0, on every worker. JSON must be able to hold it."""
         if self.size == 1:
             return value
-        data = _to_bytes(json.dumps(value)).to(self.device)
-        length = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(length, group=self.group, group_src=0)
+        data = _to_bytes(json.dumps(value))
+        length = int.from_bytes(self._round("broadcast", len(data).to_bytes(8, "big"))[0][:8], "big")
         if self.rank > 0:
-            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        dist.broadcast(data, group=self.group, group_src=0)
+            data = torch.empty(length, dtype=torch.uint8)
+        data = self.broadcast_tensor(data.to(self.device), 0)
         value = json.loads(bytes(data.cpu().numpy()))
         return value
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite `tensor` with the one of rank `source`, and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            with self._contact() as group:
+                dist.broadcast(tensor, group=group, group_src=source)
         return tensor
 
     def max(self, values: Tensor) -> Tensor:
@@ -121,20 +147,22 @@ class Workers:
     def any_async(self, flag: bool) -> bool:
         """Whether any worker passed True: at the next call, or at once in a single process.
 
-        The all-reduce runs while the workers compute, and all of them get the answer at the same call.
+        The messages are sent while the workers compute, and all of them get the answer at the same call.
         """
         if self.size == 1:
             return flag
         if self._pending is not None:
-            request, answer = self._pending
-            request.wait()
-            if answer.item():
-                self._pending = None
+            request, answers = self._pending
+            with self._contact():
+                request.wait()
+            self._pending = None
+            if any(payload[0] for payload in _payloads(answers)):
                 return True
-        answer = torch.tensor([int(flag)], device=self.device)
-        request = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        own, answers = self._message("flag", bytes([flag]))
+        with self._contact() as group:
+            request = dist.all_gather(answers, own, group=group, async_op=True)
         assert request is not None
-        self._pending = request, answer
+        self._pending = request, answers
         return False
 
     def check_equal(self, tensors: Iterable[Tensor]) -> None:
@@ -144,9 +172,9 @@ class Workers:
         digest = hashlib.sha256()
         for x in tensors:
             digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-        answers = self._all_gather(torch.tensor(list(digest.digest()), dtype=torch.uint8))
+        answers = self._round("check", digest.digest())
         assert all(answer == answers[0] for answer in answers), (
-            f"{self.caller}: workers hold different parameters"
+            f"{self.operation}: workers hold different parameters"
         )
 
     def _run(self, work: Callable[[], T], share: bool) -> tuple[T, list[T]]:
@@ -166,9 +194,11 @@ class Workers:
                 message = json.dumps(["", "", result])
         except Exception as error:  # of any kind: the other workers must not wait for this one
             problem, message = error, json.dumps([*_describe(error), None])
-        answers: list[Any] = [
-            json.loads(text) if text else ["", "", None] for text in self._all_gather_text(message)
-        ]
+        try:
+            texts = self._all_gather_text(message)
+        except RuntimeError as lost:
+            raise (problem or lost) from lost.__cause__
+        answers: list[Any] = [json.loads(text) if text else ["", "", None] for text in texts]
         if problem is not None and all(answer[:2] == answers[0][:2] for answer in answers):
             raise problem  # the same on all workers
         for rank, (kind, text, _) in enumerate(answers):
@@ -176,30 +206,88 @@ class Workers:
                 raise _ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}") from problem
         return result, [answer[2] for answer in answers]
 
-    def _all_gather(self, own: Tensor) -> list[list[int]]:
-        own = own.to(self.device)
-        answers = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(answers, own, group=self.group)
-        return [answer.tolist() for answer in answers]
-
     def _all_gather_text(self, text: str) -> list[str]:
         """Texts of all workers. They are padded to the longest; if all are empty, only their lengths are sent."""
         data = _to_bytes(text)
-        lengths = [length for (length,) in self._all_gather(torch.tensor([len(data)]))]
+        lengths = [
+            int.from_bytes(answer[:8], "big") for answer in self._round("run", len(data).to_bytes(8, "big"))
+        ]
         if not any(lengths):
             return [""] * self.size
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = data
+        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own[: len(data)] = data
+        own = own.to(self.device)
+        texts = [torch.empty_like(own) for _ in lengths]
+        with self._contact() as group:
+            dist.all_gather(texts, own, group=group)
         return [
-            bytes(answer[:length]).decode()
-            for answer, length in zip(self._all_gather(padded), lengths, strict=True)
+            bytes(text[:length].cpu().numpy()).decode() for text, length in zip(texts, lengths, strict=True)
         ]
 
     def _all_reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.size > 1:
             values = values.to(self.device)
-            dist.all_reduce(values, op, group=self.group)
+            with self._contact() as group:
+                dist.all_reduce(values, op, group=group)
         return values.cpu()
+
+    def _round(self, kind: str, payload: bytes) -> list[bytes]:
+        """The payloads of all workers, after a check that all are in the same round of the same operation."""
+        own, answers = self._message(kind, payload)
+        with self._contact() as group:
+            dist.all_gather(answers, own, group=group)
+        return _payloads(answers)
+
+    def _message(self, kind: str, payload: bytes) -> tuple[Tensor, list[Tensor]]:
+        """The message of this worker in a round, and memory for those of all."""
+        name = f"{self.operation} ({kind})".encode()[:_NAME].ljust(_NAME, b"\0")
+        own = torch.tensor(list(name + payload.ljust(_PAYLOAD, b"\0")), dtype=torch.uint8, device=self.device)
+        return own, [torch.empty_like(own) for _ in range(self.size)]
+
+    @contextmanager
+    def _contact(self) -> Iterator[dist.ProcessGroup]:
+        """The group for messages. If the backend fails, the error names the operation and what others were doing."""
+        assert self.group is not None
+        start = time.monotonic()
+        try:
+            yield self._message_group(self.group)
+        except RuntimeError as error:
+            raise lost_contact(self.operation, self.group, time.monotonic() - start) from error
+
+    def _message_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        timeout = _gloo_timeout(group, self.device)
+        if timeout is None and not self._side_group:
+            return group
+        known = _beside.get(group)
+        beside = known() if known else None
+        if beside is None:  # none yet, or destroyed
+            ranks = dist.get_process_group_ranks(group)
+            beside = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+            _beside[group] = weakref.ref(beside)
+        return beside
+
+
+def _payloads(answers: list[Tensor]) -> list[bytes]:
+    """The payloads of a round. Raises RuntimeError, the same on all workers, if they are in different ones."""
+    messages = [bytes(answer.cpu().numpy()) for answer in answers]
+    places: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        places.setdefault(message[:_NAME].rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    if len(places) > 1:
+        found = "; ".join(f"{workers_text(ranks)} in {place}" for place, ranks in places.items())
+        raise RuntimeError(
+            f"the workers are out of step: {found}; every worker must make the same calls in the same order"
+        )
+    return [message[_NAME:] for message in messages]
+
+
+def _gloo_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Time limit of the group's collectives on this device; None if they do not run on gloo."""
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # none for this device, such as NCCL for the CPU
+        return None
+    return backend.options._timeout if backend.name() == "gloo" else None
 
 
 def _initialized() -> bool:

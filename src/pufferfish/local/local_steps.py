@@ -85,6 +85,7 @@ class LocalSteps:
         self.h = h
         self.method: Methods = NoCompression() if method is None else method
         self._group = Group(group)
+        self._group.operation = "LocalSteps.sync"
         self._settings = Settings(self.method)
         self.engine = Engine(self._settings, self._group)
         for one in self._settings.by_pattern.values():
@@ -113,7 +114,7 @@ class LocalSteps:
         All workers get the parameters and buffers of worker 0, unless state was loaded with `load_state_dict`. The
         state of the outer optimizer and of the compression method for replaced parameters is dropped.
         """
-        resumed, workers, inner = self._resumed, self._workers(model), unwrap(model)
+        resumed, workers, inner = self._resumed, self._workers(model, "start"), unwrap(model)
         anchor, outer = workers.run_on_all(lambda: self._prepare(model, resumed))
         tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
         layout = [(own_name(name), tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors.items()]
@@ -155,7 +156,7 @@ class LocalSteps:
         """Average now, on all workers. Returns False if there was no update since the last average."""
         if self._resumed is not None:
             self.start(model)
-        workers = self._workers(model)
+        workers = self._workers(model, "sync")
         tensors = workers.run_on_all(lambda: self._local_tensors(model))
         workers.agree(repr(self.updates), 0, "the number of updates since the last average")
         if self.updates == 0:
@@ -207,9 +208,9 @@ class LocalSteps:
         self.updates, self.lost = own["updates"], own["lost"]
         self._resumed = own if own["anchor"] else None
 
-    def _workers(self, model: nn.Module) -> Workers:
+    def _workers(self, model: nn.Module, method: str) -> Workers:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return Workers(self._group.group, device, "LocalSteps")
+        return Workers(self._group.group, device, f"LocalSteps.{method}")
 
     def _prepare(
         self, model: nn.Module, resumed: Mapping[str, Any] | None

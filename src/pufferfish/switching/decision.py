@@ -1,14 +1,17 @@
 """`Decision`: when a switch changes the model and with which plan, the same on all workers."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.job import Job, check_rewrap
+from ..distributed.lost_contact import workers_text
 from ..distributed.workers import Workers
-from ..layers.names import named_modules, unwrap
+from ..layers.names import named_modules, own_name, unwrap
 from ..lowrank.checks import (
     UsedGradients,
     check_optimizers_complete,
@@ -16,13 +19,15 @@ from ..lowrank.checks import (
     check_structure,
     factorized_weights,
 )
-from ..optim.carry import check_optimizers
+from ..optim.carry import Carrier, check_optimizers
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss, limit_jump
 from .switch_settings import SwitchSettings
+
+T = TypeVar("T")
 
 
 class Decision:
@@ -40,6 +45,7 @@ class Decision:
         self._automatic = settings.automatic
         self._plan: Plan | None = None
         self._started = False
+        self._warned = False  # that the plan changes little
         self._observed: Position | None = None
 
     def load(self, initial: dict[str, list[float]] | None, history: list[dict[str, float]]) -> None:
@@ -60,14 +66,18 @@ class Decision:
         observe, now = divmod(job.workers.agree(facts, 2 * decision[0] + decision[1], about), 2)
         if not self._started:
             if not switched:
+                if job.workers.rank == 0:
+                    self._warn_without_total(at)
                 self._plan = job.workers.run_on_all(lambda: self._start(job, optimizers))
+                if job.workers.rank == 0:
+                    self._warned = self._plan.warn_if_little_changes(stacklevel=5)
             self._started = True
         return (bool(observe) and self._observe(job, at)) or bool(now)
 
     def prepare(
         self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]
     ) -> tuple[Plan, float | None]:
-        """Check on all workers everything that can fail, and choose the ranks. Changes nothing.
+        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `_checked` repairs.
 
         Args:
             averages: averaged copies of the model, which will be changed too.
@@ -76,25 +86,31 @@ class Decision:
             The plan with all ranks, the same on all workers, and the held-out loss before the switch.
         """
         max_jump = self.settings.max_jump
-        plan = job.workers.run_on_all(lambda: self._checked_plan(job, optimizers, averages))
+        plan = _checked(job, optimizers, lambda: self._checked_plan(job, optimizers, averages))
         plan = _with_slowest_times(plan, job.workers)
         unresolved = [e.name for e in plan if e.rule is not None]
         if unresolved:
             plan = apply_rules(plan, job.spectra(unresolved))
-        plan = Plan.from_json(job.workers.broadcast_object(plan.to_json()))
+        plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
         if max_jump is not None:
             plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
+        if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
+            self._warned = plan.warn_if_little_changes(stacklevel=4)
         return plan, self.loss(job)
 
     def loss(self, job: Job) -> float | None:
-        """Held-out loss of rank 0, on all workers. All of them evaluate, in case `evaluate` calls collectives."""
-        if self.settings.evaluate is None:
+        """Held-out loss of rank 0, on all workers. All of them evaluate, in case `evaluate` calls collectives.
+
+        An error on one worker is raised on all.
+        """
+        evaluate = self.settings.evaluate
+        if evaluate is None:
             return None
-        return job.workers.broadcast_object(held_out_loss(job.inner, self.settings.evaluate))
+        return job.workers.gather(lambda: held_out_loss(job.inner, evaluate))[0]
 
     def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Check on all workers that the factors can be multiplied now."""
-        job.workers.run_on_all(lambda: self._check(job, optimizers, pending=True))
+        _checked(job, optimizers, lambda: self._check(job, optimizers, pending=True))
 
     def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -103,8 +119,17 @@ class Decision:
             return False, back is not None and bool(back(at))
         if isinstance(when, RanksSettle):
             observe = when.due(at) and at != self._observed
-            return observe, bool(when.latest(at)) or when.settled(self.history)
+            return observe, when.overdue(at) or when.settled(self.history)
         return self._automatic and self.initial is None, bool(when(at))
+
+    def _warn_without_total(self, at: Position) -> None:
+        when = self.settings.when
+        if isinstance(when, RanksSettle) and when.latest is None and at.total is None:
+            warnings.warn(
+                f"Switch: switch.step got no total=, so it switches when the ranks settle, after more than {when.span} "
+                "observations, or never; with total= it switches at half of the run at the latest",
+                stacklevel=5,
+            )
 
     def _facts(self, model: nn.Module, at: Position, switched: bool) -> str:
         """Text of everything that must be equal on all workers."""
@@ -156,6 +181,80 @@ class Decision:
             return False
         self.history.append({name: stable_rank(values) for name, values in spectra.items()})
         return self.settings.when.settled(self.history)
+
+
+def _checked(job: Job, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
+    """Run `check` on all workers, then repair on all of them, with a warning, what would go on unnoticed.
+
+    Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
+    is reset: carried over to the factors it would make them NaN at the next update, and the job can train on without it.
+    """
+    parameters = {own_name(name): p for name, p in job.inner.named_parameters()}
+    results: list[T] = []
+
+    def work() -> tuple[list[int], list[str]]:
+        results.append(check())
+        compared = [] if job.sharded or job.workers.size == 1 else _checksums(parameters.values())
+        return compared, _bad_state(optimizers, parameters)
+
+    answers = job.workers.gather(work)
+    sums = [own for own, _ in answers]
+    columns = zip(*sums, strict=True)  # none for shards, which differ
+    differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
+    bad = [name for name in parameters if any(name in names for _, names in answers)]
+    if differ:
+        others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
+        warnings.warn(
+            f"{job.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
+            "DDP averages only gradients, so find what changes parameters on single workers",
+            stacklevel=4,
+        )
+        with torch.no_grad():
+            for p in (parameters[name] for name in differ):
+                p.copy_(job.workers.broadcast_tensor(p.detach().to(job.workers.device).contiguous(), 0))
+    if bad:
+        where = workers_text([worker for worker, (_, names) in enumerate(answers) if names])
+        warnings.warn(
+            f"{job.workers.operation}: the optimizer state of {_some(bad)} contains inf or NaN on {where}; it is reset. "
+            "pf.FiniteGuard skips the updates that cause this",
+            stacklevel=4,
+        )
+        carrier = Carrier([], job.inner)
+        for optimizer in optimizers:
+            for p in (parameters[name] for name in bad):
+                if optimizer.state.pop(p, None) is not None:
+                    carrier.reset_state(optimizer, [p])
+    return results[0]
+
+
+def _checksums(parameters: Iterable[Tensor]) -> list[int]:
+    """A number for each parameter that depends on all its bits: their sum as integers, in one pass on the device."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
+    return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
+
+
+def _bad_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters whose optimizer state contains inf or NaN."""
+    return [
+        name
+        for name, p in parameters.items()
+        for optimizer in optimizers
+        if p in optimizer.state and not all(_finite(x) for x in optimizer.state[p].values())
+    ]
+
+
+def _finite(value: object) -> bool:
+    """Whether a value of optimizer state has only finite numbers; of a sharded one, those of this worker."""
+    return not isinstance(value, Tensor) or bool(getattr(value, "_local_tensor", value).isfinite().all())
+
+
+def _some(names: list[str]) -> str:
+    """
+    >>> _some(["a"]), _some(["a", "b", "c", "d"])
+    ('a', 'a, b, c and 1 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:

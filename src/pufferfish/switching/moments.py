@@ -1,7 +1,9 @@
 """Moments at which a `Switch` changes the model: at a given position, or when the ranks have settled."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from numbers import Integral, Real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,8 @@ class Position:
         now = self.step if self.epoch is None else self.epoch
         if now is None or not self.total:
             raise ValueError(f"{moment}: switch.step needs epoch= or step=, and total= in the same unit")
+        if not self.total > 0:
+            raise ValueError(f"{moment}: switch.step got total={self.total}; pass the length of the run")
         return now / self.total
 
     def __str__(self) -> str:
@@ -38,6 +42,9 @@ class AtEpoch:
 
     n: int
 
+    def __post_init__(self) -> None:
+        _check_whole("AtEpoch", self.n, least=0)
+
     def __call__(self, at: Position) -> bool:
         if at.epoch is None:
             raise ValueError(f"{self}: switch.step needs epoch=")
@@ -49,6 +56,9 @@ class AtStep:
     """True from step `n` on, counted from 0."""
 
     n: int
+
+    def __post_init__(self) -> None:
+        _check_whole("AtStep", self.n, least=0)
 
     def __call__(self, at: Position) -> bool:
         if at.step is None:
@@ -67,8 +77,8 @@ class AtFraction:
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"AtFraction: {self.share} is not between 0 and 1")
+        if not _is_number(self.share) or not 0 <= self.share <= 1:
+            raise ValueError(f"AtFraction: {self.share!r} is not a number between 0 and 1")
 
     def __call__(self, at: Position) -> bool:
         return at.fraction(self) >= self.share
@@ -85,7 +95,15 @@ class RanksSettle:
     window: int = 15  # of the moving average, in observations; shorter → follows faster
     span: int = 11  # number of consecutive changes that must be small; shorter → switches earlier
     tolerance: float = 0.1  # largest mean size of these changes; larger → switches earlier
-    latest: Callable[[Position], bool] = field(default=AtFraction(0.5))
+    latest: Callable[[Position], bool] | None = None  # None: at half of the run, if `total` is given
+
+    def __post_init__(self) -> None:
+        for name in ("every", "window", "span"):
+            _check_whole(f"RanksSettle: {name}", getattr(self, name), least=1)
+        if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"RanksSettle: tolerance: {self.tolerance!r} is not a number ≥ 0")
+        if self.latest is not None and not callable(self.latest):
+            raise TypeError(f"RanksSettle: latest: {self.latest!r} is not a moment such as pf.AtEpoch(80)")
 
     def due(self, at: Position) -> bool:
         """Whether the stable ranks are observed at this position."""
@@ -93,6 +111,16 @@ class RanksSettle:
         if now is None:
             raise ValueError("RanksSettle: switch.step needs epoch= or step=")
         return now % self.every == 0
+
+    def overdue(self, at: Position) -> bool:
+        """Whether `latest` is reached. Its default never is without a total.
+
+        >>> [RanksSettle().overdue(Position(epoch=5, total=total)) for total in (10, 20, None)]
+        [True, False, False]
+        """
+        if self.latest is None:
+            return at.total is not None and AtFraction(0.5)(at)
+        return bool(self.latest(at))
 
     def settled(self, history: Sequence[Mapping[str, float]]) -> bool:
         """Whether the stable ranks have stopped changing.
@@ -126,7 +154,7 @@ def known_in_advance(moment: object) -> bool:
     (True, True, False)
     """
     if isinstance(moment, RanksSettle):
-        return known_in_advance(moment.latest)
+        return moment.latest is None or known_in_advance(moment.latest)
     return type(moment) in (AtEpoch, AtStep, AtFraction)
 
 
@@ -137,3 +165,13 @@ def moment_text(when: object) -> str:
     ('AtEpoch(n=3)', 'all')
     """
     return str(getattr(when, "__qualname__", None) or repr(when))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    """Raise ValueError for anything but a whole number of at least `least`. Integers of NumPy are fine."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name}: {value!r} is not a whole number ≥ {least}")

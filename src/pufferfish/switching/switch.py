@@ -41,7 +41,8 @@ class Switch:
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default) or any function
             of a `Position`.
         back: Moment at which the factors are multiplied, for a full-rank finish.
-        state: "project" carries the optimizer's moments over to the factors, "reset" drops them.
+        state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments with inf or NaN
+            are reset with a warning: the weights are finite (others raise an error), so the job can train on.
         lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker, and the value of rank 0 is used, for the report and for `max_jump`.
@@ -142,6 +143,7 @@ class Switch:
         Args:
             model: Plain, DDP or compiled. It is changed in place.
             optimizer: One or several, changed in place. Pass every optimizer of the model.
+            total: Length of the run in epochs, or in steps if `epoch` is not given.
             also: Averaged copies of the model (EMA, SWA), which become low-rank in the same basis.
 
         Returns:
@@ -152,7 +154,7 @@ class Switch:
         self._scale_rates(optimizers)
         if self._skips(at, optimizers):
             return False
-        job = _job_in_place(model)
+        job = _job_in_place(model, "switch.step")
         if not self._due(job, at, optimizers):
             self._last = at
             return False
@@ -207,7 +209,7 @@ class Switch:
                 model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                 workers=job.workers,
             )  # fmt: skip
-            self._finish(Job(model), plan, at, loss, optimizers)
+            self._finish(Job(model, "switch.rebuild"), plan, at, loss, optimizers)
         self._last = at
         return model, optimizer
 
@@ -223,7 +225,7 @@ class Switch:
         at = Position(epoch=epoch, step=step, total=total)
         if self._over or self._decision.not_due(at, self.report is not None):
             return False
-        return self._due(_job_in_place(model), at, [])
+        return self._due(_job_in_place(model, "switch.due"), at, [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -265,11 +267,12 @@ class Switch:
     ) -> None:
         if not job.sharded:  # shards differ between workers
             job.workers.check_equal(job.inner.parameters())
-        after = self._decision.loss(job)
-        loss = None if before is None or after is None else (before, after)
-        self.report = Report(plan, at, loss, self.settings.max_jump)
+        self.report = Report(plan, at, None, self.settings.max_jump)
         self._decision.gradients.stop()
         self._scale_rates(optimizers)
+        after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
+        if before is not None and after is not None:
+            self.report = dataclasses.replace(self.report, loss=(before, after))
 
     def _merge(self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
         self._decision.prepare_merge(job, optimizers)
@@ -333,8 +336,8 @@ class Switch:
         self._decision.gradients.watch(optimizers)
 
 
-def _job_in_place(model: nn.Module) -> Job:
-    job = Job(model)
+def _job_in_place(model: nn.Module, caller: str) -> Job:
+    job = Job(model, caller)
     if job.sharded:
         raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
     return job

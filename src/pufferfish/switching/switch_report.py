@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning.plan import Entry, Plan
-from ..planning.table import format_table
+from ..planning.plan import LITTLE, Entry, Plan
+from ..planning.table import format_table, obstacles
 from .moments import Position
 
 
@@ -49,18 +49,55 @@ class Report:
         changed = [e for e in self.plan if e.error is not None]
         return sorted(changed, key=lambda e: -(e.error or 0.0))[:5]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger: the switch, or the return to full rank once that has happened.
+
+        >>> import torch, pufferfish as pf
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), evaluate=lambda model: 2.0)
+        >>> if switch.step(model, None, epoch=0):
+        ...     for name, value in switch.report.metrics.items():  # wandb.log(switch.report.metrics)
+        ...         print(name, value)
+        pufferfish/parameters_before 4160
+        pufferfish/parameters_after 2112
+        pufferfish/energy_kept 0.6
+        pufferfish/energy_kept_worst 0.6
+        pufferfish/loss_before 2.0
+        pufferfish/loss_after 2.0
+        """
+        dense, low_rank = self.plan.before.parameters, self.plan.after.parameters
+        if self.merged is not None:
+            return {"pufferfish/parameters_before": low_rank, "pufferfish/parameters_after": dense}
+        metrics: dict[str, float] = {
+            "pufferfish/parameters_before": dense,
+            "pufferfish/parameters_after": low_rank,
+        }
+        if kept := self.energy.values():
+            metrics |= {
+                "pufferfish/energy_kept": sum(kept) / len(kept),
+                "pufferfish/energy_kept_worst": min(kept),
+            }
+        if self.loss is not None:
+            metrics |= {"pufferfish/loss_before": self.loss[0], "pufferfish/loss_after": self.loss[1]}
+        return metrics
+
     def __str__(self) -> str:
         b, a = self.plan.before, self.plan.after
         first = f"Switched to low rank at {self.position}: {b.parameters:,} → {a.parameters:,} parameters"
         back = "" if self.merged is None else f"; merged back to full rank at {self.merged}"
+        if not self.plan.ranks:
+            first = f"The switch at {self.position} changed no layer: {b.parameters:,} parameters"
         lines = [first + back]
+        if self.plan.changed < LITTLE:
+            lines.append(obstacles(self.plan))
         if self.loss is not None:
             lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
         if self.max_jump is not None:
             lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
         rows = [["worst layers", "rank", "energy kept", "relative error"]]
         rows += [[e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst]
-        return "\n".join([*lines, format_table(rows, left=(0,))])
+        return "\n".join([*lines, format_table(rows, left=(0,))] if self.worst else lines)
 
     def _raised(self) -> str:
         """Ranks that `max_jump` raised and layers that it left dense."""

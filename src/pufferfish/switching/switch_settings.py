@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.rewarm import Rewarm
-from ..planning.plan import Plan
+from ..planning.plan import Plan, check_is_plan
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
 from .moments import RanksSettle, When
@@ -33,6 +33,8 @@ class SwitchSettings:
     rewrap: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.plan is not None:
+            check_is_plan(self.plan, "Switch")
         if self.plan is not None and (self.rule is not None or self.keep):
             raise ValueError("Switch: rank= and keep= have no effect with a plan; pass them to pf.plan")
         if self.state not in ("project", "reset"):

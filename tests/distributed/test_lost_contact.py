@@ -1,0 +1,179 @@
+"""Workers that fall out of step: the error names the operation, and the worker where it is known. Real processes on gloo."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from processes import forked, in_processes
+from pufferfish.compression import NoCompression, PowerSGD, TopK
+from pufferfish.compression.method import Method
+from pufferfish.distributed import lost_contact, workers
+from pufferfish.distributed.lost_contact import LostContact
+
+LONG = 60.0  # seconds in which the other workers certainly answer
+
+
+def build() -> DDP:
+    torch.manual_seed(0)
+    return DDP(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 64)).sum().backward()
+
+
+def fail_soon() -> None:
+    """Let collectives of this job fail after a second, from now on: until here workers may be slow."""
+    dist.barrier()
+    world = dist.group.WORLD
+    for group in (world, workers._beside[world]()):
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+
+
+def lost(words: str, work: Callable[[], object]) -> None:
+    """Check that `work` loses contact, with torch's error as the cause."""
+    with pytest.raises(LostContact, match=words) as caught:
+        work()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not isinstance(caught.value.__cause__, LostContact)
+
+
+def one_worker_exits_before_the_switch(rank: int, folder: Path) -> None:
+    lost_contact._GRACE = 0.1
+    ddp = build()
+    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(1))
+    switch.step(ddp, optimizer, step=0)
+    fail_soon()
+    if rank == 0:
+        lost(
+            r"^switch.step: worker 0 lost contact with the others. Worker 1 did not get here within \d+ s",
+            lambda: switch.step(ddp, optimizer, step=1),
+        )
+        assert not switch.low_rank
+
+
+def one_worker_trains_instead_of_switching(rank: int, folder: Path) -> None:
+    """Plain DDP cannot tell the other workers where it is."""
+    lost_contact._GRACE = 0.1
+    ddp = build()
+    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(1))
+    switch.step(ddp, optimizer, step=0)
+    fail_soon()
+    if rank == 0:
+        lost(
+            r"^switch.step: worker 0 lost contact .* Worker 1 did not get here within \d+ s",
+            lambda: switch.step(ddp, optimizer, step=1),
+        )
+    else:
+        with pytest.raises(RuntimeError):
+            backward(ddp)
+
+
+def one_worker_changes_the_method(rank: int, folder: Path, method: Method) -> None:
+    """Also where both workers wait in an all-gather, one for a few bytes and one for a gradient."""
+    lost_contact._GRACE = LONG
+    ddp = build()
+    hook = pf.compress(ddp, method)
+    for _ in range(2):  # DDP itself communicates before the second one
+        backward(ddp)
+    fail_soon()
+    if rank == 0:
+        lost(
+            "^hook.use: worker 0 lost contact .* Worker 1 failed in the exchange of gradients.",
+            lambda: hook.use(PowerSGD(1)),
+        )
+    else:
+        lost(
+            "^the exchange of gradients: worker 1 lost contact .* Worker 0 failed in hook.use.",
+            lambda: backward(ddp),
+        )
+
+
+def one_worker_never_averages(rank: int, folder: Path) -> None:
+    lost_contact._GRACE = 0.1
+    model, local = nn.Linear(4, 4), pf.LocalSteps(1)
+    local.start(model)
+    fail_soon()
+    if rank == 1:
+        lost("^LocalSteps.sync: worker 1 lost contact .* Worker 0 did not", lambda: local.step(model))
+
+
+def one_call_of_checkpoint_is_missing(rank: int, folder: Path) -> None:
+    """The worker that has made more calls finds out during the next step; the other one waits for its gradients."""
+    ddp = build()
+    optimizer = sgd(ddp)
+    with pf.Checkpoint(folder / "checkpoints", ddp, optimizer) as checkpoint:
+        for step in (1, 2):
+            backward(ddp)
+            optimizer.step()
+            if rank == 0 or step == 1:
+                checkpoint.step(step=step)
+        words = r"out of step: worker 0 in checkpoint\.step\(2\) .*; worker 1 in checkpoint\.step\(3\)"
+
+        def go_on() -> None:
+            for step in (3, 4):
+                backward(ddp)
+                checkpoint.step(step=step)
+
+        with pytest.raises(RuntimeError, match=words if rank == 0 else None):
+            go_on()
+
+
+def _worker(rank: int, case: Callable[..., None], folder: Path, args: tuple[object, ...]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    case(rank, folder, *args)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)  # the hang guard
+@pytest.mark.parametrize(
+    ("case", "args"),
+    [
+        (one_worker_exits_before_the_switch, ()),
+        (one_worker_trains_instead_of_switching, ()),
+        (one_worker_changes_the_method, (NoCompression(),)),
+        (one_worker_changes_the_method, (TopK(0.1),)),
+        (one_worker_never_averages, ()),
+        (one_call_of_checkpoint_is_missing, ()),
+    ],
+)
+def test_one_worker_is_elsewhere(case: Callable[..., None], args: tuple[object, ...], tmp_path: Path) -> None:
+    forked(_worker, 2, (case, tmp_path, args), limit=60, name=case.__name__)
+
+
+def different_operations(rank: int, size: int, folder: Path) -> None:
+    ddp = build()
+    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(0))
+    with (
+        pf.Checkpoint(folder, ddp, optimizer) as checkpoint,
+        pytest.raises(RuntimeError, match=r"worker 0 in switch\.step .*; worker 1 in checkpoint\.save"),
+    ):
+        switch.step(ddp, optimizer, step=0) if rank == 0 else checkpoint.save(step=0)
+    assert not switch.low_rank
+    assert switch.step(ddp, optimizer, step=0)  # nothing is broken: the job could go on
+
+
+@pytest.mark.timeout(120)
+def test_workers_in_different_calls_find_out(tmp_path: Path) -> None:
+    in_processes(different_operations, 2, tmp_path)
