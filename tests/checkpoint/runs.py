@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.checkpoint import Checkpoint
+from pufferfish.checkpoint.folder_owner import OWNER
 
 SWITCH, TOTAL = 4, 7
 
@@ -136,4 +137,4 @@ def mixed_precision(model: nn.Module, run: Run) -> Any:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != OWNER)

@@ -19,6 +19,7 @@ from runs import Loader, names
 from torch import nn
 
 from pufferfish.checkpoint import Checkpoint
+from pufferfish.checkpoint.folder_owner import OWNER
 from pufferfish.checkpoint.sigterm import Sigterm
 
 
@@ -60,6 +61,7 @@ def test_a_kill_at_any_file_operation_leaves_an_intact_checkpoint(tmp_path: Path
 
     while True:
         event += 1
+        checkpoint.close()  # the fork is another job, which takes the folder
         was_killed = killed_at(event, write)
         at = checkpoint.resume()
         assert at is not None
@@ -108,9 +110,16 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(OSError, match=r"No space left on device: '.*model\.json'"):
                 checkpoint.save(step=3)
             assert names(tmp_path / "disk" / "a") == ["000001-step-1"]
+            checkpoint.close()
+            (tmp_path / "disk" / "a" / OWNER).unlink()
+            with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                file.write(bytes(4096))
+            assert checkpoint.resume() is not None  # a full disk can still be read
+            with pytest.raises(OSError, match=rf"No space left on device: '.*{OWNER}'"):
+                checkpoint.save(step=3)
             ballast.unlink()
             checkpoint.save(step=3)  # and on, once there is room
 
@@ -119,6 +128,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with tiny_disk(disk, "200k"), Checkpoint(disk, nn.Linear(2, 2)) as checkpoint:
         checkpoint.save(step=1)
+        checkpoint.close()  # no file stays open for writing
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         with pytest.raises(OSError, match="Read-only file system"):
             checkpoint.save(step=2)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from runs import names
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -145,7 +146,7 @@ def an_error_on_one_worker_is_raised_on_all(rank: int, size: int, folder: Path) 
     )
     data.value = 7
     raises_everywhere(ValueError, r"workers \[1\] pass another position", lambda: checkpoint.save(step=rank))
-    assert [path.name for path in folder.iterdir()] == ["000001-step-1"]
+    assert names(folder) == ["000001-step-1"]
     assert checkpoint.resume() is not None
     assert data.value == rank
     newest = checkpoint.save(step=2)
@@ -183,7 +184,7 @@ def sigterm_on_one_worker_stops_all_at_the_same_step(rank: int, size: int, folde
             if checkpoint.step(step=step + 1):
                 break
         assert step == 6  # the flag of step 5 is reduced during the next step
-    assert sorted(path.name for path in folder.iterdir()) == ["000001-step-4", "000002-step-7"]
+    assert names(folder) == ["000001-step-4", "000002-step-7"]
 
 
 def buffers_of_every_worker_are_restored(rank: int, size: int, folder: Path) -> None:

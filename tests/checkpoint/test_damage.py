@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -34,7 +35,7 @@ def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
         for _ in range(7):
             checkpoint.step()
     assert names(tmp_path) == ["000004-step-10", "000005", "000006", "000007", "000008"]
-    files = {file.suffix for path in tmp_path.iterdir() for file in path.iterdir()}
+    files = {file.suffix for name in names(tmp_path) for file in (tmp_path / name).iterdir()}
     assert files == {".json", ".safetensors"}
 
 
@@ -91,6 +92,17 @@ def edit(file: Path) -> None:
         ("manifest.json", edit, "manifest.json: damaged, or not written"),
         ("manifest.json", lambda f: f.write_text("[]"), "manifest.json: damaged, or not written"),
         ("manifest.json", lambda f: f.write_bytes(b"\xff\xfe"), "manifest.json: damaged, or not written"),
+        ("manifest.json", lambda f: f.write_text("[" * 100_000), "manifest.json: damaged, or not written"),
+        (
+            "manifest.json",
+            lambda f: f.write_text('{"a":' * 100_000),
+            "manifest.json: damaged, or not written",
+        ),
+        (
+            "manifest.json",
+            lambda f: f.write_text(json.dumps({"sha256": manifest._digest({})})),
+            "format None",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named(file: str, harm: Any, message: str | None, tmp_path: Path) -> None:

@@ -16,15 +16,16 @@ from torch import nn, optim
 from ..compression.ddp_hook import find_hook
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
-from ..lowrank.factorize import plan_of, ranks_of
+from ..lowrank.factorize import ranks_of
 from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
 from ..switching.switch import Switch
 from .atomic_publish import create_hidden_folder, publish_by_rename
-from .checkpoint_files import SavedCheckpoint, load_model_state, model_state, write_files
+from .checkpoint_files import SavedCheckpoint, check_position, load_model_state, model_state, write_files
 from .checkpoint_folder import newest_checkpoint
-from .expected_structure import expected_structure, is_sharded, restructure_
+from .expected_structure import expected_structure, known_plan, restructure_
+from .folder_owner import FolderOwner
 from .rng_state import rng_state, seed_rng, set_rng_state
 from .sigterm import Sigterm
 
@@ -41,7 +42,8 @@ class Resumed:
 class Checkpoint:
     """Saves a whole training job atomically in `folder` and restores it bit for bit.
 
-    All workers call every method, between two updates. The folder is on a file system that all workers share.
+    All workers call every method, between two updates. The folder is on a file system that all workers share,
+    and belongs to one job at a time: while a job uses it, `resume` and `save` of another one raise ValueError.
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
     generators, `data` and `compressor` are always saved per worker. SIGTERM is caught until `close` or the end
@@ -115,6 +117,7 @@ class Checkpoint:
         self.every, self.keep = every, keep
         self._calls = 0
         self._workers = Workers.of_job("Checkpoint", side_group=True)
+        self._owner: FolderOwner | None = None  # of worker 0, from the first `resume` or `save` on
         self._sigterm = Sigterm()
         weakref.finalize(self, self._sigterm.close)
 
@@ -125,8 +128,9 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Restore the previous SIGTERM handler."""
+        """Restore the previous SIGTERM handler, and let other jobs use the folder."""
         self._sigterm.close()
+        self._owner = None
 
     def step(self, *, step: int | None = None, **position: Any) -> bool:
         """Save when it is due, or when any worker has received SIGTERM. Call it after every update.
@@ -140,8 +144,9 @@ class Checkpoint:
             with several workers it is the one after the signal, because the flag is reduced during a step.
         """
         self._calls += 1
-        stop = self._workers.any_async(self._sigterm.seen)
         now = self._calls if step is None else step
+        self._workers.operation = f"checkpoint.step({now})"
+        stop = self._workers.any_async(self._sigterm.seen)
         if stop or (self.every is not None and now % self.every == 0):
             self.save(step=step, **position)
         return stop
@@ -158,9 +163,11 @@ class Checkpoint:
         Returns:
             The folder of the checkpoint.
         """
+        self._workers.operation = "checkpoint.save"
         self._check_compressor()
         position = ({} if step is None else {"step": step}) | position
-        hidden = Path(self._workers.run_on_first(lambda: str(create_hidden_folder(self.folder))))
+        name, job = self._workers.run_on_first(self._begin_save)
+        hidden = Path(name)
         try:
             parts: list[Any] = self._workers.gather(
                 lambda: [self._write(hidden, position), json.dumps(position)]
@@ -171,7 +178,7 @@ class Checkpoint:
                 raise ValueError(f"{self.folder}: workers {different} pass another position than worker 0")
             size = self._workers.size
             published = self._workers.run_on_first(
-                lambda: str(publish_by_rename(hidden, files, size, step, self.keep))
+                lambda: str(publish_by_rename(hidden, files, size, job, step, self.keep))
             )
             return Path(published)
         finally:
@@ -190,8 +197,9 @@ class Checkpoint:
         Returns:
             The position of the run; None if there is no checkpoint.
         """
+        self._workers.operation = "checkpoint.resume"
         self._check_compressor()
-        newest = self._workers.run_on_first(lambda: newest_checkpoint(self.folder, damaged))
+        newest = self._workers.run_on_first(lambda: self._newest(damaged))
         if newest is None:
             return None
         apply = self._workers.run_on_all(lambda: self._prepare_resume(*newest))
@@ -214,14 +222,17 @@ class Checkpoint:
             raise ValueError(f"{saved.path}: saved from a sharded model without switch=, so without its plan")
         return saved.plan
 
+    def _begin_save(self) -> tuple[str, str]:
+        self._owner = FolderOwner.take(self.folder)
+        return str(create_hidden_folder(self.folder)), self._owner.job
+
+    def _newest(self, damaged: str) -> tuple[str, str] | None:
+        self._owner = FolderOwner.take_to_resume(self.folder)
+        return newest_checkpoint(self.folder, damaged)
+
     def _write(self, hidden: Path, position: dict[str, Any]) -> dict[str, Any]:
         """Write this worker's files and return their manifest entries."""
-        for name, value in position.items():
-            types = int if name == "step" else int | float | str | None
-            if not isinstance(value, types) or (name == "step" and value < 0):
-                raise TypeError(
-                    f"{name}={value!r}: a position consists of numbers and strings, and step is an int of at least 0"
-                )
+        check_position(position)
         if not hidden.is_dir():
             raise OSError(
                 f"{self.folder}: this worker does not see files of worker 0; all workers must share it"
@@ -234,13 +245,14 @@ class Checkpoint:
             set(weights) if model_per_worker else {own_name(name) for name, _ in inner.named_buffers()}
         )
         optimizers = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
+        plan = known_plan(self.model, self.switch)
         job_states = {
             "model": weights,
             "optimizer": optimizers,
             "training": {
                 "position": position,
                 "ranks": ranks_of(inner),
-                "plan": self._plan(),
+                "plan": plan and plan.to_json(),
                 "averages": len(self.also),
                 "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
             },
@@ -259,14 +271,6 @@ class Checkpoint:
                 f"{self.folder}: the model's gradients are compressed, and that state would be lost; pass "
                 "compressor=hook, the result of pf.compress, to Checkpoint"
             )
-
-    def _plan(self) -> str | None:
-        """Return the plan that makes the dense model this one, as JSON; None if it is dense or not known."""
-        ranks = ranks_of(self.model)
-        report = self.switch.report if self.switch else None
-        if report is not None and report.plan.ranks == ranks:
-            return report.plan.to_json()
-        return plan_of(self.model).to_json() if ranks and not is_sharded(self.model) else None
 
     def _prepare_resume(self, path: str, digest: str) -> Callable[[], Resumed]:
         """Read and check everything, and return a function that restores it."""

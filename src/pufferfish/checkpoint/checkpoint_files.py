@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layers.names import own_keys, own_name
 from ..optim.by_name import check_optimizer, group_names, names_by_id
+from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .expected_structure import Ranks
 from .manifest import file_record, read_manifest
@@ -49,6 +50,16 @@ def write_files(
             files += _write(folder / name, job_tree, unsharded)
     files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
     return {file.name: file_record(file) for file in files}
+
+
+def check_position(position: Mapping[str, Any]) -> None:
+    """Raise TypeError if JSON cannot hold the position of a run."""
+    for name, value in position.items():
+        types = int if name == "step" else int | float | str | None
+        if not isinstance(value, types) or (name == "step" and value < 0):
+            raise TypeError(
+                f"{name}={value!r}: a position consists of numbers and strings, and step is an int of at least 0"
+            )
 
 
 class SavedCheckpoint:
@@ -129,7 +140,7 @@ class SavedCheckpoint:
         return list(states)
 
     def _read(self, name: str, device: torch.device | None = None) -> Any:
-        tree = json.loads((self.path / f"{name}.json").read_text())
+        tree = read_json(self.path / f"{name}.json")
         return unpack(tree, load_file(self.path / f"{name}.safetensors"), device)
 
 
@@ -160,7 +171,7 @@ def _write(
     path: Path, tree: Any, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> list[Path]:
     text, binary = path.with_suffix(".json"), path.with_suffix(".safetensors")
-    text.write_text(json.dumps(tree, allow_nan=False) + "\n")
+    write_text(text, json.dumps(tree, allow_nan=False) + "\n")
     try:
         save_file(storable(tensors), binary, {"format": "pt"} | (metadata or {}))
     except SafetensorError as error:

@@ -10,15 +10,24 @@ from ..distributed.job import Job
 from ..layers import meta_copy
 from ..layers.names import own_name, unwrap
 from ..lowrank.checks import check_plan
-from ..lowrank.factorize import nan_factors, ranks_of, replace_layers_, svd_factors
+from ..lowrank.factorize import nan_factors, plan_of, ranks_of, replace_layers_, svd_factors
 from ..optim.by_name import group_names, names_by_id
 from ..planning.plan import Plan
+from ..switching.switch import Switch
 
 Ranks = dict[str, dict[str, int]]
 
 
 def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def known_plan(model: nn.Module, switch: Switch | None) -> Plan | None:
+    """Return the plan that makes the dense model this one; None if it is dense or not known."""
+    ranks, report = ranks_of(model), switch.report if switch else None
+    if report is not None and report.plan.ranks == ranks:
+        return report.plan
+    return plan_of(model) if ranks and not is_sharded(model) else None
 
 
 def expected_structure(

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, so that damage is detected when it is read."""
+"""The manifest of a checkpoint: its job, and size and SHA-256 of every file, so that damage is detected."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lowrank.files import sha256, sync
+from ..planning.json_file import read_json, write_text
 
 MANIFEST = "manifest.json"
 _VERSION = 1
@@ -19,12 +20,17 @@ def file_record(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
-def write_manifest(folder: Path, files: Mapping[str, Any], world_size: int) -> None:
-    """Write the manifest of `files` (name → `file_record`) and flush it to disk."""
-    data = {"pufferfish checkpoint": _VERSION, "world": world_size, "files": dict(sorted(files.items()))}
+def write_manifest(folder: Path, files: Mapping[str, Any], world_size: int, job: str) -> None:
+    """Write the manifest of `files` (name → `file_record`) and flush it to disk. `job` identifies the job."""
+    data = {
+        "pufferfish checkpoint": _VERSION,
+        "job": job,
+        "world": world_size,
+        "files": dict(sorted(files.items())),
+    }
     data["sha256"] = _digest(data)
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps(data, indent=1) + "\n")
+    write_text(manifest, json.dumps(data, indent=1) + "\n")
     sync(manifest)
     sync(folder)
 
@@ -42,14 +48,14 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
     if not manifest.is_file():
         raise ValueError(f"{path}: damaged, {MANIFEST} is missing")
     try:
-        data: dict[str, Any] = json.loads(manifest.read_text())
+        data: dict[str, Any] = read_json(manifest)
         digest = data.pop("sha256")
         intact = digest == _digest(data)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish.Checkpoint")
-    version = data["pufferfish checkpoint"]
+    version = data.get("pufferfish checkpoint")
     if version != _VERSION:
         raise ValueError(f"{manifest}: format {version}, this version of pufferfish reads {_VERSION}")
     for name, record in data["files"].items():
@@ -62,6 +68,15 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
         if contents and sha256(file) != record["sha256"]:
             raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
     return data | {"sha256": digest}
+
+
+def read_job(path: Path) -> str | None:
+    """Return the identity of the job that saved the checkpoint at `path`; None if it is damaged or has none."""
+    try:
+        job = read_json(path / MANIFEST)["job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return job if isinstance(job, str) else None
 
 
 def _digest(data: Any) -> str:

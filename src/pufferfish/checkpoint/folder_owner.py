@@ -1,0 +1,127 @@
+"""`FolderOwner`: a checkpoint folder belongs to one job at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import warnings
+import weakref
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar
+
+from ..planning.json_file import errors_name
+from .checkpoint_folder import job_of
+
+#: The file that is locked. Its text names the process that took the folder last.
+OWNER = ".owner"
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+
+
+class FolderOwner:
+    """The right of this process to save into a folder. Worker 0 takes it for its job.
+
+    A lock refuses a second job while the first one lives. The kernel releases it when the process ends, however it ends,
+    so a killed job blocks nobody. Where a file system does not pass locks on to other hosts, the second job gets the
+    folder, and `check` stops the first one before its next save.
+
+    All checkpoints of a process share its right to a folder, until the last reference is dropped.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     owner = FolderOwner.take(Path(folder))
+    ...     FolderOwner.take(Path(folder)) is owner
+    True
+    """
+
+    _of_process: ClassVar[weakref.WeakValueDictionary[Path, FolderOwner]] = weakref.WeakValueDictionary()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._file = folder, folder / OWNER
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._release = weakref.finalize(self, os.close, descriptor)  # closing the file releases the lock
+        try:
+            _lock(self._file, descriptor)
+            #: Identity of the job: that of the folder's checkpoints, or a new one.
+            self.job = job_of(folder) or secrets.token_hex(8)
+            now = datetime.now().astimezone().isoformat(" ", "seconds")
+            self._text = (
+                f"process {os.getpid()} on {socket.gethostname()}, since {now} ({secrets.token_hex(8)})"
+            )
+            with errors_name(self._file):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, self._text.encode(), 0)
+                os.fsync(descriptor)  # now, so that other hosts can read it
+        except BaseException:
+            self._release()
+            raise
+
+    @classmethod
+    def take(cls, folder: Path) -> FolderOwner:
+        """Take the folder, which is created if missing; ValueError if another job has it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve()
+        owner = cls._of_process.get(folder)
+        if owner is None or not owner._release.alive or not owner._file.exists():
+            owner = cls._of_process[folder] = cls(folder)
+        owner.check()
+        return owner
+
+    @classmethod
+    def take_to_resume(cls, folder: Path) -> FolderOwner | None:
+        """Take the folder; ValueError if another job has it, or has put checkpoints into it.
+
+        None if this process can read the folder, but not write to it; `take` raises the reason before a save.
+        """
+        try:
+            owner = cls.take(folder)
+        except OSError as error:
+            if error.errno in _NOT_WRITABLE and folder.is_dir():
+                return None
+            raise
+        job = job_of(folder)
+        if job not in (None, owner.job):
+            raise ValueError(f"{folder}: its checkpoints are of job {job}, this is job {owner.job}")
+        return owner
+
+    def check(self) -> None:
+        """Raise ValueError if another process has taken the folder since."""
+        holder = self._file.read_text(encoding="utf-8", errors="replace")
+        if holder != self._text:
+            raise ValueError(
+                f"{self.folder}: another job has taken it, {_readable(holder)}; to keep their checkpoints apart, "
+                "this one does not use it any more. Give each job its own folder"
+            )
+
+    @classmethod
+    def _release_all(cls) -> None:
+        for owner in list(cls._of_process.values()):
+            owner._release()
+
+
+# A forked process, such as a worker of a DataLoader, must not keep the lock when the job has been killed.
+os.register_at_fork(after_in_child=FolderOwner._release_all)
+
+
+def _lock(file: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _readable(file.read_text(encoding="utf-8", errors="replace"))
+        raise ValueError(
+            f"{file.parent}: in use by another job, {holder}; stop that job, or give this one its own folder. To "
+            "read checkpoints of a running job, copy them to another folder"
+        ) from None
+    except OSError as error:
+        warnings.warn(
+            f"{file}: this file system has no locks ({error.strerror}); make sure that no two jobs use the folder",
+            stacklevel=2,
+        )
+
+
+def _readable(holder: str) -> str:
+    """The text of the file without the random number, which tells processes with the same name apart."""
+    return holder.partition(" (")[0] or "which has just started"

@@ -1,0 +1,277 @@
+"""A checkpoint folder belongs to one job: real processes that take it, are killed, and start again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import names
+from torch import nn
+
+from processes import in_processes
+from pufferfish.checkpoint import Checkpoint, manifest
+from pufferfish.checkpoint.folder_owner import OWNER, FolderOwner
+
+pytestmark = pytest.mark.timeout(120)  # the hang guard
+
+
+def live(folder: Path, weight: float, orders: Connection) -> None:
+    """A job that does as it is told: `resume`, `save` or `fork`; it answers with the result."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, weight)
+    checkpoint = Checkpoint(folder, model)
+    step = 0
+    while True:
+        match orders.recv():
+            case "resume":
+                try:
+                    at = checkpoint.resume()
+                    orders.send(at and at.position["step"])
+                except ValueError as error:
+                    orders.send(str(error))
+            case "save":
+                step += 1
+                orders.send(checkpoint.save(step=step).name)
+            case "fork":  # as a DataLoader does for its workers
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+                orders.send(child)
+
+
+class OtherJob:
+    """A job in another process."""
+
+    def __init__(self, folder: Path, weight: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(target=live, args=(folder, weight, theirs), daemon=True)
+        self.process.start()
+
+    def tell(self, order: str) -> Any:
+        self.orders.send(order)
+        assert self.orders.poll(60)
+        return self.orders.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextlib.contextmanager
+def other_job(folder: Path, weight: float = 0.0) -> Iterator[OtherJob]:
+    job = OtherJob(folder, weight)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def job_in(checkpoint: Path) -> str:
+    job: str = json.loads((checkpoint / "manifest.json").read_text())["job"]
+    return job
+
+
+def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with other_job(folder, weight=1.0) as first:
+        assert first.tell("resume") is None  # the folder is empty, and taken
+        model = nn.Linear(2, 2)
+        with Checkpoint(folder, model) as second:
+            for _ in range(2):
+                refused = (
+                    rf"new: in use by another job, process {first.process.pid} on .*, since .*; stop that"
+                )
+                with pytest.raises(ValueError, match=refused):
+                    second.resume()
+                with pytest.raises(ValueError, match=refused):
+                    second.save(step=7)
+                assert first.tell("save") is not None
+            assert names(folder) == ["000001-step-1", "000002-step-2"]
+            first.kill()
+            at = second.resume()
+            assert at is not None
+            assert at.position == {"step": 2}
+            assert model.weight.eq(1.0).all()
+            assert job_in(second.save(step=3)) == job_in(folder / "000001-step-1")
+
+
+def test_forked_children_of_a_killed_job_do_not_hold_its_folder(tmp_path: Path) -> None:
+    with other_job(tmp_path) as first:
+        first.tell("save")
+        child = first.tell("fork")
+        first.kill()
+        try:
+            os.kill(child, 0)  # it lives
+            with Checkpoint(tmp_path, nn.Linear(2, 2)) as second:
+                assert second.resume() is not None
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def refused_on_all_workers(rank: int, size: int, folder: Path) -> None:
+    checkpoint = Checkpoint(folder, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"rank 0: .*in use by another job"):
+        checkpoint.resume()
+    with pytest.raises(ValueError, match=r"rank 0: .*in use by another job"):
+        checkpoint.save(step=1)
+
+
+def taken_by_two_workers(rank: int, size: int, folder: Path) -> None:
+    with Checkpoint(folder, nn.Linear(2, 2)) as checkpoint:
+        assert checkpoint.resume() is None
+        checkpoint.save(step=1)
+
+
+def test_a_job_of_two_workers(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        checkpoint.resume()
+        in_processes(refused_on_all_workers, 2, tmp_path)
+    in_processes(taken_by_two_workers, 2, tmp_path)  # closed: nobody has it
+    assert names(tmp_path) == ["000001-step-1"]
+
+
+def test_checkpoints_of_one_process_share_a_folder(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    first, second = Checkpoint(tmp_path, model), Checkpoint(tmp_path / "a" / "..", model)
+    (tmp_path / "a").mkdir()
+    assert first.resume() is None
+    assert second.resume() is None
+    assert job_in(first.save(step=1)) == job_in(second.save(step=2))
+    first.close()
+    with other_job(tmp_path) as other:
+        assert "in use by another job" in other.tell("resume")  # the second one still holds it
+    del second  # without close
+    with other_job(tmp_path) as other:
+        assert other.tell("resume") == 2
+    assert first.save(step=3).name == "000003-step-3"  # a closed one takes it again
+    first.close()
+
+
+def test_a_job_that_lost_its_folder_stops(tmp_path: Path) -> None:
+    """As on a file system whose locks other hosts do not see."""
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as first:
+        assert first.resume() is None
+        (tmp_path / OWNER).unlink()  # and the lock with it
+        with other_job(tmp_path) as second:
+            assert second.tell("save") == "000001-step-1"
+            lost = rf"another job has taken it, process {second.process.pid} on"
+            with pytest.raises(ValueError, match=lost):
+                first.save(step=9)
+            with pytest.raises(ValueError, match=lost):
+                first.resume()
+            assert second.tell("save") == "000002-step-2"
+        assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:
+        checkpoint.save(step=1)
+        shutil.rmtree(tmp_path / "a")
+        checkpoint.save(step=2)
+        assert names(tmp_path / "a") == ["000001-step-2"]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        with pytest.warns(
+            UserWarning, match=r"\.owner: this file system has no locks \(No locks available\)"
+        ):
+            assert checkpoint.resume() is None
+        checkpoint.save(step=1)
+        assert checkpoint.resume() is not None
+
+
+# Identity.
+
+
+def saved(folder: Path) -> tuple[Path, str]:
+    """A checkpoint of a new job, and the identity of that job."""
+    with Checkpoint(folder, nn.Linear(2, 2)) as checkpoint:
+        newest = checkpoint.save(step=1)
+    return newest, job_in(newest)
+
+
+def test_checkpoints_of_another_job_are_not_mixed_in(tmp_path: Path) -> None:
+    _, a = saved(tmp_path / "a")
+    foreign, b = saved(tmp_path / "b")
+    assert a != b
+    copy = tmp_path / "a" / "000009-step-1"
+    model = nn.Linear(2, 2)
+    both = rf"a: checkpoints of different jobs, 000001-step-1 of job {a} and 000009-step-1 of job {b}; move"
+    with Checkpoint(tmp_path / "a", model) as checkpoint:
+        assert checkpoint.resume() is not None
+        before = model.weight.detach().clone()
+        shutil.copytree(foreign, copy)
+        with pytest.raises(ValueError, match=both):
+            checkpoint.resume()
+        assert model.weight.equal(before)
+    with Checkpoint(tmp_path / "a", model) as checkpoint:
+        for start in (checkpoint.resume, checkpoint.save):
+            with pytest.raises(ValueError, match=both):
+                start()
+        shutil.rmtree(copy)
+        assert checkpoint.resume() is not None
+
+
+def test_all_checkpoints_replaced_by_those_of_another_job(tmp_path: Path) -> None:
+    _, a = saved(tmp_path / "a")
+    foreign, b = saved(tmp_path / "b")
+    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:
+        checkpoint.resume()
+        shutil.rmtree(tmp_path / "a" / "000001-step-1")
+        shutil.copytree(foreign, tmp_path / "a" / "000002-step-1")
+        with pytest.raises(ValueError, match=f"its checkpoints are of job {b}, this is job {a}"):
+            checkpoint.resume()
+    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:  # a new start: branches off from b
+        assert checkpoint.resume() is not None
+        assert job_in(checkpoint.save(step=2)) == b
+
+
+def test_folders_of_earlier_versions_have_no_identity(tmp_path: Path) -> None:
+    old, _ = saved(tmp_path)
+    data = json.loads((old / "manifest.json").read_text())
+    del data["job"], data["sha256"]
+    (old / "manifest.json").write_text(json.dumps(data | {"sha256": manifest._digest(data)}))
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        assert checkpoint.resume() is not None
+        job = job_in(checkpoint.save(step=2))
+        assert checkpoint.resume() is not None
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        assert checkpoint.resume() is not None
+        assert job_in(checkpoint.save(step=3)) == job
+
+
+def test_a_damaged_newest_checkpoint_does_not_hide_the_identity(tmp_path: Path) -> None:
+    first, job = saved(tmp_path)
+    shutil.copytree(first, tmp_path / "000002-step-2")
+    (tmp_path / "000002-step-2" / "manifest.json").write_text("[" * 100_000)
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        with pytest.warns(UserWarning, match="resuming from the one before"):
+            assert checkpoint.resume(damaged="previous") is not None
+        assert job_in(checkpoint.save(step=3)) == job
+
+
+def test_the_identity_does_not_use_random_numbers(tmp_path: Path) -> None:
+    import random
+
+    random.seed(0)
+    before = random.getstate()
+    owner = FolderOwner.take(tmp_path)
+    assert len(owner.job) == 16
+    assert random.getstate() == before
