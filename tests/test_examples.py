@@ -191,6 +191,16 @@ def test_finetune(tmp_path: Path, run: Callable[..., str]) -> None:
     assert tuned.state_dict().keys() == transformers.GPT2LMHeadModel(config).state_dict().keys()
 
 
+def test_hugging_face(tmp_path: Path, run: Callable[..., str]) -> None:
+    pytest.importorskip("transformers")
+    stages = dict(re.findall(r"(trained|loaded|merged): (.*)", run("hugging_face.py")))
+    assert stages == dict.fromkeys(
+        ("trained", "loaded", "merged"), "The quick brown fox jumps over the lazy dog."
+    )
+    assert (tmp_path / "low-rank" / "pufferfish.safetensors").is_file()
+    assert (tmp_path / "low-rank" / "tokenizer_config.json").is_file()
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda p: p.name)
 def test_shell_scripts_are_well_formed(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from processes import in_processes, same_everywhere
 from pufferfish.cli import main
 
 README = Path(__file__).parents[1] / "README.md"
@@ -41,6 +44,48 @@ def test_the_labs_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (GUIDE.parent / "report.png").is_file()
 
 
+def quick_start() -> str:
+    """The code after the diff."""
+    (diff,) = blocks("diff")
+    assert sum(line.startswith("+") for line in diff.splitlines()) <= 6
+    return "\n".join(line[1:] for line in diff.splitlines())
+
+
+def build_ddp() -> nn.Module:
+    torch.manual_seed(0)
+    return DDP(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)))
+
+
+def runs_under_ddp(rank: int, size: int, folder: str) -> None:
+    os.chdir(folder)
+    x, y = torch.randn(8, 64)[rank::size], (torch.arange(8) % 4)[rank::size]
+    user: dict[str, Any] = {
+        "build_model": build_ddp,
+        "loss": nn.functional.cross_entropy,
+        "batches": lambda: [(x, y)] * 2,
+        "epochs": 3,
+    }
+    automatic, count = re.subn(r"pf\.Switch\(.*(?=  #)", "pf.Switch()", quick_start())
+    assert count == 1
+    for code in (quick_start(), automatic):
+        exec(code, user)
+        ddp = user["ddp"] = user["model"]
+        assert user["switch"].report is not None
+        assert isinstance(ddp, DDP)
+        assert all(type(layer) in (nn.Linear, nn.ReLU) for layer in ddp.module)
+        for p in ddp.parameters():
+            assert same_everywhere(p)
+    (compress,) = (snippet for snippet in blocks("python") if "ddp" in snippet)
+    exec(compress, user)
+    user["loss"](ddp(x), y).backward()
+    assert user["hook"].meter.as_dict()["steps"] == 1
+    user["checkpoint"].close()
+
+
+def test_the_quick_start_under_ddp(tmp_path: Path) -> None:
+    in_processes(runs_under_ddp, 2, str(tmp_path))
+
+
 def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x = torch.randn(8, 64)
@@ -53,29 +98,26 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
         "loss": nn.functional.cross_entropy,
         "batches": lambda: [(x, torch.arange(8) % 4)] * 2,
         "epochs": 3,
-        "warm_up": 1,
         "x": x,
         "y": torch.arange(8) % 4,
         "held_loss": lambda m: nn.functional.cross_entropy(m(x), torch.arange(8) % 4),
         "steps": 100,
     }
-    (diff,) = blocks("diff")
-    added = [line for line in diff.splitlines() if line.startswith("+")]
-    assert len(added) <= 6
-    exec("\n".join(line[1:] for line in diff.splitlines()), user)
+    exec(quick_start(), user)
     model = user["model"]
     assert isinstance(model, nn.Sequential)
-    assert user["switch"].report.plan["0"].reason == "kept by pattern '0'"
-    assert user["switch"].report.plan["2"].rank == 16
+    assert user["switch"].report.plan.ranks == {"0": {"": 16}, "2": {"": 16}}
     assert all(type(layer) in (nn.Linear, nn.ReLU) for layer in model)
     for snippet in blocks("python"):
+        if "ddp" in snippet:  # runs above
+            continue
         model = user["model"] = build_model()
         optimizer = user["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
         user["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         exec(snippet, user)
         if "checkpoint" in user:
             user.pop("checkpoint").close()
-            assert len(list((tmp_path / "runs" / "a").iterdir())) == 1
+            assert len(list((tmp_path / "runs" / "a").glob("0*"))) == 1
     assert (tmp_path / "small" / "model.safetensors").is_file()
     torch.testing.assert_close(user["own"](x), user["fresh"](x))
 

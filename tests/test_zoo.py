@@ -3,34 +3,42 @@
 import copy
 import math
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import pufferfish as pf
+from pufferfish.layers import base
 from zoo import ZOO, Case
 from zoo.case import all_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning"),  # exporting nn.LSTM
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The plan changes:UserWarning"),  # siamese, weight_norm_tcn
+    pytest.mark.filterwarnings("error:the example does not run on meta tensors:UserWarning"),
 ]
 
 # Models without factorized layers, and the start of the reason given for every large layer.
 DENSE = {"siamese": "tied weight"}
+# Models whose MACs are counted on a real copy, and the operation that has no meta kernel. The others are not copied.
+COPIED = {"bilstm_tagger": "pack_padded_sequence"}
 # Models that do not support float64, and the operation that does not. The others are compared to 1e-8.
-SINGLE = {"char_rnn": "one_hot(...).float()", "hf_mixtral": "torch._grouped_mm"}
-# Models whose forward reads a layer's weight, which multiplies the factors.
-READS_WEIGHT = {
-    "hf_t5": "wo.weight.dtype",
-    "hf_vit": "projection.weight.dtype",
-}
+SINGLE = {"char_rnn": "one_hot(...).float()"}
+# Models that compute in float32 also where they get float64, and what: compared to 1e-6.
+ROUNDED = {"hf_nemotron_h": "sum of the experts, as they are multiplied by float32 weights of the router"}
+# Models with layers whose gradient is zero in the dense model too: their input is zero, or their values are equal.
+UNUSED = {"hf_detr": "model.decoder.layers.0.self_attn.[qkv]_proj.*"}
 # Export takes seconds: by default one model for each type of low-rank layer.
 EXPORTED = {
     "resnet_basic", "unet", "vit_encoder", "lstm_tied", "gru_seq2seq", "char_rnn", "hf_gpt2", "hf_mixtral", "vit_lora",
@@ -51,7 +59,7 @@ class Subject:
     @property
     def example(self) -> Any:
         args, kwargs = self.inputs
-        return (lambda model: model(*args, **kwargs)) if kwargs else args
+        return self.run_counted if args and kwargs else kwargs or args
 
     def build(self, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
@@ -59,11 +67,16 @@ class Subject:
 
     @cached_property
     def dense(self) -> nn.Module:
-        return self.build()
+        """A model that has run: libraries install hooks and store tensors and flags in the first forward pass."""
+        model = self.build()
+        self.run(model)
+        return model
 
     @cached_property
     def plan(self) -> pf.Plan:
-        return pf.plan(self.dense, rank=0.25, multiple=8, example=self.example)
+        warns = self.name in COPIED
+        with pytest.warns(UserWarning, match="on a real copy of the model") if warns else nullcontext():
+            return pf.plan(self.dense, rank=0.25, multiple=8, frozen=True, example=self.example)
 
     @cached_property
     def _factorized(self) -> tuple[nn.Module, torch.optim.SGD, pf.Plan]:
@@ -86,6 +99,11 @@ class Subject:
         )
         return model(*args, **kwargs)
 
+    def run_counted(self, model: nn.Module) -> Any:
+        """Run with attention of plain products: other kernels compute some of them again in backward."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.run(model)
+
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         model.train()
         optimizer.zero_grad()
@@ -96,11 +114,15 @@ class Subject:
 
 
 @pytest.fixture(scope="module", params=ZOO)
-def subject(request: pytest.FixtureRequest) -> Subject:
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     case = ZOO[request.param]
     if case.needs:
         pytest.importorskip(case.needs)
-    return Subject(request.param, case)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.linear:
+            patch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+            pf.register(case.linear, pf.layers.LowRankLinear)
+        yield Subject(request.param, case)
 
 
 def types(model: nn.Module) -> list[tuple[str, str]]:
@@ -128,8 +150,12 @@ def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
     assert all((e.rank is None) == bool(e.reason) for e in plan), "exactly one of rank and reason must be set"
 
     # Every parameter of two or more dimensions is in the plan, with all of its weights, once.
+    # But for biases, of which each expert has its own.
     every = {weight_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    shapes: dict[str, Any] = {name: p.shape for name, p in every.items() if p.dim() >= 2}
+    biases = {f"{e.layer}.{e.matrix.bias}" for e in plan if e.matrix is not None and e.matrix.bias}
+    shapes: dict[str, Any] = {
+        name: p.shape for name, p in every.items() if p.dim() >= 2 and name not in biases
+    }
     shapes |= {
         weight_name(name): model.get_submodule(name.partition(".parametrizations")[0]).weight.shape
         for name, _ in model.named_parameters()
@@ -143,9 +169,9 @@ def test_plan_accounts_for_every_matrix(subject: Subject) -> None:
     first = {weight_name(name) for name, _ in model.named_parameters()}
     assert counted.keys() <= shapes.keys()
     assert {name for name in shapes if name in first} <= counted.keys()
-    assert counted == {name: math.prod(shapes[name]) for name in counted}
-    if shapes.keys() <= first and not any("parametrizations" in name for name, _ in model.named_parameters()):
-        vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+    assert counted == {name: math.prod(shapes[name]) if name in first else 0 for name in counted}
+    if not any("parametrizations" in name for name, _ in model.named_parameters()):
+        vectors = sum(p.numel() for name, p in model.named_parameters() if p.dim() < 2 or name in biases)
         assert sum(e.before for e in plan) + vectors == plan.before.parameters
 
 
@@ -154,23 +180,21 @@ def test_something_is_factorized(subject: Subject) -> None:
     assert bool(subject.plan.ranks) == (dense is None)
     if dense is None:
         assert subject.plan.after.parameters < subject.plan.before.parameters
+        assert all(e.rank for e in subject.plan if ".experts." in e.name)
     else:
         assert all(e.reason.startswith((dense, "not smaller")) for e in subject.plan)
 
 
 def test_macs(subject: Subject) -> None:
-    """The plan predicts the MACs of the low-rank model."""
+    """The plan predicts the MACs of the low-rank model, which are counted while it runs."""
     predicted = subject.plan.after
-    actual = pf.plan(subject.low_rank()[0], example=subject.example).before
+    actual = pf.plan(subject.low_rank()[0], example=subject.run_counted).before
     assert predicted.forward_macs
     assert actual.forward_macs
-    if subject.name in READS_WEIGHT:
-        assert 0 < predicted.forward_macs < actual.forward_macs
-    else:
-        assert predicted.forward_macs == actual.forward_macs
-        # In a packed batch, some initial states have no gradient.
-        tolerance = 0.02 if subject.name == "bilstm_tagger" else 0.0
-        assert predicted.backward_macs == pytest.approx(actual.backward_macs, rel=tolerance)
+    assert predicted.forward_macs == actual.forward_macs
+    # In a packed batch, some initial states have no gradient.
+    tolerance = 0.02 if subject.name == "bilstm_tagger" else 0.0
+    assert predicted.backward_macs == pytest.approx(actual.backward_macs, rel=tolerance)
 
 
 def test_factorized(subject: Subject) -> None:
@@ -197,11 +221,13 @@ def test_equals_its_product(subject: Subject, mode: str) -> None:
     dense = copy.deepcopy(model)
     pf.merge_(dense)
     assert not any(isinstance(m, pf.layers.LowRank) for m in dense.modules())
+    if hasattr(dense, "set_experts_implementation"):
+        cast(Any, dense).set_experts_implementation("eager")  # a loop over experts, which takes float64
     with torch.set_grad_enabled(
         mode == "train"
     ):  # without gradients nn.TransformerEncoder uses its fused path
         got, want = (all_tensors(subject.run(m, dtype)) for m in (model, dense))
-    tolerance = 1e-4 if subject.name in SINGLE else 1e-8
+    tolerance = 1e-4 if subject.name in SINGLE else 1e-6 if subject.name in ROUNDED else 1e-8
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
 
 
@@ -229,7 +255,42 @@ def test_trains(subject: Subject) -> None:
     for name, p in factors.items():
         assert p.grad is not None, name
         assert p.isfinite().all(), name
-        assert not torch.equal(p, before[name]), f"{name} did not move"
+        if not fnmatch(name, UNUSED.get(subject.name, "")):
+            assert not torch.equal(p, before[name]), f"{name} did not move"
+
+
+def test_a_model_that_changes_its_weights() -> None:
+    """RWKV divides weights in eval mode and multiplies them in training mode, in place."""
+    pytest.importorskip("transformers")
+    subject = Subject("hf_rwkv", ZOO["hf_rwkv"])
+
+    def build() -> nn.Module:
+        model = subject.build()
+        cast(Any, model).config.rescale_every = 1
+        return model
+
+    # Where it was not seen, it raises before outputs differ.
+    model = build()
+    pf.factorize_(model, pf.plan(model, rank=0.25, multiple=8))
+    subject.run(model)
+    with pytest.raises(RuntimeError, match=r"weight of a low-rank layer .* cannot be changed"):
+        subject.run(model.eval())
+
+    # An example in eval mode shows it: these layers stay dense.
+    model = build().eval()
+    plan = pf.plan(model, rank=0.25, multiple=8, example=subject.example)
+    kept = {
+        e.name for e in plan if e.name.startswith("rwkv.blocks") and e.rank is None and e.matrix is not None
+    }
+    assert kept == {
+        f"rwkv.blocks.{i}.{name}" for i in range(2) for name in ("attention.output", "feed_forward.value")
+    }
+    pf.factorize_(model, plan)
+    dense = copy.deepcopy(model)
+    pf.merge_(dense)
+    for mode in (False, True, False):
+        got, want = (all_tensors(subject.run(m.train(mode))) for m in (model, dense))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 def test_merges_back(subject: Subject) -> None:

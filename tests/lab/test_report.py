@@ -16,6 +16,7 @@ from page import Page
 
 from pufferfish.lab.report import report
 from pufferfish.lab.report.export import latex
+from pufferfish.lab.report.export import markdown as escaped
 from pufferfish.lab.report.seed_statistics import t_quantile
 
 
@@ -156,10 +157,12 @@ def test_texts_say_what_the_page_says(bench: Path, html: str) -> None:
     latex_text = report([bench], "latex")
     rows = list(csv.DictReader(io.StringIO(report([bench], "csv"))))
     for title, shown in tables.items():
-        _, rest = markdown.split(f"## {title}\n\n")
+        _, rest = markdown.split(f"## {escaped(title)}\n\n")
         lines = rest.split("\n\n")[0].splitlines()
         texts = [[text for text, _ in row] for row in shown]
-        assert [line[2:-2].split(" | ") for line in lines[:1] + lines[2:]] == texts
+        assert [line[2:-2].split(" | ") for line in lines[:1] + lines[2:]] == [
+            list(map(escaped, row)) for row in texts
+        ]
         assert f"\\caption{{{latex(title)}." in latex_text
         for row in texts[1:]:
             assert " & ".join(map(latex, row)) + r" \\" in latex_text

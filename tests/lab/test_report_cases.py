@@ -14,7 +14,9 @@ from made_up import some_layers, write_run
 from page import Page
 
 from pufferfish.lab.report import report, write
+from pufferfish.lab.report.export import as_markdown, latex, markdown
 from pufferfish.lab.report.svg import Scale, separate
+from pufferfish.lab.report.tables import Cell, Table
 from pufferfish.measure import RunLog
 
 
@@ -133,14 +135,40 @@ def test_against_and_target(tmp_path: Path) -> None:
         report([tmp_path], against="fp8")
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", 'a"b&c', "100%_$x|{}~^\\"])
+NAMES = [
+    "<script>alert(1)</script>", 'a"b&c', "100%_$x|{}~^\\", "[x](javascript:y)", "![x](y)", "`code` ``", "__init__",
+    "*a* **b**", "a|b\\|c", "~~no~~ &lt; $x$", "# head #", "- item", "1. item", "12) item", "> quote", "<http://a.b>",
+    "weight_decay", "a_ _b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_names_are_text(tmp_path: Path, name: str) -> None:
     write_run(tmp_path / "a", name, 0, layers=[{"name": name, "rank": 2, "full_rank": 8, "shape": [8, 8]}])
     page = Page(report([tmp_path]))
     assert name in page.table("Comparison of methods")
     assert sum(tag == "script" for tag, _, _ in page.elements) == 1
-    assert f"| {name.replace('|', chr(92) + '|')} |" in report([tmp_path], "markdown")
     assert re.findall(r"(?<!\\)[%_#]", report([tmp_path], "latex")) == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, "two\nlines", "a\n\n| b | c |\n|---|---|"])
+def test_names_are_text_in_markdown(tmp_path: Path, name: str) -> None:
+    """A Markdown parser finds the same headings, cells and notes, and nothing in them but text."""
+    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    table = Table(f"of {name}", [name, "x"], [[Cell(name), Cell("+1", 1.0)]], [f"{name}: a note"])
+    tokens = parser.parse(as_markdown([table]))
+    inline = [token for token in tokens if token.type == "inline"]
+    found = ["".join(child.content for child in token.children) for token in inline]
+    once = " ".join(name.split())
+    assert found == [f"of {once}", once, "x", once, "+1", f"{once}: a note"]
+    assert {child.type for token in inline for child in token.children} <= {"text", "text_special"}
+    assert {token.tag for token in tokens} == {"h2", "table", "thead", "tbody", "tr", "th", "td", "p", ""}
+    write_run(tmp_path / "a", name, 0)
+    assert f"\n| {markdown(name)} | " in report([tmp_path], "markdown")
+
+
+def test_names_are_on_one_line_in_latex() -> None:
+    assert latex("two\n\nlines & more") == r"two lines \& more"
 
 
 def test_a_large_bench_stays_small(tmp_path: Path) -> None:

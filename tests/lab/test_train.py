@@ -29,6 +29,7 @@ from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
 from pufferfish.lab.train.layer_records import sample_spectrum
+from pufferfish.lab.train.sinks import JsonLines
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.lab.train.worker_device import check_gpu_count
 from pufferfish.measure import Run, read_run
@@ -417,3 +418,17 @@ def test_all_tasks_say_whether_graphs_fit() -> None:
         isinstance(t.task, Task) and isinstance(t.task.static_shapes, bool) for t in tiny.TINY.values()
     )
     assert not find_task("multi30k").static_shapes
+
+
+def test_json_lines_name_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for line in ("oops", "[" * 100_000, "[1]", '{"step": "1"}'):
+        path.write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2:.* not "):
+            JsonLines(tmp_path, resume=1)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    lines = JsonLines(tmp_path, resume=None)
+    for write in (lambda: lines.log(1, None, {"loss": 1.0}), lines.close):
+        with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+            write()

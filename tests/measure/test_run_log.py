@@ -162,3 +162,14 @@ def test_folder_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="run"):
         RunLog(tmp_path / "run")
     assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    assert log._file is not None
+    log._file.close()
+    log._file = Path("/dev/full").open("w")  # noqa: SIM115 (closed by the log)
+    for write in (lambda: log.log(step=1, loss=1.0), log.close):
+        with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.csv'"):
+            write()

@@ -1,6 +1,17 @@
 """Small, randomly initialized versions of real architectures, to try pufferfish on."""
 
-from . import attention, dense_prediction, hf, image, mlp, recurrent, structure
+from . import (
+    attention,
+    dense_prediction,
+    hf,
+    hf_experts,
+    hf_recurrent,
+    hf_vision,
+    image,
+    mlp,
+    recurrent,
+    structure,
+)
 from .case import Case
 
 ZOO: dict[str, Case] = {
@@ -11,6 +22,9 @@ ZOO: dict[str, Case] = {
     **mlp.CASES,
     **structure.CASES,
     **hf.CASES,
+    **hf_vision.CASES,
+    **hf_recurrent.CASES,
+    **hf_experts.CASES,
 }
 
 __all__ = ["ZOO", "Case"]

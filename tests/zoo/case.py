@@ -40,6 +40,8 @@ class Case:
     """Select a differentiable float tensor from the output."""
     needs: str | None = None
     """Package that `build` needs."""
+    linear: str | None = None
+    """Dotted name of the model's own type of Linear, to register."""
 
 
 def generator() -> torch.Generator:

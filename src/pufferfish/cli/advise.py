@@ -23,7 +23,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .arguments import check_output_file, settings_from
+from .arguments import check_output_file, settings_from, whole
 
 HELP = "recommend how to train on a given network"
 
@@ -32,17 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help="what to train, see above")
     add("--network", metavar="LINK", help="100mbit, '1gbit,delay=5ms', or real: that of this torchrun job")
-    add("--nodes", type=int, metavar="N", help="number of machines (torchrun: taken from the job)")
-    add("--per-node", type=int, metavar="M", help="workers per machine (default: 1; torchrun: from the job)")
+    add("--nodes", type=whole, metavar="N", help="number of machines (torchrun: taken from the job)")
+    add(
+        "--per-node", type=whole, metavar="M", help="workers per machine (default: 1; torchrun: from the job)"
+    )
     add("--engine", default="ddp", metavar="E", help="ddp or fsdp2 (default: ddp)")
     add("--methods", metavar="A,B", help="compression to try (default: bf16,int8,topk-0.01,powersgd-4)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if available; emulated hosts: cpu")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
-    add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
+    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="recipe of the task: short or paper (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
-    add("--steps", type=int, metavar="N", help="steps of the whole run (default: from the task)")
+    add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
     add("--json", action="store_true", help="print the result as JSON")
     add("--check", action="store_true", help="run the three best and decide by measured times")

@@ -28,7 +28,7 @@ examples:
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_folder, settings_from
+from .arguments import check_output_folder, number, settings_from, whole
 
 HELP = "compare training methods over seeds and on a network"
 
@@ -38,22 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", metavar="TASK", help="as in `pufferfish train`")
     text = "as in `pufferfish train`, each optionally with @OPTIMIZER or @OPTIMIZER=LR (default: pufferfish)"
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
-    add("--seeds", type=int, default=1, metavar="N", help="runs per method (default: 1)")
+    add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
-    add("--hosts", type=int, default=1, metavar="N", help="number of emulated machines (default: 1)")
-    add("--per-host", type=int, default=1, metavar="N", help="workers per machine (default: 1)")
-    add("--workers", type=int, metavar="N", help="workers on this machine, instead of --hosts")
+    add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
+    add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
+    add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")
     add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
     add("--simulate", action="store_true", help="simulate all workers in one process; predict times")
-    add("--rounds", type=int, default=5, metavar="N", help="timing rounds (default: 5)")
+    add("--rounds", type=whole, default=5, metavar="N", help="timing rounds (default: 5)")
     add("--recipe", default="short", help="short or paper (default: short)")
-    add("--epochs", type=int, metavar="N", help="epochs (default: from the recipe)")
-    add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
+    add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
+    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu or cuda (default: cpu)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     add("--graph", action="store_true", help="run whole updates as a CUDA graph")
-    add("--target", type=float, metavar="X", help="also report the time to this validation score")
+    add("--target", type=number, metavar="X", help="also report the time to this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
     add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments,
         methods=split_methods(arguments.methods),
         tune=parse_tune(arguments.tune) if arguments.tune else 0,
-        per_host=arguments.workers or arguments.per_host,
+        per_host=arguments.per_host if arguments.workers is None else arguments.workers,
     )
     out = arguments.out or Path("runs") / f"bench-{slug(arguments.task)}"
     if not out.exists():  # an existing folder may be in use by other shards, so no temporary files there

@@ -2,6 +2,8 @@
 
 import argparse
 
+from .arguments import whole
+
 HELP = "list compression methods and the bytes they send"
 
 
@@ -12,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "methods", nargs="*", metavar="METHOD", help=f"for example {examples} (default: all built-in methods)"
     )
     sizes = "numbers of workers (default: 2 8 64)"
-    add("--workers", type=int, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
+    add("--workers", type=whole, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
 
 
 def run(arguments: argparse.Namespace) -> None:

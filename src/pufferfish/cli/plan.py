@@ -23,7 +23,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .arguments import check_output_file
+from .arguments import check_output_file, number, whole
 
 HELP = "show which layers low rank changes and what it saves"
 
@@ -40,9 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
     add("--only", nargs="+", metavar="PATTERN", help="the only layers that may become low-rank")
     add("--override", nargs="+", metavar="PATTERN=R", help="rank R for matching layers")
-    add("--multiple", type=int, metavar="N", help="round computed ranks to a multiple of N (default: 16)")
+    add("--embed", metavar="R", help="rank R for embeddings, which stay dense without it")
+    add("--frozen", action="store_true", help="factorize weights that require no gradient too")
+    add("--multiple", type=whole, metavar="N", help="round computed ranks to a multiple of N (default: 16)")
     saving = "keep layers dense that save less than this fraction of their parameters"
-    add("--min-saving", type=float, default=0.0, metavar="F", help=saving)
+    add("--min-saving", type=number, default=0.0, metavar="F", help=saving)
     modes = (
         "time each layer dense and low-rank, eagerly (default) or in CUDA graphs; slower layers stay dense"
     )
@@ -64,6 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
         overrides=dict(_parse_override(x) for x in arguments.override or ()),
         multiple=arguments.multiple,
         min_saving=arguments.min_saving,
+        embed=arguments.embed,
+        frozen=arguments.frozen,
         measure="graph" if arguments.measure == "graph" else arguments.measure == "eager",
         device=arguments.device,
     )

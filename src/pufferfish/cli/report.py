@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_file
+from .arguments import check_output_file, number
 
 HELP = "compare runs as an HTML page, CSV, LaTeX or Markdown"
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"write {label}")
     add("--against", metavar="NAME", help="method to compare the others with (default: bf16, else dense)")
     target = "also report the time to this validation score, in the unit of the report"
-    add("--target", type=float, metavar="X", help=target)
+    add("--target", type=number, metavar="X", help=target)
     parser.set_defaults(form="html")
 
 

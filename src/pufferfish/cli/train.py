@@ -32,7 +32,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_output_folder
+from .arguments import check_output_folder, number, whole
 from .train_settings import train_settings, worker_layout
 
 if TYPE_CHECKING:
@@ -48,33 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", default="dense", metavar="M", help="see above (default: dense)")
     add("--compress", metavar="C", help="gradient compression, for example powersgd-4 or bf16")
     add("--recipe", default="short", help="short or paper (default: short)")
-    add("--epochs", type=int, metavar="N", help="epochs (default: from the recipe)")
-    add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
-    add("--lr", type=float, metavar="X", help="learning rate (default: from the recipe)")
+    add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
+    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
+    add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")
     add("--optimizer", metavar="O", help="sgd, adam, adamw, lars, lamb or sam (default: from the recipe)")
-    add("--accumulate", type=int, default=1, metavar="N", help="backward passes per update (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    add("--accumulate", type=whole, default=1, metavar="N", help="backward passes per update (default: 1)")
+    add("--seed", type=whole, default=0, metavar="N", help="random seed (default: 0)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--held", type=float, metavar="N", help="images held out for validation: number or fraction")
+    add("--held", type=number, metavar="N", help="images held out for validation: number or fraction")
     add = parser.add_argument_group("workers and devices").add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     add("--compile", action="store_true", help="use torch.compile")
     add("--graph", action="store_true", help="run whole updates as a CUDA graph")
-    add("--workers", type=int, metavar="N", help="processes on this machine")
+    add("--workers", type=whole, metavar="N", help="processes on this machine")
     add("--simulate", action="store_true", help="simulate --workers N in one process; predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"
     link = f"emulated link between --hosts, for example 100mbit or '1gbit,delay=5ms'; {simulated}"
     add("--network", metavar="LINK", help=link)
-    add("--hosts", type=int, metavar="N", help="number of emulated machines")
-    add("--per-host", type=int, metavar="N", help="workers per machine (default: 1)")
+    add("--hosts", type=whole, metavar="N", help="number of emulated machines")
+    add("--per-host", type=whole, metavar="N", help="workers per machine (default: 1)")
     timeout = "how long workers wait for one another before they fail; must exceed the time that validation"
     default = "(default: torch's, 30 minutes; 10 minutes with NCCL)"
-    add("--timeout", type=float, metavar="SECONDS", help=f"{timeout} and saving take {default}")
+    add("--timeout", type=number, metavar="SECONDS", help=f"{timeout} and saving take {default}")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/TASK-METHOD-SEED)")
     every = "updates between checkpoints (default: at the end of epochs, at most every few seconds)"
-    add("--save-every", type=int, metavar="N", help=every)
+    add("--save-every", type=whole, metavar="N", help=every)
     add("--jsonl", action="store_true", help="also write metrics.jsonl, one object per logged step")
     add("--tensorboard", action="store_true", help="also write TensorBoard files")
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..lowrank.files import sync
+from ..planning.json_file import errors_name, write_text
 from .machine import hardware, versions
 from .saved_run import COLUMNS, METRICS_FILE, RUN_FILE, VERSION, read_metrics, read_run_file
 
@@ -118,8 +119,9 @@ class RunLog:
         seconds = f"{self._previous_seconds + time.perf_counter() - self._started:.6f}"
         position = [seconds, str(int(step)), "" if epoch is None else repr(float(epoch))]
         rows = [[*position, name, repr(float(_item(value)))] for name, value in values.items()]
-        self._file.write(_to_csv(rows))
-        self._file.flush()
+        with errors_name(self.folder / METRICS_FILE):
+            self._file.write(_to_csv(rows))
+            self._file.flush()
 
     def result(self, **values: Any) -> None:
         """Add results of the whole run: accuracy, seconds_a_step, bytes_a_step, parameters, peak_memory …"""
@@ -141,8 +143,9 @@ class RunLog:
     def close(self, finished: bool = True) -> None:
         """Close the log; a run closed with `finished=False` can be resumed."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with errors_name(self.folder / METRICS_FILE):
+                file.close()
             self.data["finished"] = _time() if finished else None
             self._write()
 
@@ -177,7 +180,7 @@ def _to_csv(rows: Sequence[Sequence[str]]) -> str:
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8", newline="")
+    write_text(temporary, text)
     sync(temporary)
     temporary.replace(path)
 

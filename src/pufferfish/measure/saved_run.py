@@ -2,11 +2,12 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..planning.json_file import read_json
 
 RUN_FILE, METRICS_FILE = "run.json", "metrics.csv"
 VERSION = 1
@@ -58,12 +59,7 @@ _TYPES: dict[str, Any] = dict.fromkeys(("settings", "versions", "hardware", "res
 
 def read_run_file(path: Path) -> dict[str, Any]:
     """Read the fields of a `run.json`; a missing or invalid one is a ValueError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file") from None
+    data = read_json(path)
     version = data.pop("pufferfish_run", None) if isinstance(data, dict) else None
     if version != VERSION:
         raise ValueError(f"{path} is not a run of format version {VERSION}, the only one supported")

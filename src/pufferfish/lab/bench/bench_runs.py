@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...planning.json_file import read_json
 from ..tasks import Recipe
 from .bench_method import bench_method
 from .bench_settings import BenchSettings
@@ -50,8 +50,8 @@ def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
 def is_finished(folder: Path) -> bool:
     """Whether the folder holds a finished run."""
     try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))["finished"] is not None
-    except (OSError, ValueError, KeyError):
+        return read_json(folder / "run.json")["finished"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...planning.json_file import read_json as read_any_json
 from ..network import LinkShape
 from ..report import write
 from ..tasks import Recipe, Task, find_task
@@ -183,7 +184,7 @@ def parse_tune(text: str) -> int:
     >>> parse_tune("lr=5")
     5
     """
-    match = re.fullmatch(r"lr=([1-9]\d*)", text)
+    match = re.fullmatch(r"lr=([1-9]\d?)", text)
     if match is None:
         raise ValueError(f"--tune {text}: expected a number of learning rates, such as lr=5")
     return int(match[1])
@@ -193,10 +194,7 @@ def read_json(path: Path, if_missing: str) -> dict[str, Any]:
     """Read a JSON object from a file; `if_missing` ends the error message if there is no such file."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {if_missing}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    data = read_any_json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got a {type(data).__name__}")
     return data

@@ -24,13 +24,16 @@ def plan_by_name(
     overrides: Mapping[str, str],
     multiple: int | None,
     min_saving: float,
+    embed: str | None,
+    frozen: bool,
     measure: bool | Literal["graph"],
     device: str,
 ) -> tuple[pf.Plan, list[str]]:
     """Return a model's plan and remarks about its limits; the arguments are those of the command line."""
     rule = as_rule(parse_rank(rank) if rank else 0.25)
     rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
-    weights = any(as_rule(r).needs_weights for r in (rule, *rules.values()))
+    embed_rule = as_rule(parse_rank(embed), "embed") if embed else None
+    weights = any(as_rule(r).needs_weights for r in (rule, *rules.values(), *filter(None, [embed_rule])))
     remarks: list[str] = []
     example: Example | None
     try:
@@ -57,6 +60,8 @@ def plan_by_name(
             overrides=rules,
             multiple=16 if multiple is None else multiple,
             min_saving=min_saving,
+            embed=embed_rule,
+            frozen=frozen,
             example=example,
             measure=measure,
         )

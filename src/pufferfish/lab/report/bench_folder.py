@@ -1,12 +1,12 @@
 """A bench folder as the report reads it: its timed rounds are added to its runs."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...measure import Run
+from ...planning.json_file import read_json
 
 SUMMARY = "summary.json"
 #: Name of the table row for a dense DDP step without any exchange; it has no score.
@@ -66,7 +66,7 @@ def _summary(run: Run) -> dict[str, Any]:
     if root is None or not (root / SUMMARY).is_file():
         return {}
     try:
-        summary: dict[str, Any] = json.loads((root / SUMMARY).read_text(encoding="utf-8"))["methods"]
+        summary: dict[str, Any] = read_json(root / SUMMARY)["methods"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{root / SUMMARY}: not a summary of a bench; run the bench again") from None
     return summary

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 
 from .tables import Table
@@ -11,6 +12,8 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "–": "--",
     "→": r"$\to$", "…": r"\dots{}", "µ": r"\textmu{}", "“": "``", "”": "''", "<": r"$<$", ">": r"$>$", "|": r"$|$",
 }  # fmt: skip
+#: What has a meaning in Markdown: inside of words `_` has none, and `#` only at their start.
+_MARKDOWN = re.compile(r"[\\`*\[<|~$&]|(?<![^\W_])_|_(?![^\W_])|(?<!\S)#")
 
 
 def as_csv(tables: Sequence[Table]) -> str:
@@ -48,11 +51,21 @@ def as_markdown(tables: Sequence[Table]) -> str:
     """
     parts = []
     for table in tables:
-        lines = [f"## {table.title}", "", _line(table.columns)]
+        lines = [f"## {markdown(table.title)}", "", _line(table.columns)]
         lines.append("|" + "|".join("--:" if right else "---" for right in right_aligned(table)) + "|")
         lines += [_line([cell.text for cell in row]) for row in table.rows]
-        parts.append("\n".join(lines + [text for note in table.notes for text in ("", note)]) + "\n")
+        lines += [text for note in table.notes for text in ("", _paragraph(note))]
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def markdown(text: str) -> str:
+    r"""Escape text for Markdown, on one line.
+
+    >>> print(markdown("[a|b](c) weight_decay *x* <b>"))
+    \[a\|b](c) weight_decay \*x\* \<b>
+    """
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def as_latex(tables: Sequence[Table]) -> str:
@@ -84,12 +97,12 @@ def as_latex(tables: Sequence[Table]) -> str:
 
 
 def latex(text: str) -> str:
-    r"""Escape text for LaTeX.
+    r"""Escape text for LaTeX, on one line.
 
     >>> latex("93.4 ± 0.1 %")
     '93.4 $\\pm$ 0.1 \\%'
     """
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
 
 
 def right_aligned(table: Table) -> list[bool]:
@@ -99,7 +112,12 @@ def right_aligned(table: Table) -> list[bool]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(markdown, cells)) + " |"
+
+
+def _paragraph(text: str) -> str:
+    """Escape text that starts a line, so that it does not become a list or a quotation."""
+    return re.sub(r"^(\d*)(?=[-+>.)])", r"\1\\", markdown(text))
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
@@ -61,7 +62,7 @@ def write(text: str, out: str | Path) -> None:
         raise ValueError(f"{path}: {problem}; pass the name of a file in an existing folder")
     temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        write_text(temporary, text)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

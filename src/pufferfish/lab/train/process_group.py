@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ...distributed.lost_contact import LostContact
+
 #: Found in gloo's connection errors, which have no class of their own.
 _GLOO_CONNECTION_ERRORS = ("gloo/transport", "timeout caused pair closure")
 
@@ -41,7 +43,7 @@ def process_group(device: str, timeout: float | None = None) -> Iterator[int]:
     try:
         yield dist.get_world_size()
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        lost = isinstance(error, LostContact | dist.DistNetworkError | dist.DistStoreError)
         if lost or any(text in str(error) for text in _GLOO_CONNECTION_ERRORS):
             raise WorkersUnreachable(re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])) from error
         raise

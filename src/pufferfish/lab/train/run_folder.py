@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...checkpoint.checkpoint_folder import list_checkpoints
 from ...measure import read_run
 from ...measure.saved_run import RUN_FILE, read_run_file
 from ..tasks import Task
@@ -35,7 +36,7 @@ def has_unfinished_run(settings: RunSettings) -> bool:
 def check_same_run(task: Task, settings: RunSettings) -> None:
     """Raise ValueError if the folder holds a run with other settings."""
     folder, record = settings.folder, _record(task, settings)
-    if not (folder / "checkpoints").is_dir() or not (folder / RUN_FILE).exists():
+    if not list_checkpoints(folder / "checkpoints") or not (folder / RUN_FILE).exists():
         return
     saved = read_run(folder).settings
     for name in ("task", "method", "accumulate", "graph", "simulated", "recipe"):

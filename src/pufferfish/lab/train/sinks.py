@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...planning.json_file import errors_name, parse_json, write_text
+
 JSONL = "metrics.jsonl"
 
 
@@ -36,22 +38,31 @@ class JsonLines:
     """
 
     def __init__(self, folder: Path, resume: int | None) -> None:
-        path = folder / JSONL
+        path = self._path = folder / JSONL
         earlier: list[str] = []
         if resume is not None and path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(True)
             complete = [line for line in lines if line.endswith("\n")]
-            earlier = [line for line in complete if json.loads(line)["step"] <= resume]
-        path.write_text("".join(earlier), encoding="utf-8")
+            earlier = [line for n, line in enumerate(complete, 1) if _step(line, f"{path}:{n}") <= resume]
+        write_text(path, "".join(earlier))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, epoch: float | None, values: Mapping[str, float]) -> None:
         finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-        self._file.write(json.dumps({"step": step, "epoch": epoch, **finite}) + "\n")
-        self._file.flush()
+        with errors_name(self._path):
+            self._file.write(json.dumps({"step": step, "epoch": epoch, **finite}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with errors_name(self._path):
+            self._file.close()
+
+
+def _step(line: str, source: str) -> int:
+    row = parse_json(line, source)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError(f"{source}: not a row of {JSONL}; delete the file, or restore it")
+    return int(row["step"])
 
 
 class TensorBoard:
