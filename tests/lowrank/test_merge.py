@@ -118,7 +118,7 @@ def test_plan_of_tells_what_a_model_is_now() -> None:
 @pytest.mark.parametrize(
     ("build", "example"),
     [
-        (lambda: resnet18(width=16), lambda: torch.randn(2, 3, 16, 16)),
+        (lambda: resnet18(channels=16), lambda: torch.randn(2, 3, 16, 16)),
         (lambda: GPT(vocabulary=30, d=32, layers=2, heads=2, context=8), lambda: torch.randint(30, (2, 8))),
     ],
 )

@@ -28,7 +28,7 @@ class Special(nn.Linear):
 
 
 def test_the_table() -> None:
-    model = resnet18(width=16)
+    model = resnet18(channels=16)
     model.layer1[0].conv1.requires_grad_(False)
     plan = pf.plan(
         model, keep=["conv1", "fc"], overrides={"layer4.*": pf.Energy(0.9)}, example=torch.randn(2, 3, 16, 16)

@@ -46,6 +46,22 @@ class Text(nn.Module):
         return self.head(self.layer(self.embed(x) + self.places * self.scale).mean(1))
 
 
+class SelfAttention(nn.Module):
+    """Projections q, k and v that read the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(3 * 64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2)
+        q, k, v = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.head((x + self.o(attended.transpose(1, 2).flatten(2))).flatten(1))
+
+
 def mixture() -> nn.Module:
     """A mixture of experts whose gate and up projections are matrices of their own, interleaved, with biases."""
     from transformers import GptOssConfig

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pufferfish as pf
+from operations import Operations
 from pufferfish.switching.averages import factorize_average_
 
 
@@ -66,6 +67,23 @@ def test_close_to_the_best_of_that_rank() -> None:
     update(live, optimizer, 10)
     ema.update_parameters(live)
     assert torch.isfinite(ema(torch.randn(2, 3, 8, 8))).all()
+
+
+def test_an_update_stays_one_operation_for_all_parameters() -> None:
+    live = build()
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
+    ema = AveragedModel(live, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    names = []
+    for step in range(3):
+        if step == 2:
+            assert pf.Switch(rank=0.25, when=pf.AtStep(2)).step(live, optimizer, step=2, also=[ema])
+        update(live, optimizer, step)
+        with Operations() as operations:
+            ema.update_parameters(live)
+        names.append(operations.names)
+    _, dense, low_rank = names  # the first update copies
+    assert low_rank.count("_foreach_lerp_") == 1
+    assert len(low_rank) == len(dense)
 
 
 def test_back_again() -> None:

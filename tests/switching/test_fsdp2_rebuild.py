@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp_nets import (
     Make,
+    SelfAttention,
     Text,
     adagrad,
     adamw,
@@ -88,6 +89,7 @@ def check_like_ddp(
                 }
             assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
             assert all(isinstance(p, DTensor) for p in model.parameters())
+            assert bool(switch.report.plan.shared_inputs) == (build is SelfAttention)
         losses = [update(m, o, step, text) for m, o in ((model, optimizer), (ddp, other))]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         for schedule in schedules:
@@ -292,6 +294,7 @@ CASES = {
     "errors": on_mesh(errors_leave_the_model_as_it_was),
 }
 TWO = {
+    "shared-inputs-momentum": on_mesh(check_like_ddp, SelfAttention, momentum, shard=fully_shard),
     "mixture-adamw": on_mesh(check_like_ddp, mixture, adamw),
     "mixture-momentum-per-expert": on_mesh(
         check_like_ddp, mixture, momentum, rank=pf.PerExpert(pf.Energy(0.5))

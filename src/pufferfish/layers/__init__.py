@@ -9,6 +9,7 @@ from .grouped import GroupedLinear, Routing
 from .linear import LowRankConv1D, LowRankLinear
 from .matrix import FactorMap, Matrix
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
+from .shared_input import SharedInput
 
 __all__ = [
     "FactorMap",
@@ -27,6 +28,7 @@ __all__ = [
     "LowRankRNN",
     "Matrix",
     "Routing",
+    "SharedInput",
     "low_rank_type",
     "matrices_of",
     "meta_copy",

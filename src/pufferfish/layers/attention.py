@@ -1,6 +1,6 @@
 """Low-rank `nn.MultiheadAttention`: q, k, v and out each have two factors, shared by all heads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from .base import LowRank, any_requires_grad, register
 from .linear import LowRankLinear
 from .matrix import Matrix
 from .product_weight import ProductWeight
+from .shared_input import SharedInput
 
 _INPUTS = {"q": "query", "k": "key", "v": "value"}  # in the order of `forward`'s arguments
 
@@ -47,6 +48,9 @@ class LowRankMultiheadAttention(LowRank):
             linear = nn.Linear(x.n, x.m, bias=x.bias is not None, device="meta", dtype=dtype)
             layer = LowRankLinear(linear, {"": ranks[x.name]}) if x.name in ranks else linear
             self.add_module(x.name, layer)
+        factorized = [x for x in (self.q, self.k, self.v) if isinstance(x, LowRankLinear)]
+        if dense._qkv_same_embed_dim and len(factorized) > 1:
+            SharedInput(factorized)  # in self-attention they read the same tensor
         for name in ("bias_k", "bias_v"):
             value = getattr(dense, name)
             meta = None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
@@ -127,10 +131,10 @@ class LowRankMultiheadAttention(LowRank):
                 return nn.MultiheadAttention.forward(dense, query, key, value, *rest)
         batched = query.dim() == 3
         if not batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            query, key, value = _each_once(lambda x: x.unsqueeze(0), query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+            query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
 
         # Shapes: (batch, time, E), then (batch, heads, time, head_dim).
         q, k, v = self.q(query), self.k(key), self.v(value)
@@ -173,6 +177,15 @@ class LowRankMultiheadAttention(LowRank):
         if not parts:
             return None
         return F.pad(parts[0] if len(parts) == 1 else parts[0] + parts[1], (0, extra))
+
+
+def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Change tensors; those that are the same object stay the same object."""
+    changed: list[Tensor] = []
+    for i, x in enumerate(tensors):
+        first = next(j for j, y in enumerate(tensors) if y is x)
+        changed.append(change(x) if first == i else changed[first])
+    return changed
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,17 @@
 """Low-rank `nn.Linear`: n → r → m."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from .base import LowRankSingle, register
 from .matrix import Matrix
+
+if TYPE_CHECKING:
+    from .shared_input import SharedInput
 
 
 class LowRankLinear(LowRankSingle):
@@ -23,6 +28,7 @@ class LowRankLinear(LowRankSingle):
     """
 
     _transposed = False  # whether the dense weight is stored n × m
+    _shared_input: SharedInput | None = None  # the group of layers that read the same tensor
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__(dense, ranks)
@@ -30,6 +36,11 @@ class LowRankLinear(LowRankSingle):
         r, weight = ranks[""], cast(Tensor, dense.weight)
         self.down = nn.Linear(matrix.n, r, bias=False, device="meta", dtype=weight.dtype)
         self.up = nn.Linear(r, matrix.m, dense.bias is not None, device="meta", dtype=weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shared = self._shared_input
+        inner = None if shared is None else shared.first_product(self, input)
+        return cast(Tensor, self.up(self.down(input) if inner is None else inner))
 
     @classmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layers import FactorMap, LowRank, LowRankEmbedding, low_rank_type, matrices_of, meta_copy
+from ..layers import (
+    FactorMap,
+    LowRank,
+    LowRankEmbedding,
+    LowRankLinear,
+    SharedInput,
+    low_rank_type,
+    matrices_of,
+    meta_copy,
+)
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
@@ -198,7 +207,11 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
             rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
             reason = e.reason if e.matrix is None else "not factorized"
             entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
-    return dense_plan.replace(entries)
+    shared: dict[int, list[str]] = {}
+    for name, _, module in named_modules(model):
+        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in ranks:
+            shared.setdefault(id(module._shared_input), []).append(name)
+    return dataclasses.replace(dense_plan.replace(entries), shared_inputs=tuple(map(tuple, shared.values())))
 
 
 def replace_layers_(
@@ -245,6 +258,10 @@ def replace_layers_(
         carrier.to_factors(mapping)
         _replace(model, paths[layer], dense, low_rank)
     carrier.finish()
+    for names in plan.shared_inputs:
+        layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
+        if len(layers) > 1:
+            SharedInput(layers)
     if "transformers.modeling_utils" in sys.modules:
         from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
     return plan.replace(

@@ -187,6 +187,7 @@ class Plan:
     before: Totals
     parameters: tuple[str, ...] = ()  # names of the model's parameters, in order
     functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
+    shared_inputs: tuple[tuple[str, ...], ...] = ()  # layers that the example calls with the same tensor
 
     def __getitem__(self, name: str) -> Entry:
         if entry := next((e for e in self.entries if e.name == name), None):
@@ -279,6 +280,7 @@ class Plan:
             "before": dataclasses.asdict(self.before),
             "functional": self.functional,
             "parameters": self.parameters,
+            "shared_inputs": self.shared_inputs,
             "entries": [e.as_json() for e in self.entries],
         }
 
@@ -306,6 +308,7 @@ class Plan:
                 before=Totals(**data["before"]),
                 functional=data["functional"],
                 parameters=tuple(data["parameters"]),
+                shared_inputs=tuple(map(tuple, data.get("shared_inputs", ()))),
             )
         except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers import low_rank_type
+from ..layers import LowRankLinear, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .budget import Candidate, allocate
@@ -101,6 +101,7 @@ def plan(
         before=totals(model, profiled),
         parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
         functional=dict(profiled.functional) if profiled else {},
+        shared_inputs=_shared_inputs(profiled.calls, modules) if profiled else (),
     )
     plan = apply_rules(plan, None)
     for e in plan.entries:
@@ -212,6 +213,18 @@ def _select(
     if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix is not None and e.matrix.lookup:
         return e.keep_dense("a lookup has no MACs to save")
     return e.with_rule(rule)
+
+
+def _shared_inputs(
+    calls: Mapping[str, Call], modules: Mapping[str, nn.Module]
+) -> tuple[tuple[str, ...], ...]:
+    """Groups of linear layers that were called with the same tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, call in calls.items():
+        kind = low_rank_type(type(modules[name])) if name in modules else None
+        if kind is not None and issubclass(kind, LowRankLinear) and call.args:
+            groups.setdefault(id(call.args[0]), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
 def _for_each_expert(e: Entry) -> list[Entry]:

@@ -1,8 +1,9 @@
 """`Decision`: when a switch changes the model and with which plan, the same on all workers."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..lowrank.checks import (
     check_plan,
     check_structure,
     factorized_weights,
+    find_compiled,
 )
 from ..optim.carry import Carrier, check_optimizers
 from ..planning.plan import Plan
@@ -47,6 +49,7 @@ class Decision:
         self._started = False
         self._warned = False  # that the plan changes little
         self._observed: Position | None = None
+        self._inputs = _Inputs()
 
     def load(self, initial: dict[str, list[float]] | None, history: list[dict[str, float]]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
@@ -91,6 +94,8 @@ class Decision:
         unresolved = [e.name for e in plan if e.rule is not None]
         if unresolved:
             plan = apply_rules(plan, job.spectra(unresolved))
+        if shared := self._inputs.shared():
+            plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
         if max_jump is not None:
             plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
@@ -151,6 +156,8 @@ class Decision:
         self._check(job, optimizers)
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
+        if not plan.shared_inputs and find_compiled(job.model) is None:
+            self._inputs.watch(job.inner, plan)
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
@@ -181,6 +188,44 @@ class Decision:
             return False
         self.history.append({name: stable_rank(values) for name, values in spectra.items()})
         return self.settings.when.settled(self.history)
+
+
+class _Inputs:
+    """Finds linear layers that one forward pass of the training loop calls, one after the other, with the same tensor."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[str]] = []
+        self._last: Tensor | None = None
+        self._handles: list[Any] = []
+
+    def watch(self, model: nn.Module, plan: Plan) -> None:
+        """Register a hook with every linear layer of the plan; each is removed after its first call."""
+        self._remove()
+        names = {e.layer for e in plan if e.rank or e.rule}
+        for name, _, module in named_modules(model):
+            if name in names and isinstance(module, nn.Linear):
+                self._handles.append(module.register_forward_hook(self._hook(name, len(self._handles))))
+
+    def _hook(self, name: str, place: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._handles[place].remove()
+            if args and args[0] is self._last:
+                self._groups[-1].append(name)
+            else:
+                self._groups.append([name])
+            self._last = args[0] if args else None  # the others are not held: an evaluation frees them
+
+        return record
+
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of two and more layers; ends the watch."""
+        self._remove()
+        return tuple(tuple(dict.fromkeys(names)) for names in self._groups if len(set(names)) > 1)
+
+    def _remove(self) -> None:
+        self._last = None
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def _checked(job: Job, optimizers: list[Optimizer], check: Callable[[], T]) -> T:

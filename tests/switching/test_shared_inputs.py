@@ -1,0 +1,78 @@
+"""The switch finds layers that read the same tensor in the training loop, and they compute together after it."""
+
+import copy
+
+import pytest
+import torch
+from fsdp_nets import SelfAttention
+from torch import nn
+
+import pufferfish as pf
+
+
+def train(model, switch, steps=3, call=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    call = model if call is None else call
+    for step in range(steps):
+        switch.step(call, optimizer, step=step)
+        optimizer.zero_grad()
+        call(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def hooks(model):
+    return [name for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_groups_are_found_during_the_warm_up():
+    model, switch = SelfAttention(), pf.Switch(rank=0.25, when=pf.AtStep(2))
+    alone = copy.deepcopy(model)
+    train(model, switch)
+    assert switch.report.plan.shared_inputs == (("q", "k", "v"),)
+    assert model.q._shared_input.layers == (model.q, model.k, model.v)
+    assert not hooks(model)
+    train(alone, pf.Switch(plan=pf.plan(alone, 0.25), when=pf.AtStep(2)))
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_hooks_are_removed_after_one_pass():
+    model, switch = SelfAttention(), pf.Switch(rank=0.25, when=pf.AtStep(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    switch.step(model, optimizer, step=0)
+    assert hooks(model) == ["q", "k", "v", "o"]  # the last layer is too small to become low-rank
+    model(torch.randn(4, 3, 8, 8))
+    assert not hooks(model)
+
+
+def test_a_switch_before_any_pass_finds_nothing():
+    model = train(SelfAttention(), switch := pf.Switch(rank=0.25, when=pf.AtStep(0)))
+    assert switch.report.plan.shared_inputs == ()
+    assert model.q._shared_input is None
+    assert not hooks(model)
+
+
+def test_a_plan_with_groups_is_not_watched():
+    model = SelfAttention()
+    plan = pf.plan(model, 0.25, example=torch.randn(4, 3, 8, 8))
+    switch = pf.Switch(plan=plan, when=pf.AtStep(1))
+    switch.step(model, torch.optim.SGD(model.parameters(), lr=0.01), step=0)
+    assert not hooks(model)
+
+
+def test_compiled_models_are_not_watched():
+    model = SelfAttention()
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
+    train(model, switch, call=torch.compile(model, backend="eager"))
+    assert switch.report.plan.shared_inputs == ()
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_models_without_linear_layers(kind):
+    model = kind([nn.Conv2d(3, 32, 3)]) if kind is nn.ModuleList else kind(nn.Conv2d(3, 32, 3))
+    switch = pf.Switch(rank=4, when=pf.AtStep(1))
+    switch.step(model, torch.optim.SGD(model.parameters(), lr=0.01), step=0)
+    assert switch.step(model, torch.optim.SGD(model.parameters(), lr=0.01), step=1)
