@@ -5,11 +5,15 @@
 Forward, loss, backward and an SGD step, bf16 autocast on a GPU and fp32 on a CPU. The two models take turns; medians.
 Plans: ratio 0.25, ranks in multiples of 16, the reference's full-rank layers kept. On a GPU each step is timed as eager
 PyTorch runs it and as one CUDA graph, where launching kernels costs nothing.
+
+With --decay the low-rank step is timed again in a second table, with weight decay of its factors and with
+`FrobeniusDecay` instead, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import statistics
 import time
@@ -66,15 +70,18 @@ CPU = [resnet(16), gpt(256, 4, 128, 8), gpt(512, 4, 128, 8)]
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--decay", action="store_true", help="show the share of FrobeniusDecay in a step")
+    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(
         f"{name}, Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}\n"
     )
     rows = [["step", "forward MACs", "bytes", "mode", "dense ms", "low-rank ms", ""]]
+    decay_rows = [["low-rank step", "mode", "weight decay ms", "FrobeniusDecay ms", ""]]
     for case in GPU if device.type == "cuda" else CPU:
         torch.manual_seed(0)
         with device:
@@ -92,12 +99,33 @@ def main() -> None:
             macs = f"{format_count(before.forward_macs)} → {format_count(after.forward_macs)}"
             bytes_ = f"{before.gradient_bytes / after.gradient_bytes:.2f}× fewer"
             rows.append([case.name, macs, bytes_, mode, f"{dense:.2f}", f"{low_rank:.2f}", ratio])
-        del models, steps, runs
+        del steps, runs
+        if args.decay:
+            decay_rows += [[case.name, *row] for row in decay_shares(device, models[1], x, y)]
+        del models
     print(format_table(rows, left=(0, 1, 2, 3, 6)))
+    if args.decay:
+        print("\n" + format_table(decay_rows, left=(0, 1, 4)))
 
 
-def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+def decay_shares(device: torch.device, low_rank: nn.Module, x: Tensor, y: Tensor) -> list[list[str]]:
+    """Time the step with weight decay of the factors and with `FrobeniusDecay`: a row for each mode."""
+    rows = []
+    steps = [
+        training_step(copy.deepcopy(low_rank), x, y, weight_decay=1e-4, frobenius=on) for on in (False, True)
+    ]
+    for mode, runs in modes(device, steps):
+        without, with_it = medians(device, runs)
+        rows.append([mode, f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without - 1:+.1%} of a step"])
+    return rows
+
+
+def training_step(
+    model: nn.Module, x: Tensor, y: Tensor, weight_decay: float = 0.0, frobenius: bool = False
+) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=weight_decay)
+    if frobenius:
+        pf.FrobeniusDecay(model, optimizer, weight_decay)
 
     def step() -> None:
         optimizer.zero_grad()

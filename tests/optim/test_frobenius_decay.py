@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from operations import Operations
 from processes import in_processes
 from pufferfish.layers import LowRank
+from pufferfish.optim import frobenius_decay
 from pufferfish.optim.frobenius_decay import FrobeniusDecay
+from pufferfish.planning.timing import capture_cuda_graph
 
 LAMBDA, OWN = 0.03, 0.05  # large, so that a wrong one cannot hide
 Make = Callable[..., optim.Optimizer]
@@ -369,6 +373,135 @@ def test_half_precision_weights_and_autocast_are_decayed_in_fp32() -> None:
         assert p.grad is not None
         # Within one bf16 rounding step: products in bf16 would be off by more.
         torch.testing.assert_close(p.grad.float(), q.grad, rtol=4e-3, atol=0)  # type: ignore[union-attr]
+
+
+def several(kinds: Iterable[Callable[[], nn.Module]], copies: int) -> nn.ModuleList:
+    """`copies` low-rank layers of each kind, all of different weights."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(kind() for kind in kinds for _ in range(copies)).double()
+    embed = 3 if any(isinstance(m, nn.Embedding) for m in model) else None
+    pf.factorize_(model, pf.plan(model, rank=3, embed=embed, min_saving=-1, multiple=1))
+    assert all(isinstance(m, LowRank) for m in model)
+    return model
+
+
+def zero_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # in the memory format of p
+
+
+KINDS = {
+    "linear": lambda: nn.Linear(12, 16),
+    "grouped": lambda: nn.Conv2d(12, 16, 3, groups=2),
+    "channels last": lambda: nn.Conv2d(12, 16, 3),
+    "transposed": lambda: nn.ConvTranspose2d(12, 16, 3, groups=2),
+    "embedding": lambda: nn.Embedding(24, 12),
+    "gates": lambda: nn.LSTM(12, 12),
+    "attention": lambda: nn.MultiheadAttention(12, 2),
+}
+
+
+@pytest.mark.parametrize("limit", [1, 150, 2**23], ids=["alone", "some together", "all together"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_equal_shape(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many share a product, each factor gets its own layer's decay."""
+    monkeypatch.setattr(frobenius_decay, "_BATCH", limit)
+    model = several([KINDS[kind]], 5)
+    if kind == "channels last":
+        model.to(memory_format=torch.channels_last)
+        assert not all(p.is_contiguous() for p in model.parameters())
+    optimizer = optim.SGD(model.parameters(), 0.0, weight_decay=OWN)
+    FrobeniusDecay(model, optimizer, LAMBDA)
+    zero_gradients(model)
+    expected = {p: LAMBDA * pull for p, pull in penalty_gradients(model).items()}
+    optimizer.step()
+    for p, pull in expected.items():  # the optimizer adds OWN·p itself
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, pull - OWN * p, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["SGD nesterov", "SGD fused", "AdamW fused", "AdamW, tensor as LR"])
+def test_more_layers_take_no_more_operations(name: str) -> None:
+    """Nor is a value read on the host, which a CUDA graph could not do."""
+    counts = []
+    for copies in (2, 6):
+        model = several([KINDS["linear"], KINDS["attention"]], copies)
+        optimizer = EVERY[name](model.parameters(), weight_decay=OWN)
+        decay = FrobeniusDecay(model, optimizer, LAMBDA)
+        zero_gradients(model)
+        optimizer.grad_scale = torch.ones(())  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        with Operations() as operations:
+            decay._decay(optimizer)
+        counts.append(len(operations.names))
+        assert "_local_scalar_dense" not in operations.names
+    assert counts[0] == counts[1] <= 60
+
+
+def test_it_follows_the_model_and_keeps_no_layer_alive() -> None:
+    """Dense, low-rank, dense, low-rank at another rank: between two steps, and twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12)).double()
+    optimizer = optim.SGD(model.parameters(), 0.0, weight_decay=0.0)
+    FrobeniusDecay(model, optimizer, LAMBDA)
+    old: list[weakref.ref[nn.Module]] = []
+    for rank in (2, 3, 2, 2):
+        pf.factorize_(model, pf.plan(model, rank=rank, min_saving=-1, multiple=1), optimizer)
+        assert not any(ref() for ref in old)
+        zero_gradients(model)
+        optimizer.step()
+        for p, pull in penalty_gradients(model).items():
+            torch.testing.assert_close(p.grad, LAMBDA * pull)
+        old = [weakref.ref(m.get_submodule(f)) for m in (model[0], model[2]) for f in ("down", "up")]
+        pf.merge_(model, optimizer)
+        if rank == 3:
+            zero_gradients(model)
+            optimizer.step()
+            assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_close_to_fp64() -> None:
+    """fp32 factors, products of bf16 with fp32 sums; undoing the optimizer's own decay goes the same way."""
+    model = several([lambda: nn.Linear(256, 512)], 5).to("cuda", torch.float32)
+    exact = copy.deepcopy(model).double()
+    optimizer = optim.SGD(model.parameters(), 0.0, weight_decay=OWN)
+    FrobeniusDecay(model, optimizer, LAMBDA)
+    zero_gradients(model)
+    expected = [LAMBDA * pull - OWN * p for p, pull in penalty_gradients(exact).items()]
+    optimizer.step()
+    for (name, p), pull in zip(
+        [(n, p) for n, p in model.named_parameters() if is_factor(n)], expected, strict=True
+    ):
+        assert p.grad is not None
+        assert (p.grad - pull).norm() <= 0.01 * pull.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["SGD nesterov", "AdamW"])
+def test_in_a_cuda_graph(name: str) -> None:
+    make: dict[str, Make] = {
+        "SGD nesterov": EVERY["SGD nesterov"],
+        "AdamW": lambda p, **o: optim.AdamW(p, 1e-2, capturable=True, **o),
+    }
+    ends = []
+    for graph in (False, True):
+        model = several([KINDS["linear"]], 5).to("cuda", torch.float32)
+        optimizer = make[name](model.parameters(), weight_decay=OWN)
+        FrobeniusDecay(model, optimizer, LAMBDA)
+        zero_gradients(model)
+
+        def step(optimizer: optim.Optimizer = optimizer, model: nn.Module = model) -> None:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.fill_(0.01)
+            optimizer.step()
+
+        replay = capture_cuda_graph(step) if graph else step
+        for _ in range(4 if graph else 7):  # three steps warm up
+            replay()
+        ends.append(model)
+    assert_same(ends[0], ends[1], 1e-6)
 
 
 def test_what_is_refused() -> None:

@@ -1,17 +1,21 @@
 """`FrobeniusDecay`: weight decay on the product of two factors instead of on each factor."""
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix
-from ..layers.matrix import at_least_fp32
 from ..layers.names import named_modules
 from .carry import Optimizers, as_list, check_optimizers
+
+Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
+WeakModule = Callable[[], Any]  # a weak reference
 
 #: Optimizers that add weight decay to the gradient, or subtract it from the weights if a flag in the group is set.
 _COUPLED = (
@@ -20,6 +24,8 @@ _COUPLED = (
 )  # fmt: skip
 #: Optimizers that always subtract it from the weights.
 _DECOUPLED = (optim.Adafactor, optim.Muon)
+#: Largest number of elements of the `down` or `up` factors in one product: enough to fill a GPU, few in memory.
+_BATCH = 2**23
 
 
 class FrobeniusDecay:
@@ -35,8 +41,13 @@ class FrobeniusDecay:
     `decoupled_weight_decay=True`, Muon, Adafactor), so does this: p ← p − lr·λ·(…). Factors without a
     gradient do not change.
 
+    Matrices of equal shape are decayed together by a few kernels, also inside a CUDA graph. The products take 2r / 3t
+    of the FLOPs of the low-rank layers, at rank r and t tokens (or pixels) per step. They are computed in fp32, or in
+    fp64 for fp64 factors. On CUDA, fp32 factors are rounded to bf16 for the products, whose sums are in fp32: the
+    decay, never the weights, has a relative error of about 0.3 %.
+
     Args:
-        model: Plain, DDP, compiled or sharded by FSDP2 (then the factors are gathered, one matrix at a time).
+        model: Plain, DDP, compiled or sharded by FSDP2 (then the factors are gathered, a few matrices at a time).
         optimizer: One or several. Both factors of a layer should be in the same one, because the decay of each
             factor is computed from the other.
         strength: λ.
@@ -78,6 +89,9 @@ class FrobeniusDecay:
         self.model = model
         self.strength = strength
         self.decoupled = decoupled
+        self._listed: WeakKeyDictionary[
+            optim.Optimizer, tuple[list[int], list[tuple[Matrix, WeakModule, WeakModule]]]
+        ] = WeakKeyDictionary()
         self._handles = [one.register_step_pre_hook(self._before) for one in optimizers]
 
     def remove(self) -> None:
@@ -102,52 +116,132 @@ class FrobeniusDecay:
     @torch.no_grad()
     def _decay(self, optimizer: optim.Optimizer) -> None:
         groups = {id(p): g for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
-        for x, down, up in _factors(self.model):
-            if id(down) in groups or id(up) in groups:
-                gradients = _decay_gradients(x, down, up)  # both, before either factor changes
-                for p, gradient in zip((down, up), gradients, strict=True):
-                    if id(p) in groups:
-                        self._apply(optimizer, groups[id(p)], p, gradient.mul_(self.strength))
+        batches: dict[tuple[Any, ...], list[Factors]] = {}
+        for x, down, up in self._factors(optimizer):
+            settings = groups.get(id(down)), groups.get(id(up))
+            if any(settings):
+                layout = x.blocks, x.m, x.n, x.lookup, x.up_transposed, down.shape, up.shape
+                key = *layout, down.dtype, down.device, *map(id, settings)
+                batches.setdefault(key, []).append((x, down, up))
+        for batch in batches.values():
+            x, down, up = batch[0]
+            size = 1 if x.lookup else max(1, _BATCH // max(down.numel(), up.numel()))
+            for i in range(0, len(batch), size):
+                self._decay_batch(optimizer, batch[i : i + size], groups.get(id(down)), groups.get(id(up)))
 
-    def _apply(self, optimizer: Any, group: dict[str, Any], p: Tensor, gradient: Tensor) -> None:
+    def _factors(self, optimizer: optim.Optimizer) -> list[Factors]:
+        """List (matrix, down, up) of the factorized matrices in the model.
+
+        The model is searched only if the optimizer has other parameters than before or a layer is gone. Weak
+        references, so that no replaced layer stays in memory; to modules, because `Module.to` refuses a parameter
+        of FSDP2 that has one.
+        """
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        known, listed = self._listed.get(optimizer, ([], []))
+        modules = [(x, down(), up()) for x, down, up in listed]
+        if ids != known or any(down is None or up is None for _, down, up in modules):
+            modules = list(_modules(self.model))
+            self._listed[optimizer] = ids, [(x, ref(down), ref(up)) for x, down, up in modules]
+        return [(x, down.get_parameter("weight"), up.get_parameter("weight")) for x, down, up in modules]
+
+    def _decay_batch(
+        self,
+        optimizer: optim.Optimizer,
+        batch: Sequence[Factors],
+        down_group: dict[str, Any] | None,
+        up_group: dict[str, Any] | None,
+    ) -> None:
+        """Decay the factors of matrices of equal shape. A group is None if its factors do not change."""
+        x = batch[0][0]
+        downs, ups = [down for _, down, _ in batch], [up for _, _, up in batch]
+        if len(batch) > 1:  # together they are one matrix with more blocks
+            x = dataclasses.replace(x, blocks=len(batch) * x.blocks, shape=(len(batch), *x.shape))
+        with torch.autocast(downs[0].device.type, enabled=False):
+            U, V = x.to_factors(_concatenate(downs), _concatenate(ups))
+            dU = _product(U, self._multiplier(optimizer, up_group, _product(V, V.mT)).to(U.dtype))
+            dV = _product(self._multiplier(optimizer, down_group, _product(U.mT, U)).to(V.dtype), V)
+        targets, changes = [], []  # applied together: each depends on both factors
+        for change, params, group in zip(
+            x.from_factors(dU, dV), (downs, ups), (down_group, up_group), strict=True
+        ):
+            if group is not None:
+                tensors = params if self._is_decoupled(optimizer, group) else [p.grad for p in params]
+                parts = change.to(params[0].dtype).chunk(len(params))
+                targets += [_local(t) for t in tensors if t is not None]
+                changes += [_local_part(part, p) for part, p in zip(parts, params, strict=True)]
+        torch._foreach_add_(targets, changes)
+
+    def _is_decoupled(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
+        if self.decoupled is not None:
+            return self.decoupled
+        return isinstance(optimizer, _DECOUPLED) or bool(group.get("decoupled_weight_decay"))
+
+    def _multiplier(self, optimizer: Any, group: dict[str, Any] | None, gram: Tensor) -> Tensor:
+        """Compute M from the other factor's Gram matrix G: U M or M V is added to the gradient or to the weights.
+
+        M = λG − own·I for the gradient, where `own` is the optimizer's own weight decay.
+        """
+        if group is None:
+            return gram
         own = group.get("weight_decay", 0.0)
-        weight, gradient = _local(p), _local_part(gradient, p)
-        decoupled = self.decoupled
-        if decoupled is None:
-            decoupled = isinstance(optimizer, _DECOUPLED) or group.get("decoupled_weight_decay")
-        if decoupled:
+        M = gram.mul_(self.strength)
+        if own:
+            M.diagonal(dim1=-2, dim2=-1).sub_(own)
+        if self._is_decoupled(optimizer, group):
             lr = group["lr"]
-            # The optimizer will multiply by 1 − lr·own; divide by it here.
-            decayed = (weight - lr * gradient) / (1 - lr * own)
+            # The optimizer will multiply the weights by 1 − lr·own; divide by it here.
+            M.mul_(-lr / (1 - lr * own))
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:  # a fused optimizer skips the step on the device if this is set
-                decayed = torch.where(found_inf.to(weight.device, non_blocking=True) > 0, weight, decayed)
-            weight.copy_(decayed)
+                M.mul_(found_inf.to(M.device, non_blocking=True) == 0)
         else:
-            gradient = gradient.sub(weight, alpha=own)
             scale = getattr(optimizer, "grad_scale", None)
             if scale is not None:
-                gradient = gradient * scale.to(weight.device, non_blocking=True)
-            assert p.grad is not None
-            _local(p.grad).add_(gradient, alpha=-1 if group.get("maximize") else 1)
+                M.mul_(scale.to(M.device, non_blocking=True))
+            if group.get("maximize"):
+                M.neg_()
+        return M
 
 
-def _factors(model: nn.Module) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
-    """Yield (matrix, down, up) of every factorized matrix once, also for low-rank layers inside low-rank layers."""
+def _modules(model: nn.Module) -> Iterator[tuple[Matrix, nn.Module, nn.Module]]:
+    """Yield (matrix, module of `down.weight`, module of `up.weight`) of every factorized matrix once.
+
+    That includes low-rank layers inside low-rank layers.
+    """
     seen: set[int] = set()
     for _, _, module in named_modules(model):
         if isinstance(module, LowRank):
-            for x, (down, up) in module.factors().items():
+            for x, (down, _) in module.factors().items():
                 if id(down) not in seen:
                     seen.add(id(down))
-                    yield x, down, up
+                    hold_down, hold_up = (
+                        module.get_submodule(name.removesuffix(".weight")) for name in (x.down, x.up)
+                    )
+                    yield x, hold_down, hold_up
 
 
-def _decay_gradients(x: Matrix, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ∇½‖UV‖² for `down` and `up` in fp32 or fp64, without computing the large product U V."""
-    with torch.autocast(down.device.type, enabled=False):
-        U, V = map(at_least_fp32, x.to_factors(_full(down), _full(up)))
-        return x.from_factors(U @ (V @ V.mT), (U.mT @ U) @ V)
+def _concatenate(factors: Sequence[Tensor]) -> Tensor:
+    """Concatenate factors of equal shape along their first dimension, in the dtype for products."""
+    first, dtype = factors[0], _product_dtype(factors[0])
+    if len(factors) == 1 and first.dtype == dtype:
+        return _full(first)
+    out = torch.empty(len(factors) * len(first), *first.shape[1:], dtype=dtype, device=first.device)
+    torch._foreach_copy_(out.chunk(len(factors)), [_full(p) for p in factors])  # and converts, in one kernel
+    return out
+
+
+def _product_dtype(p: Tensor) -> torch.dtype:
+    if p.dtype == torch.float64:
+        return p.dtype
+    # fp32 products do not run on tensor cores, so that they would take a large share of a step in bf16. Products of
+    # bf16 matrices with an fp32 result exist on CUDA only, not on ROCm.
+    fast = p.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(p.device) >= (8, 0)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _product(A: Tensor, B: Tensor) -> Tensor:
+    """Multiply stacks of matrices; the result is in fp32 or fp64."""
+    return torch.bmm(A, B, out_dtype=torch.float32) if A.dtype == torch.bfloat16 else torch.bmm(A, B)
 
 
 # Under FSDP2 every parameter is a DTensor: the products need the full tensor, the update the local shard.
