@@ -246,3 +246,14 @@ def test_layers_of_different_models():
     q, k = (LowRankLinear(nn.Linear(8, 8), {"": 2}).to_empty(device="cpu") for _ in range(2))
     shared = SharedInput([q, k])
     assert shared.first_product(LowRankLinear(nn.Linear(8, 8), {"": 2}), torch.randn(2, 8)) is None
+
+
+def test_cross_attention():
+    """k and v read the same tensor, q another one: nothing is computed in vain."""
+    model = nn.ModuleList([nn.MultiheadAttention(16, 2)])
+    pf.factorize_(model, pf.plan(model, 4, min_saving=-1))
+    attention = model[0]
+    x, memory = torch.randn(5, 3, 16), torch.randn(7, 3, 16)
+    joined, alone = (products(lambda y=y: attention(x, memory, y)) for y in (memory, memory.clone()))
+    assert alone - joined == 1
+    torch.testing.assert_close(attention(x, memory, memory), attention(x, memory, memory.clone()))

@@ -36,6 +36,7 @@ class LowRankMultiheadAttention(LowRank):
     k: nn.Linear | LowRankLinear
     v: nn.Linear | LowRankLinear
     out: nn.Linear | LowRankLinear
+    _shared: SharedInput | None = None  # of q, k and v
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
@@ -50,7 +51,7 @@ class LowRankMultiheadAttention(LowRank):
             self.add_module(x.name, layer)
         factorized = [x for x in (self.q, self.k, self.v) if isinstance(x, LowRankLinear)]
         if dense._qkv_same_embed_dim and len(factorized) > 1:
-            SharedInput(factorized)  # in self-attention they read the same tensor
+            self._shared = SharedInput(factorized)
         for name in ("bias_k", "bias_v"):
             value = getattr(dense, name)
             meta = None if value is None else nn.Parameter(value.detach().to("meta"), value.requires_grad)
@@ -137,6 +138,10 @@ class LowRankMultiheadAttention(LowRank):
             query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
 
         # Shapes: (batch, time, E), then (batch, heads, time, head_dim).
+        if self._shared is not None:  # self-attention: all three; cross-attention: k and v
+            inputs = ((self.q, query), (self.k, key), (self.v, value))
+            same = tuple(layer for layer, x in inputs if x is key and layer in self._shared.layers)
+            self._shared.active = same if len(same) > 1 else ()
         q, k, v = self.q(query), self.k(key), self.v(value)
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:

@@ -34,6 +34,7 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[LowRankLinear]) -> None:
         self.layers = tuple(layers)
+        self.active = self.layers  # those that the next calls pass the same tensor to
         for layer in layers:
             layer._shared_input = self
         self._clear()
@@ -45,12 +46,12 @@ class SharedInput:
 
     def first_product(self, layer: LowRankLinear, input: Tensor) -> Tensor | None:
         """Output of the layer's first factor; None if the layer has to compute it alone."""
-        place = next((i for i, other in enumerate(self.layers) if other is layer), None)
-        if place is None or not all(_is_plain(other.down, input) for other in self.layers):
+        place = next((i for i, other in enumerate(self.active) if other is layer), None)
+        if place is None or not all(_is_plain(other.down, input) for other in self.active):
             return None  # `layer` is a replica of DataParallel, or a module has changed
         mode = _mode(input)
         if place not in self._outputs or self._input is not input or self._mode != mode:
-            weights = [other.down.get_parameter("weight") for other in self.layers]
+            weights = [other.down.get_parameter("weight") for other in self.active]
             parts = _product(input, weights).split([len(w) for w in weights], -1)
             self._input, self._mode, self._outputs = input, mode, dict(enumerate(parts))
         output = self._outputs.pop(place)
@@ -60,11 +61,11 @@ class SharedInput:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
         copied = memo[id(self)] = SharedInput(())  # outputs that are waiting cannot be copied
-        copied.layers = copy.deepcopy(self.layers, memo)
+        copied.layers = copied.active = copy.deepcopy(self.layers, memo)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "_input": None, "_mode": (), "_outputs": {}}
+        return {"layers": self.layers, "active": self.layers, "_input": None, "_mode": (), "_outputs": {}}
 
 
 def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
