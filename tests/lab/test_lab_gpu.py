@@ -38,6 +38,15 @@ def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize("mode", [[], ["--graph"]])
+def test_a_narrower_model_of_the_same_time(
+    mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", TASK, *ON, "--epochs", "2", "--out", str(tmp_path), *mode]
+    assert main([*words, "--method", "narrow@time"]) == 0
+    assert "× as long as the low-rank model's" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_more_workers_than_gpus(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"

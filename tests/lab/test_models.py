@@ -12,6 +12,7 @@ from pufferfish.lab.models import (
     GPT,
     REFERENCES,
     VGG19,
+    Llama,
     LSTMLanguageModel,
     Transformer,
     resnet18,
@@ -79,6 +80,7 @@ OUTPUTS = {
     "lstm": (35, 20, 33_278),
     "transformer": (32, 24, 9521),
     "gpt": (8, 256, 256),
+    "llama": (8, 256, 256),
 }
 
 
@@ -90,8 +92,38 @@ def test_example_fits_the_model(name: str) -> None:
     assert logits.shape == OUTPUTS[name]
 
 
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_narrower_model(name: str) -> None:
+    """It has the same layers and outputs; about a quarter of the weights between hidden layers at half the width."""
+    build, full = REFERENCES[name].build, on_meta(name)
+    with torch.device("meta"):
+        half, same = build(width=0.5), build(width=1.0)
+        output = half(*REFERENCES[name].example())
+    assert (output[0] if isinstance(output, tuple) else output).shape == OUTPUTS[name]
+    assert [(n, p.shape) for n, p in same.named_parameters()] == [
+        (n, p.shape) for n, p in full.named_parameters()
+    ]
+    assert [n for n, _ in half.named_parameters()] == [n for n, _ in full.named_parameters()]
+    sizes = {n: p.numel() for n, p in full.named_parameters()}
+    large = [(p.numel(), sizes[n]) for n, p in half.named_parameters() if p.dim() > 1]
+    large = [pair for pair in large if pair[1] > 200_000]
+    shares = {round(small / big, 2) for small, big in large}
+    assert shares <= {0.25, 0.5}, shares  # 0.5: of embeddings and classifiers
+    assert 0.25 in shares
+
+
+@pytest.mark.parametrize("width", [0.0, -0.5, 1.5])
+def test_widths_that_are_not_a_share(width: float) -> None:
+    with pytest.raises(ValueError, match="must be above 0, and at most 1"):
+        resnet18(width=width)
+
+
 def tiny_gpt() -> GPT:
     return GPT(vocabulary=11, d=16, layers=2, heads=2, context=8)
+
+
+def tiny_llama() -> Llama:
+    return Llama(vocabulary=11, d=16, layers=2, heads=4, kv_heads=2, context=8)
 
 
 def tiny_transformer() -> Transformer:
@@ -109,14 +141,15 @@ def tokens(*shape: int) -> Tensor:
 Tiny = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], tuple[int, ...]]
 
 TINY: dict[str, Tiny] = {
-    "vgg19": (lambda: VGG19(width=4), lambda: (images(32),), (2, 10)),
-    "vgg19_one_fc": (lambda: VGG19(fcs=1, width=4), lambda: (images(32),), (2, 10)),
-    "resnet18": (lambda: resnet18(width=4), lambda: (images(16),), (2, 10)),
-    "resnet50": (lambda: resnet50(classes=7, width=4), lambda: (images(64),), (2, 7)),
-    "wide_resnet50_2": (lambda: resnet50(classes=7, width=4, wide=2), lambda: (images(64),), (2, 7)),
+    "vgg19": (lambda: VGG19(channels=4), lambda: (images(32),), (2, 10)),
+    "vgg19_one_fc": (lambda: VGG19(fcs=1, channels=4), lambda: (images(32),), (2, 10)),
+    "resnet18": (lambda: resnet18(channels=4), lambda: (images(16),), (2, 10)),
+    "resnet50": (lambda: resnet50(classes=7, channels=4), lambda: (images(64),), (2, 7)),
+    "wide_resnet50_2": (lambda: resnet50(classes=7, channels=4, wide=2), lambda: (images(64),), (2, 7)),
     "lstm": (lambda: LSTMLanguageModel(vocabulary=11, d=8), lambda: (tokens(5, 3),), (5, 3, 11)),
     "transformer": (tiny_transformer, lambda: (tokens(3, 6), tokens(3, 5)), (3, 5, 11)),
     "gpt": (tiny_gpt, lambda: (tokens(3, 8),), (3, 8, 11)),
+    "llama": (tiny_llama, lambda: (tokens(3, 8),), (3, 8, 11)),
 }
 
 
@@ -149,9 +182,10 @@ def test_lstm_decoder_is_the_embedding() -> None:
     assert model.decoder.weight is model.embedding.weight
 
 
-def test_gpt_is_causal() -> None:
+@pytest.mark.parametrize("build", [tiny_gpt, tiny_llama])
+def test_decoders_are_causal(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = tiny_gpt()
+    model = build()
     text = tokens(2, 8)
     changed = text.clone()
     changed[:, 5] = 0

@@ -358,6 +358,7 @@ def test_find_task(tmp_path: Path) -> None:
     for name in TINY:
         assert isinstance(find_task(name), Task)
     assert find_task("wikitext2:lstm") == find_task("wikitext2")
+    assert find_task("text:gpt") == find_task("text")
     assert find_task("text:dropout=0").dropout == 0.0  # type: ignore[attr-defined]
     own = tmp_path / "own.py"
     own.write_text(
@@ -379,7 +380,8 @@ def test_find_task(tmp_path: Path) -> None:
         "digits:held=-1": "held=-1 is too small",
         "imagefolder:held=x": "must be a float",
         "cifar10:resnet18,vgg19": "'vgg19' is not an option",
-        "text:gpt": "'gpt' is not an option",
+        "multi30k:gpt": "'gpt' is not an option",
+        "text:lstm": "has no model 'lstm'; choose from gpt, llama",
         "text:d=100,heads=3": "not a multiple",
         f"{own}:other": "has no 'other'",
         f"{own}:number": "is not a pufferfish.lab.tasks.Task",

@@ -77,15 +77,18 @@ def imagefolder(folder: Path) -> Path:
 TINY = {
     "digits": Tiny(find_task("digits:width=2")),
     "digits:mlp": Tiny(find_task("digits:mlp,width=2")),
-    "cifar10": Tiny(find_task("cifar10:held=16"), cifar10, lambda: resnet18(width=2)),
-    "cifar10:vgg19": Tiny(find_task("cifar10:vgg19,held=16"), cifar10, lambda: VGG19(width=2)),
+    "cifar10": Tiny(find_task("cifar10:held=16"), cifar10, lambda: resnet18(channels=2)),
+    "cifar10:vgg19": Tiny(find_task("cifar10:vgg19,held=16"), cifar10, lambda: VGG19(channels=2)),
     "wikitext2": Tiny(find_task("wikitext2:d=8,bptt=5,dropout=0"), wikitext2, rows=1),
     "wikitext2:gpt": Tiny(find_task("wikitext2:gpt,d=8,layers=1,heads=2,context=6,dropout=0"), wikitext2),
     "multi30k": Tiny(
         find_task("multi30k:d=8,layers=1,heads=2,hidden=8,vocabulary=60,beam=2,dropout=0"), multi30k
     ),
     "text": Tiny(find_task("text:d=8,layers=1,heads=2,context=8,dropout=0"), text),
+    "text:llama": Tiny(find_task("text:llama,d=8,layers=1,heads=2,context=8,dropout=0"), text),
     "imagefolder": Tiny(
-        find_task("imagefolder:classes=2,size=32,held=0.1"), imagefolder, lambda: resnet50(classes=2, width=2)
+        find_task("imagefolder:classes=2,size=32,held=0.1"),
+        imagefolder,
+        lambda: resnet50(classes=2, channels=2),
     ),
 }

@@ -29,7 +29,7 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     gpt = GPT(vocabulary=64, d=128, layers=3, heads=4, context=16)
     return {
-        "resnet18": (resnet18(width=32), torch.randn(2, 3, 32, 32)),
+        "resnet18": (resnet18(channels=32), torch.randn(2, 3, 32, 32)),
         "gpt": (gpt, torch.randint(64, (2, 16))),
     }
 

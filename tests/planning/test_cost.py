@@ -213,7 +213,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: CrossAttention().requires_grad_(False),
         (torch.randn(2, 6, 32, requires_grad=True), torch.randn(2, 5, 32)),
     ),
-    "resnet18": (lambda: resnet18(width=8), (torch.randn(2, 3, 16, 16),)),
+    "resnet18": (lambda: resnet18(channels=8), (torch.randn(2, 3, 16, 16),)),
     "gpt": (lambda: GPT(vocabulary=40, d=32, layers=2, heads=4, context=8), (torch.randint(40, (2, 8)),)),
     "transformer": (
         lambda: Transformer(vocabulary=40, d=32, layers=1, heads=4, hidden=64, length=8),

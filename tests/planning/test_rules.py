@@ -192,7 +192,7 @@ def test_forced_small_layers_wait_for_their_spectrum() -> None:
     "rule", [0.25, pf.Ratio(0.37), pf.Energy(0.7), pf.StableRank(), pf.Budget(params=300_000)], ids=str
 )
 def test_computed_ranks_are_multiples_of_16(rule: Any) -> None:
-    model = resnet18(width=16)
+    model = resnet18(channels=16)
     plan = pf.resolve(pf.plan(model, rule), model)
     ranks = [e.rank for e in plan if e.rank is not None]
     assert len(ranks) > 3

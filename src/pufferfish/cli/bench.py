@@ -12,6 +12,9 @@ examples:
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 
+  # dense models that are as small, and as fast, as the low-rank one
+  pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
+
   # pruning methods
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3
   pufferfish bench digits --methods pufferfish,early-bird-0.3,early-bird-0.5

@@ -3,14 +3,18 @@ under torchrun. Rerun the same command to resume from its last checkpoint;
 Ctrl-C saves a checkpoint and exits.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k,
-imagefolder, text, or your own: file.py:task. Data is read from --data or
-$PUFFERFISH_DATA; if files are missing, a message says which and where.
+imagefolder, text, text:llama, or your own: file.py:task. Data is read from
+--data or $PUFFERFISH_DATA; if files are missing, a message says which and
+where.
 
 methods:
   dense             no low rank
   pufferfish        low rank after a full-rank warm-up, as in the paper
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
+  narrow            a narrower dense model with as many parameters as
+                    pufferfish's low-rank one; narrow@time: with the same step
+                    time on this device; narrow-0.5: as at half the full rank
   early-bird-0.5    removes this fraction of the channels once the selection
                     is stable
   lottery-ticket-5  prunes in this number of rounds, each trained from the start

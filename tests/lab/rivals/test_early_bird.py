@@ -25,7 +25,7 @@ from pufferfish.lab.tasks.digits import Digits
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return resnet18(width=8)
+    return resnet18(channels=8)
 
 
 def sgd(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
@@ -116,7 +116,7 @@ def test_the_smallest_scales_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "net", [lambda: resnet18(width=32), lambda: VGG19(width=32)], ids=["resnet18", "vgg19"]
+    "net", [lambda: resnet18(channels=32), lambda: VGG19(channels=32)], ids=["resnet18", "vgg19"]
 )
 def test_whole_multiples_are_left(net: Any) -> None:
     model = net()
@@ -274,6 +274,6 @@ def test_nonsense_is_refused() -> None:
     assert bird.begin_epoch(1)
     with pytest.raises(ValueError, match="channels of this model were removed"):
         bird.load_state_dict(whole)
-    wide = resnet18(width=16)
+    wide = resnet18(channels=16)
     with pytest.raises(ValueError, match="belongs to another model"):
         EarlyBird(wide, sgd(wide)).load_state_dict(bird.state_dict())

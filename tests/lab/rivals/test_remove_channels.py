@@ -19,13 +19,13 @@ from pufferfish.planning.plan import totals
 from pufferfish.planning.profile import profile
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet18": (lambda: resnet18(width=8), (2, 3, 32, 32)),
-    "vgg19": (lambda: VGG19(width=8), (2, 3, 32, 32)),
-    "vgg19, one layer on top": (lambda: VGG19(width=8, fcs=1), (2, 3, 32, 32)),
+    "resnet18": (lambda: resnet18(channels=8), (2, 3, 32, 32)),
+    "vgg19": (lambda: VGG19(channels=8), (2, 3, 32, 32)),
+    "vgg19, one layer on top": (lambda: VGG19(channels=8, fcs=1), (2, 3, 32, 32)),
     "digits": (lambda: Digits(width=8).build(), (2, 1, 8, 8)),  # a channel is four inputs of the linear layer
 }
 LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet50": (lambda: resnet50(width=8, classes=10), (2, 3, 64, 64)),
+    "resnet50": (lambda: resnet50(channels=8, classes=10), (2, 3, 64, 64)),
     "resnet18, whole": (resnet18, (2, 3, 32, 32)),
     "vgg19, whole": (VGG19, (2, 3, 32, 32)),
 }
@@ -121,7 +121,7 @@ def test_optimizer_goes_on_as_if_the_channels_had_never_been(kind: str) -> None:
 
 
 def test_layout_and_frozen_parameters_stay() -> None:
-    model = resnet18(width=8).to(memory_format=torch.channels_last)
+    model = resnet18(channels=8).to(memory_format=torch.channels_last)
     model.conv1.weight.requires_grad_(False)
     remove_channels_(model, some(model))
     assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,11 +1,8 @@
 """`build_timed_model`: a model of a workload that trains with one method in this job."""
 
-import torch
-from torch import nn
-
 from ...compression.settings import HierarchyLike
-from ...lowrank.factorize import reshape_
 from ...planning.plan import Plan
+from ..train.random_low_rank import random_low_rank_
 from ..train.training_method import TrainingMethod
 from .timed_model import TimedModel
 from .workload import Workload
@@ -21,10 +18,7 @@ def build_timed_model(
     """
     model = workload.build()
     if method.model != "dense" and plan is not None and plan.ranks:
-        reshape_(model, plan)
-        for p in model.parameters():
-            if torch.isnan(p.detach()).any():
-                nn.init.normal_(p, std=0.02)
+        random_low_rank_(model, plan)
     return TimedModel(
         method,
         model,

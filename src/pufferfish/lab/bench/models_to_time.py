@@ -17,6 +17,8 @@ from ..advise.timed_model import TimedModel
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import RunSettings, build_optimizer
+from ..train.find_width import saved_width
+from ..train.narrow_method import NarrowWidth, build_model
 from ..train.worker_device import move_to_device
 from .bench_method import bench_method
 from .bench_runs import BenchRun, is_finished
@@ -50,7 +52,8 @@ def models_to_time(
         parsed = bench_method(method)
         recipe = parsed.recipe(default)
         torch.manual_seed(0)
-        model = move_to_device(task.build(), device)
+        run = _finished_run(method, settings, root)
+        model = move_to_device(build_model(task, _width(method, run)), device)
         batch = next(
             task.batches(data, "train", recipe.batch, device=device, generator=torch.Generator().manual_seed(0),
                          worker=worker, world_size=workers)
@@ -60,7 +63,7 @@ def models_to_time(
             model,
             lambda net, recipe=recipe: build_optimizer(net, recipe),  # type: ignore[misc]
             _loss(task, batch, settings.run_settings(method, recipe)),
-            transform=_transform(method, task, recipe, data, _finished_run(method, settings, root)),
+            transform=_transform(method, task, recipe, data, run),
             clip=recipe.clip,
         )
     return models
@@ -68,8 +71,8 @@ def models_to_time(
 
 def _needs_run(method: str) -> bool:
     """Whether the final model is known only from a run."""
-    model = bench_method(method).method.model
-    return model == "auto" or is_pruning_method(model)
+    parsed = bench_method(method).method
+    return parsed.model == "auto" or parsed.narrow is not None or is_pruning_method(parsed.model)
 
 
 def _finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
@@ -78,6 +81,12 @@ def _finished_run(method: str, settings: BenchSettings, root: Path) -> Path | No
     pruned = is_pruning_method(bench_method(method).method.model)
     finished = (folder for folder in folders if is_finished(folder))
     return next((f for f in finished if not pruned or list_checkpoints(f / "checkpoints")), None)
+
+
+def _width(method: str, run: Path | None) -> NarrowWidth | None:
+    """The width of a narrow model, from its run."""
+    saved = saved_width(run, bench_method(method).method.name) if run is not None else None
+    return NarrowWidth(**saved) if saved else None
 
 
 def _transform(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:

@@ -1,6 +1,7 @@
-"""The paper's models and a small GPT; `REFERENCES` has each by name."""
+"""The paper's models, a GPT and a Llama; `REFERENCES` has each by name."""
 
 from .gpt import GPT
+from .llama import Llama
 from .lstm import LSTMLanguageModel
 from .reference import REFERENCES, Reference
 from .resnet import resnet18, resnet50, wide_resnet50_2
@@ -12,6 +13,7 @@ __all__ = [
     "REFERENCES",
     "VGG19",
     "LSTMLanguageModel",
+    "Llama",
     "Reference",
     "Transformer",
     "resnet18",

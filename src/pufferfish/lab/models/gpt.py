@@ -7,18 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .multi_head_attention import MultiHeadAttention
+from .scaled import scaled
 
 
 class Block(nn.Module):
     """Pre-norm block: causal self-attention and a GELU feed-forward layer, each with a residual connection."""
 
-    def __init__(self, d: int, heads: int) -> None:
+    def __init__(self, d: int, heads: int, head_size: int, inner: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = MultiHeadAttention(d, heads)
+        self.attention = MultiHeadAttention(d, heads, head_size)
         self.ffn_norm = nn.LayerNorm(d)
-        self.up = nn.Linear(d, 4 * d)
-        self.down = nn.Linear(4 * d, d)
+        self.up = nn.Linear(d, inner)
+        self.down = nn.Linear(inner, d)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
@@ -28,15 +29,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only Transformer with learned positions, pre-norm blocks, and an output layer tied to the embedding."""
+    """Decoder-only Transformer with learned positions, pre-norm blocks, and an output layer tied to the embedding.
+
+    Args:
+        width: factor on `d` and the number of heads, for a narrower model; heads keep their size.
+    """
 
     def __init__(
-        self, *, vocabulary: int = 256, d: int = 384, layers: int = 6, heads: int = 6, context: int = 256
+        self,
+        *,
+        vocabulary: int = 256,
+        d: int = 384,
+        layers: int = 6,
+        heads: int = 6,
+        context: int = 256,
+        width: float = 1.0,
     ) -> None:
         super().__init__()
+        head_size, inner, heads = d // heads, scaled(4 * d, width), max(1, round(width * heads))
+        d = scaled(d, width)
         self.embedding = nn.Embedding(vocabulary, d)
         self.positions = nn.Parameter(torch.empty(context, d))
-        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(d, heads, head_size, inner) for _ in range(layers))
         self.norm = nn.LayerNorm(d)
 
         nn.init.normal_(self.embedding.weight, std=0.02)

@@ -2,16 +2,29 @@
 
 from torch import Tensor, nn
 
+from .scaled import scaled
+
 State = tuple[Tensor, Tensor]
 
 
 class LSTMLanguageModel(nn.Module):
-    """Embedding, stacked LSTM, and a decoder tied to the embedding."""
+    """Embedding, stacked LSTM, and a decoder tied to the embedding.
+
+    Args:
+        width: factor on `d`, for a narrower model.
+    """
 
     def __init__(
-        self, *, vocabulary: int = 33_278, d: int = 1500, layers: int = 2, dropout: float = 0.65
+        self,
+        *,
+        vocabulary: int = 33_278,
+        d: int = 1500,
+        layers: int = 2,
+        dropout: float = 0.65,
+        width: float = 1.0,
     ) -> None:
         super().__init__()
+        d = scaled(d, width)
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocabulary, d)
         self.lstm = nn.LSTM(d, d, layers, dropout=dropout)

@@ -7,13 +7,13 @@ from torch.nn import functional as F
 class MultiHeadAttention(nn.Module):
     """Multi-head attention of `queries` over `memory`; each projection covers all heads and has no bias."""
 
-    def __init__(self, d: int, heads: int) -> None:
+    def __init__(self, d: int, heads: int, head_size: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.q = nn.Linear(d, d, bias=False)
-        self.k = nn.Linear(d, d, bias=False)
-        self.v = nn.Linear(d, d, bias=False)
-        self.o = nn.Linear(d, d, bias=False)
+        self.heads, inner = heads, heads * head_size
+        self.q = nn.Linear(d, inner, bias=False)
+        self.k = nn.Linear(d, inner, bias=False)
+        self.v = nn.Linear(d, inner, bias=False)
+        self.o = nn.Linear(inner, d, bias=False)
 
     def forward(
         self, queries: Tensor, memory: Tensor, *, mask: Tensor | None = None, causal: bool = False
@@ -25,5 +25,5 @@ class MultiHeadAttention(nn.Module):
         return output
 
     def _split(self, x: Tensor) -> Tensor:
-        """Reshape (batch, time, d) to (batch, heads, time, d / heads)."""
+        """Reshape (batch, time, features) to (batch, heads, time, head_size)."""
         return x.reshape(*x.shape[:-1], self.heads, -1).transpose(1, 2)

@@ -6,6 +6,8 @@ The ImageNet models name their modules as torchvision does, so its checkpoints l
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .scaled import scaled
+
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     """Convolution without bias that keeps the image size at stride 1."""
@@ -59,7 +61,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A stem, four stages of `depths` blocks each, and a linear classifier.
 
-    `inner` and `outputs` are the channels of the blocks in the first stage; each stage doubles both.
+    `inner` and `outputs` are the channels of the blocks in the first stage; each stage doubles both. `width` is a factor
+    on all channels, for a narrower model.
     `cifar` is the stem for small images: a single 3x3 convolution without batch norm and pooling.
     """
 
@@ -73,8 +76,10 @@ class ResNet(nn.Module):
         outputs: int,
         classes: int,
         cifar: bool,
+        width: float,
     ) -> None:
         super().__init__()
+        stem = scaled(stem, width)
         self.conv1 = conv(3, stem, 3) if cifar else conv(3, stem, 7, stride=2)
         self.bn1 = nn.Identity() if cifar else nn.BatchNorm2d(stem)
         self.maxpool = nn.Identity() if cifar else nn.MaxPool2d(3, stride=2, padding=1)
@@ -83,8 +88,9 @@ class ResNet(nn.Module):
             blocks = []
             for position in range(depth):
                 stride = 2 if index > 0 and position == 0 else 1
-                blocks.append(block(channels, inner << index, outputs << index, stride))
-                channels = outputs << index
+                sizes = scaled(inner << index, width), scaled(outputs << index, width)
+                blocks.append(block(channels, *sizes, stride))
+                channels = sizes[1]
             stages.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -101,26 +107,34 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet18(*, classes: int = 10, width: int = 64) -> ResNet:
-    """ResNet-18 for 32x32 images."""
+def resnet18(*, classes: int = 10, channels: int = 64, width: float = 1.0) -> ResNet:
+    """ResNet-18 for 32x32 images; `channels` are those of the first stage, `width` a factor on all."""
     return ResNet(
-        BasicBlock, (2, 2, 2, 2), stem=width, inner=width, outputs=width, classes=classes, cifar=True
+        BasicBlock,
+        (2, 2, 2, 2),
+        stem=channels,
+        inner=channels,
+        outputs=channels,
+        classes=classes,
+        cifar=True,
+        width=width,
     )
 
 
-def resnet50(*, classes: int = 1000, width: int = 64, wide: int = 1) -> ResNet:
-    """ResNet-50 for ImageNet; `wide` multiplies the inner channels of the bottlenecks."""
+def resnet50(*, classes: int = 1000, channels: int = 64, wide: int = 1, width: float = 1.0) -> ResNet:
+    """ResNet-50 for ImageNet; `wide` multiplies the inner channels of the bottlenecks, `width` all channels."""
     return ResNet(
         Bottleneck,
         (3, 4, 6, 3),
-        stem=width,
-        inner=wide * width,
-        outputs=4 * width,
+        stem=channels,
+        inner=wide * channels,
+        outputs=4 * channels,
         classes=classes,
         cifar=False,
+        width=width,
     )
 
 
-def wide_resnet50_2(*, classes: int = 1000) -> ResNet:
+def wide_resnet50_2(*, classes: int = 1000, width: float = 1.0) -> ResNet:
     """WideResNet-50-2 for ImageNet."""
-    return resnet50(classes=classes, wide=2)
+    return resnet50(classes=classes, wide=2, width=width)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .multi_head_attention import MultiHeadAttention
+from .scaled import scaled
 
 
 def sinusoids(length: int, d: int) -> Tensor:
@@ -32,10 +33,10 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """Pre-norm layer: self-attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, d: int, heads: int, head_size: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = MultiHeadAttention(d, heads)
+        self.attention = MultiHeadAttention(d, heads, head_size)
         self.ffn_norm = nn.LayerNorm(d)
         self.ffn = FeedForward(d, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -50,12 +51,12 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm layer: causal self-attention, cross-attention to the encoder's output, feed-forward."""
 
-    def __init__(self, d: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, d: int, heads: int, head_size: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d)
-        self.attention = MultiHeadAttention(d, heads)
+        self.attention = MultiHeadAttention(d, heads, head_size)
         self.cross_norm = nn.LayerNorm(d)
-        self.cross = MultiHeadAttention(d, heads)
+        self.cross = MultiHeadAttention(d, heads, head_size)
         self.ffn_norm = nn.LayerNorm(d)
         self.ffn = FeedForward(d, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -73,6 +74,9 @@ class Transformer(nn.Module):
 
     Sentences are padded on the right with `padding`. Padding of the source is masked; padding of the target comes
     after every real token, so the causal mask hides it.
+
+    Args:
+        width: factor on `d`, `hidden` and the number of heads, for a narrower model; heads keep their size.
     """
 
     positions: Tensor
@@ -88,15 +92,19 @@ class Transformer(nn.Module):
         dropout: float = 0.1,
         padding: int = 0,
         length: int = 256,
+        width: float = 1.0,
     ) -> None:
         super().__init__()
+        head_size, heads = d // heads, max(1, round(width * heads))
+        d, hidden = scaled(d, width), scaled(hidden, width)
+        sizes = (d, heads, head_size, hidden)
         self.padding = padding
         self.embedding = nn.Embedding(vocabulary, d)
         self.register_buffer("positions", sinusoids(length, d), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        self.encoder = nn.ModuleList(EncoderLayer(d, heads, hidden, dropout) for _ in range(layers))
+        self.encoder = nn.ModuleList(EncoderLayer(*sizes, dropout) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(d)
-        self.decoder = nn.ModuleList(DecoderLayer(d, heads, hidden, dropout) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderLayer(*sizes, dropout) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(d)
 
         nn.init.normal_(self.embedding.weight, std=d**-0.5)

@@ -51,6 +51,8 @@ def add_timings(runs: Sequence[Run]) -> list[Run]:
 
 def _with_timing(run: Run, timing: dict[str, Any]) -> Run:
     results, predicted = run.results | timing["results"], run.predicted | timing["predicted"]
+    if notes := [note for part in (run.results, timing["results"]) for note in part.get("notes") or ()]:
+        results["notes"] = notes
     return replace(run, results=results, predicted=predicted)
 
 

@@ -66,7 +66,7 @@ class EarlyBird:
         latest: epoch at which the ticket is drawn in any case; None waits until the masks settle.
 
     >>> from pufferfish.lab.models import resnet18
-    >>> model = resnet18(width=8)
+    >>> model = resnet18(channels=8)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     >>> bird = EarlyBird(model, optimizer, ratio=0.5, multiple=1, latest=2)
     >>> for epoch in range(3):

@@ -51,8 +51,8 @@ class Cifar10(ImageClassification):
     def keep(self) -> Sequence[str]:
         return REFERENCES[self.model].keep
 
-    def build(self) -> nn.Module:
-        return REFERENCES[self.model].build()
+    def build(self, width: float = 1.0) -> nn.Module:
+        return REFERENCES[self.model].build(width=width)
 
     def load(self, folder: Path | None) -> Splits:
         files = read_files(DATASET, folder)

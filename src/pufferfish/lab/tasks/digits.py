@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.digits import digits
 from ..data.splits import Splits, hold_out
+from ..models.scaled import scaled
 from .image_classification import ImageClassification
 from .recipe import Recipe
 from .task import check_choice
@@ -50,18 +51,18 @@ class Digits(ImageClassification):
     def keep(self) -> Sequence[str]:
         return ("conv1", "fc2") if self.model == "cnn" else ("fc3",)
 
-    def build(self) -> nn.Module:
-        w = self.width
-        sizes: tuple[int, ...] = (64, 4 * w, 4 * w, 10)
+    def build(self, width: float = 1.0) -> nn.Module:
+        a, b, c = (scaled(factor * self.width, width) for factor in (1, 2, 4))
+        sizes: tuple[int, ...] = (64, c, c, 10)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.model == "cnn":
-            for i, (inputs, outputs) in enumerate(((1, w), (w, 2 * w), (2 * w, 4 * w)), start=1):
+            for i, (inputs, outputs) in enumerate(((1, a), (a, b), (b, c)), start=1):
                 layers[f"conv{i}"] = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
                 layers[f"bn{i}"] = nn.BatchNorm2d(outputs)
                 layers[f"relu{i}"] = nn.ReLU()
                 if i > 1:
                     layers[f"pool{i}"] = nn.MaxPool2d(2)
-            sizes = (16 * w, 4 * w, 10)
+            sizes = (4 * c, c, 10)
         layers["flat"] = nn.Flatten()
         for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
             layers[f"fc{i}"] = nn.Linear(inputs, outputs)

@@ -16,6 +16,7 @@ TASKS = {
     "wikitext2": ("wikitext2", "Wikitext2"),
     "wikitext2:lstm": ("wikitext2", "Wikitext2"),
     "wikitext2:gpt": ("wikitext2", "Wikitext2GPT"),
+    "wikitext2:llama": ("wikitext2", "Wikitext2GPT"),
     "multi30k": ("multi30k", "Multi30k"),
     "imagefolder": ("imagefolder", "ImageFolder"),
     "text": ("text", "Text"),
@@ -29,6 +30,8 @@ def find_task(text: str) -> Task:
     Cifar10(model='vgg19', held=1000)
     >>> find_task("digits:mlp,width=16")
     Digits(model='mlp', width=16, held=144)
+    >>> find_task("wikitext2:llama,layers=2").model
+    'llama'
     >>> find_task("cifar")
     Traceback (most recent call last):
     ValueError: task 'cifar': not found (did you mean cifar10?); choose from digits, ... or file.py:task
@@ -50,10 +53,12 @@ def find_task(text: str) -> Task:
 def _built_in(name: str, rest: str) -> Task:
     parts = rest.split(",") if rest else []
     if parts and f"{name}:{parts[0]}" in TASKS:
-        name = f"{name}:{parts.pop(0)}"
+        name = f"{name}:{parts[0]}"
     module, class_name = TASKS[name]
     task_class: Any = getattr(import_module(f".{module}", __package__), class_name)
     defaults = {f.name: f.default for f in dataclasses.fields(task_class)}
+    if ":" in name and "model" not in defaults:
+        parts.pop(0)  # the class stands for this model
     options: dict[str, Any] = {}
     for i, part in enumerate(parts):
         key, equals, value = (x.strip() for x in part.partition("="))

@@ -1,4 +1,4 @@
-"""`GPTTask`: base class of tasks that train a GPT to predict the next token."""
+"""`GPTTask`: base class of tasks that train a GPT or a Llama to predict the next token."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
 from ..data.splits import Splits
 from ..data.token_windows import to_windows
-from ..models import GPT, REFERENCES
+from ..models import GPT, REFERENCES, Llama
 from .recipe import Recipe
-from .task import Batch, Task, eval_mode
+from .task import Batch, Task, check_choice, eval_mode
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GPTTask(Task):
     """Next-token prediction on windows of `context` tokens; the data is one token sequence per split."""
 
     higher_is_better = False
-    keep = REFERENCES["gpt"].keep
+    keep = REFERENCES["gpt"].keep  # the same layers as in a Llama
     vocabulary: ClassVar[int]
     recipes: ClassVar[Mapping[str, Recipe]] = {
         "short": Recipe(
@@ -31,20 +31,29 @@ class GPTTask(Task):
         )
     }  # fmt: skip
 
+    model: str = "gpt"  # or "llama"
     d: int = 384
     layers: int = 6
     heads: int = 6
+    kv_heads: int = 2  # heads of keys and values in a Llama
     context: int = 256
     dropout: float = 0.2  # on the embedding and on the output of attention and feed-forward
 
     def __post_init__(self) -> None:
+        check_choice(self.name, "model", self.model, ("gpt", "llama"))
         if self.d % self.heads:
             raise ValueError(f"{self.name}: d={self.d} is not a multiple of heads={self.heads}")
+        if self.model == "llama" and (self.heads % self.kv_heads or self.d // self.heads % 2):
+            raise ValueError(
+                f"{self.name}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and d / heads even"
+            )
 
-    def build(self) -> nn.Module:
-        model = GPT(
-            vocabulary=self.vocabulary, d=self.d, layers=self.layers, heads=self.heads, context=self.context
-        )
+    def build(self, width: float = 1.0) -> nn.Module:
+        sizes: dict[str, Any] = {
+            "vocabulary": self.vocabulary, "d": self.d, "layers": self.layers, "heads": self.heads,
+            "context": self.context, "width": width,
+        }  # fmt: skip
+        model = GPT(**sizes) if self.model == "gpt" else Llama(**sizes, kv_heads=self.kv_heads)
         for name, module in model.named_modules():
             if name == "embedding" or name.endswith((".attention", ".down")):
                 module.register_forward_hook(self._drop)  # hooks are kept when a layer is factorized

@@ -54,8 +54,8 @@ class ImageFolder(ImageClassification):
     def keep(self) -> Sequence[str]:
         return REFERENCES[self.model].keep
 
-    def build(self) -> nn.Module:
-        return resnet50(classes=self.classes, wide=2 if self.model == "wide_resnet50_2" else 1)
+    def build(self, width: float = 1.0) -> nn.Module:
+        return resnet50(classes=self.classes, wide=2 if self.model == "wide_resnet50_2" else 1, width=width)
 
     def load(self, folder: Path | None) -> dict[str, ImageFiles]:
         content = "train/CLASS/*.jpg and val/CLASS/*.jpg"

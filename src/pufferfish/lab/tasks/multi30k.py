@@ -69,10 +69,10 @@ class Multi30k(Task):
     length: int = 128  # maximum number of tokens in a sentence
     beam: int = 5  # width of the beam search
 
-    def build(self) -> nn.Module:
+    def build(self, width: float = 1.0) -> nn.Module:
         return Transformer(
             vocabulary=self.vocabulary, d=self.d, layers=self.layers, heads=self.heads, hidden=self.hidden,
-            dropout=self.dropout, padding=PADDING, length=2 * self.length,
+            dropout=self.dropout, padding=PADDING, length=2 * self.length, width=width,
         )  # fmt: skip
 
     def load(self, folder: Path | None) -> TranslationData:

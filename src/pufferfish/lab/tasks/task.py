@@ -50,7 +50,11 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Create a model on the CPU, initialized from the global random generator."""
+        """Create a model on the CPU, initialized from the global random generator.
+
+        A task whose `build` also takes `width: float = 1.0`, a factor on the sizes of all hidden layers, can be trained
+        with the method `narrow`.
+        """
 
     @abstractmethod
     def load(self, folder: Path | None) -> Any:

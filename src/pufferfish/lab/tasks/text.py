@@ -1,4 +1,4 @@
-"""`Text`: any text file, byte by byte, with a small GPT."""
+"""`Text`: any text file, byte by byte, with a small GPT or Llama."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`Wikitext2` and `Wikitext2GPT`: WikiText-2, word level, with the paper's LSTM or a small GPT."""
+"""`Wikitext2` and `Wikitext2GPT`: WikiText-2, word level, with the paper's LSTM or a small GPT or Llama."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...layers.names import unwrap
 from ..data.batch_order import BatchOrder, Device, steps_per_epoch
 from ..data.dataset import read_files
 from ..data.splits import Splits
@@ -53,8 +54,10 @@ class Wikitext2(Task):
     dropout: float = 0.65
     bptt: int = 35  # number of words for truncated backpropagation through time
 
-    def build(self) -> nn.Module:
-        return LSTMLanguageModel(vocabulary=VOCABULARY, d=self.d, layers=self.layers, dropout=self.dropout)
+    def build(self, width: float = 1.0) -> nn.Module:
+        return LSTMLanguageModel(
+            vocabulary=VOCABULARY, d=self.d, layers=self.layers, dropout=self.dropout, width=width
+        )
 
     def load(self, folder: Path | None) -> Splits:
         return read_tokens(read_files(DATASET, folder))
@@ -76,6 +79,8 @@ class Wikitext2(Task):
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         text, targets, h, c = batch
+        lstm: Any = unwrap(model).lstm
+        h, c = (x[..., : lstm.hidden_size] for x in (h, c))  # a narrower model uses only a part
         logits, state = model(text, (h.clone(), c.clone()))  # backward needs them unchanged
         if model.training:
             for old, new in zip((h, c), state, strict=True):
@@ -91,8 +96,8 @@ class Wikitext2(Task):
         loss, count = torch.zeros((), device=device), 0
         state: Any = None
         with eval_mode(model) as module:
-            for text, targets, *zeros in self.batches(data, split, batch, device=device):
-                logits, state = module(text, tuple(zeros) if state is None else state)
+            for text, targets, *_ in self.batches(data, split, batch, device=device):
+                logits, state = module(text, state)
                 loss += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
                 count += targets.numel()
         return loss_and_perplexity(float(loss), count)
@@ -100,7 +105,7 @@ class Wikitext2(Task):
 
 @dataclass(frozen=True)
 class Wikitext2GPT(GPTTask):
-    """WikiText-2 with a small GPT: `wikitext2:gpt`."""
+    """WikiText-2 with a small GPT or Llama: `wikitext2:gpt`, `wikitext2:llama`."""
 
     name = "wikitext2"
     metric = "perplexity"

@@ -11,6 +11,7 @@ from ...compression import compress
 from ..rivals import SAM
 from ..tasks import Task
 from .build_optimizer import build_optimizer
+from .narrow_method import build_model
 from .run_settings import RunSettings
 from .worker_device import move_to_device
 
@@ -41,11 +42,21 @@ class RunComponents:
 
 
 def build_components(
-    task: Task, settings: RunSettings, data: Any, worker: int, processes: int, device: torch.device
+    task: Task,
+    settings: RunSettings,
+    data: Any,
+    worker: int,
+    processes: int,
+    device: torch.device,
+    module: nn.Module | None = None,
 ) -> RunComponents:
-    """Build the task's model, the recipe's optimizer, and DDP with compression if there are several processes."""
+    """Build the run's model, the recipe's optimizer, and DDP with compression if there are several processes.
+
+    Args:
+        module: a model to use instead of the run's.
+    """
     torch.manual_seed(settings.seed)
-    module = move_to_device(task.build(), device)
+    module = move_to_device(module or build_model(task, settings.narrow), device)
     optimizer = build_optimizer(module, settings.recipe, graph=settings.graph)
     model: Any = DistributedDataParallel(module) if processes > 1 else module
     if isinstance(optimizer, SAM):

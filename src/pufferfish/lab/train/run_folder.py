@@ -55,4 +55,5 @@ def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
         "task": repr(task), "method": settings.method.name, "measure": task.metric, "higher": task.higher_is_better,
         "precision": settings.precision, "accumulate": settings.accumulate, "compile": settings.compile,
         "graph": settings.graph, "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
+        **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
     }  # fmt: skip

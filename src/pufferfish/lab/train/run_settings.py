@@ -7,6 +7,7 @@ import torch
 
 from ..network import LinkShape
 from ..tasks import Recipe, Task
+from .narrow_method import NarrowWidth, check_takes_width
 from .sinks import check_sinks
 from .training_method import TrainingMethod
 
@@ -33,6 +34,7 @@ class RunSettings:
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
         name: of the run in its records; "": the method's.
+        narrow: width of a narrow model; None: the run finds it, if its method needs one.
 
     >>> from pufferfish.lab.train.training_method import training_method
     >>> from pufferfish.lab.tasks import find_task
@@ -58,6 +60,7 @@ class RunSettings:
     hosts: int = 1
     timeout: float | None = None
     name: str = ""
+    narrow: NarrowWidth | None = None
 
     def __post_init__(self) -> None:
         counts = {"accumulate": self.accumulate, "save-every": self.save_every, "workers": self.simulate}
@@ -86,6 +89,12 @@ class RunSettings:
         if self.recipe.optimizer == "sam" and self.simulate:
             raise ValueError(
                 "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
+            )
+        if self.method.narrow is not None:
+            check_takes_width(task)
+        if self.method.narrow and self.method.narrow.time and self.simulate:
+            raise ValueError(
+                f"--simulate: steps of simulated workers are predicted, and {self.method.model} measures them; use narrow"
             )
         if self.graph and not task.static_shapes:
             raise ValueError(f"--graph: batches of {task.name} differ in shape; remove it")

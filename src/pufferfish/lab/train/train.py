@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ...distributed.workers import Workers
 from ..tasks import Task
+from .find_width import with_width
 from .process_group import process_group
 from .run_folder import check_same_run
 from .run_settings import RunSettings
@@ -39,6 +40,7 @@ def train(
         workers = Workers.of_job("train", side_group=True)
         workers.run_on_first(lambda: check_same_run(task, settings))  # before anything takes time
         data = workers.run_on_all(lambda: _load_data(task, settings, world_size))
+        settings = with_width(task, settings, data, workers, device)
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:
             results = run.train()

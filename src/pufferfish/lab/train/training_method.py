@@ -11,6 +11,7 @@ from ...switching.moments import AtEpoch
 from ...switching.switch import Switch
 from ..rivals.pruning_by_name import PRUNING_METHODS, is_pruning_method
 from ..tasks import Recipe
+from .narrow_method import NarrowMethod, narrow_method
 
 #: Unchanged model; low rank by the paper's recipe; low rank chosen from the weights.
 MODELS = ("dense", "pufferfish", "auto")
@@ -23,7 +24,7 @@ class TrainingMethod:
 
     Args:
         name: text that was parsed.
-        model: "dense", "pufferfish", "auto", or a pruning method such as "early-bird-0.5".
+        model: "dense", "pufferfish", "auto", a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
         compress: gradient compression; None uses plain DDP.
 
     >>> training_method("auto+powersgd-4")
@@ -33,6 +34,11 @@ class TrainingMethod:
     name: str
     model: str = "dense"
     compress: Method | None = None
+
+    @property
+    def narrow(self) -> NarrowMethod | None:
+        """The narrower model that is trained; None for the task's own model."""
+        return narrow_method(self.model)
 
     def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch | None:
         """Build the `Switch` to low rank, or return None if the method has none.
@@ -61,7 +67,7 @@ def training_method(text: str) -> TrainingMethod:
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
     model, plus, compression = text.strip().partition("+")
-    if model in MODELS or is_pruning_method(model):
+    if model in MODELS or is_pruning_method(model) or narrow_method(model):
         if plus and not compression:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
         return TrainingMethod(text, model, _compression(compression, text) if compression else None)
@@ -75,7 +81,7 @@ def _compression(word: str, text: str) -> Method:
         return parse_method(word)
     names = {name.lower(): name for name in method_classes()} | _SHORT
     if short[1] not in names:
-        examples = ", ".join([*MODELS, *PRUNING_METHODS, *_SHORT, "powersgd-4", "topk-0.01"])
+        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, *_SHORT, "powersgd-4", "topk-0.01"])
         raise ValueError(
             f"method {text!r}: there is no {short[1]}; there are {examples} … (`pufferfish methods`)"
         )

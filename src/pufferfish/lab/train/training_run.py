@@ -93,6 +93,8 @@ class TrainingRun:
             self.console.info("no checkpoint yet, starting over")
         if self.world_size == 1 and self.settings.method.compress is not None:
             self.console.info(f"one worker sends no gradients: {self.settings.method.compress} has no effect")
+        if self.settings.narrow is not None:
+            self.console.info(self.settings.narrow.note)
         with sigint_as_sigterm(), self._open_log(done if at else None) as log:
             self.change.untimed = log.paused
             if self.settings.simulate:
@@ -250,6 +252,8 @@ class TrainingRun:
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
+        if self.settings.narrow is not None:
+            results["notes"] = [self.settings.narrow.note]
         # Last, since it copies the model, which must not count as peak memory.
         results |= macs_per_row(self.components, self.change, self.console)
         log.result(**results)

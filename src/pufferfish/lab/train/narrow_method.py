@@ -1,0 +1,72 @@
+"""`NarrowMethod`: training of a narrower dense model, as large or as fast as the low-rank one: `narrow`, `narrow@time`."""
+
+import inspect
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..tasks import Task
+
+
+@dataclass(frozen=True)
+class NarrowMethod:
+    """Which low-rank model a narrower dense one is compared with, and in what they are equal.
+
+    Args:
+        rank: fraction of the full rank of the low-rank model; None: the recipe's.
+        time: whether a step takes equally long; otherwise the number of parameters is equal.
+    """
+
+    rank: float | None = None
+    time: bool = False
+
+
+@dataclass(frozen=True)
+class NarrowWidth:
+    """The width of a narrower model, a factor for the task's `build`, and a note about how it was found."""
+
+    width: float
+    note: str
+
+
+def narrow_method(text: str) -> NarrowMethod | None:
+    """Parse `narrow` and `narrow@time`, also with a rank: `narrow-0.5`. Returns None for other methods.
+
+    >>> narrow_method("narrow"), narrow_method("narrow-0.5@time"), narrow_method("dense")
+    (NarrowMethod(rank=None, time=False), NarrowMethod(rank=0.5, time=True), None)
+    """
+    match = re.fullmatch(r"narrow(?:-([\d.]+))?(@time)?", text)
+    if match is None:
+        return None
+    digits, time = match.groups()
+    rank = float(digits) if digits and re.fullmatch(r"\d*\.?\d+", digits) else 0.0
+    if digits and not 0 < rank < 1:
+        raise ValueError(
+            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25"
+        )
+    return NarrowMethod(rank if digits else None, time is not None)
+
+
+def check_takes_width(task: Task) -> None:
+    """Raise ValueError if the task's model cannot be built narrower.
+
+    >>> from pufferfish.lab.tasks import find_task
+    >>> check_takes_width(find_task("digits"))
+    """
+    parameters = inspect.signature(task.build).parameters
+    if "width" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(
+            f"method narrow: the model of {task.name} takes no width; write `def build(self, width: float = 1.0)` in "
+            f"{type(task).__name__} and multiply the sizes of its hidden layers by width"
+        )
+
+
+def build_model(task: Task, narrow: NarrowWidth | None) -> nn.Module:
+    """Build the task's model, narrower if a width is given.
+
+    >>> from pufferfish.lab.tasks import find_task
+    >>> build_model(find_task("digits:mlp"), NarrowWidth(0.5, "half"))[1]
+    Linear(in_features=64, out_features=128, bias=True)
+    """
+    return task.build() if narrow is None else task.build(width=narrow.width)  # type: ignore[call-arg]

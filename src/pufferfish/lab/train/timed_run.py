@@ -1,0 +1,63 @@
+"""`TimedRun`: updates of a run that are only timed, as they run in training: eager, compiled or in a CUDA graph."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from ...distributed.workers import Workers
+from .run_components import RunComponents
+from .step_runner import StepRunner
+
+#: Updates before the timing: DDP rebuilds its buckets, models are compiled or captured in a CUDA graph.
+WARM_UP = 5
+#: Rounds in which two models take turns; the updates of a model in a round take about `SECONDS`.
+ROUNDS, SECONDS, MAX_STEPS = 5, 0.3, 50
+
+
+class TimedRun:
+    """The updates of a model with the run's data, optimizer, compression and mode. Create it on all workers."""
+
+    def __init__(self, components: RunComponents) -> None:
+        self.components = components
+        self._runner = StepRunner(components)
+        self._steps_per_epoch = components.task.steps(components.data, components.settings.recipe.batch)
+        self._done = 0
+        components.model.train()
+
+    def seconds(self, steps: int) -> float:
+        """Mean seconds of an update. All workers start and end at the same time."""
+        self._barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            epoch, step = divmod(self._done, self._steps_per_epoch)
+            if step == 0:
+                self._runner.begin_epoch(epoch, 0)
+            self._runner.update(0.0)  # weights stay the same, so that the loss stays finite
+            self._done += 1
+        self._barrier()
+        return (time.perf_counter() - start) / steps
+
+    def _barrier(self) -> None:
+        if self.components.device.type == "cuda":
+            torch.cuda.synchronize(self.components.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+
+
+def time_ratio(run: TimedRun, reference: TimedRun, workers: Workers) -> float:
+    """Seconds of an update relative to those of `reference`: the median of rounds in which both take turns.
+
+    The same on all workers.
+    """
+    for each in (run, reference):
+        each.seconds(WARM_UP)
+    longest = max(workers.mean([run.seconds(3), reference.seconds(3)]))
+    steps = min(MAX_STEPS, max(1, round(SECONDS / longest)))
+    ratios = []
+    for number in range(ROUNDS):
+        first, second = (run, reference) if number % 2 else (reference, run)
+        times = {first: first.seconds(steps), second: second.seconds(steps)}
+        ratios.append(times[run] / times[reference])
+    return workers.mean([statistics.median(ratios)])[0]

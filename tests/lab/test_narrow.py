@@ -1,0 +1,321 @@
+"""Narrower dense models as large, or as fast, as the low-rank one: their widths, and `narrow` in train and bench."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY
+from torch import nn
+
+import pufferfish as pf
+from processes import in_processes
+from pufferfish.cli import main
+from pufferfish.distributed.workers import Workers
+from pufferfish.lab.bench import BenchSettings
+from pufferfish.lab.bench.bench_method import bench_method
+from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
+from pufferfish.lab.bench.bench_settings import load_settings
+from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.bench.tuned_rate import rate_grid
+from pufferfish.lab.report import report
+from pufferfish.lab.tasks import Task, find_task
+from pufferfish.lab.tasks.digits import Digits
+from pufferfish.lab.train import RunSettings, train
+from pufferfish.lab.train.find_width import closest_width, find_width, with_width
+from pufferfish.lab.train.narrow_method import NarrowMethod, NarrowWidth
+from pufferfish.lab.train.timed_run import time_ratio
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.measure import read_run
+
+TASK = "digits:mlp,width=16"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short timing: here only what follows from it is of interest."""
+    for name, value in {"ROUNDS": 1, "MAX_STEPS": 2, "WARM_UP": 1}.items():
+        monkeypatch.setattr(f"pufferfish.lab.train.timed_run.{name}", value)
+
+
+def settings(folder: Path, method: str, task: Task, **more: Any) -> RunSettings:
+    recipe = replace(task.recipe("short"), epochs=1)
+    return RunSettings(training_method(method), recipe, folder, quiet=True, **more)
+
+
+def find(text: str, method: str = "narrow", folder: Path = Path()) -> NarrowWidth:
+    task = find_task(text)
+    return find_width(task, settings(folder, method, task), None, Workers.of_job("test"), CPU)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def built(task: Any, width: float) -> nn.Module:
+    model: nn.Module = task.build(width=width)
+    return model
+
+
+@pytest.mark.parametrize("text", ["narrow", "narrow-0.5", "narrow@time", "narrow-0.125@time"])
+@pytest.mark.parametrize("compress", ["", "+powersgd-4"])
+@pytest.mark.parametrize("optimizer", ["", "@sam"])
+def test_names_of_methods(text: str, compress: str, optimizer: str) -> None:
+    parsed = bench_method(text + compress + optimizer)
+    assert (parsed.optimizer, parsed.method.compress is not None) == (optimizer[1:] or None, bool(compress))
+    assert parsed.method.name == text + compress
+    rank = {"narrow-0.5": 0.5, "narrow-0.125@time": 0.125}.get(text)
+    assert parsed.method.narrow == NarrowMethod(rank, text.endswith("@time"))
+    assert training_method("dense").narrow is None
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_closest_width(seed: int, tolerance: float) -> None:
+    """A function with steps, compared with the best of all its values."""
+    edges = torch.rand(40, generator=torch.Generator().manual_seed(seed)).sort().values
+    values = [0.05 * 1.1**i for i in range(41)]
+
+    def ratio(width: float) -> float:
+        return values[int((edges < width).sum())]
+
+    width, found = closest_width(ratio, 40, tolerance)
+    best = min((abs(torch.tensor(v).log().item()), v) for v in values)[1]
+    assert found == ratio(width)
+    assert found == best or abs(found - 1) <= tolerance
+    assert closest_width(lambda width: 0.9 * width, 40) == (1.0, 0.9)
+
+
+@pytest.mark.parametrize("method", ["narrow", "narrow-0.5"])
+def test_as_many_parameters_as_the_low_rank_model(method: str) -> None:
+    task = find_task("digits:mlp,width=64")
+    found = find("digits:mlp,width=64", method)
+    model = task.build()
+    pf.factorize_(model, pf.plan(model, 0.5 if method == "narrow-0.5" else 0.25, keep=task.keep))
+    target, counts = count(model), {count(built(task, i / 100)) for i in range(1, 101)}
+    nearest = min(counts, key=lambda n: abs(torch.tensor(n / target).log().item()))
+    assert count(built(task, found.width)) == nearest == pytest.approx(target, rel=0.02)
+    assert found.note == (
+        f"{method}: {found.width:.3g} of the width, {nearest:,} parameters, {nearest / target:.3f} of the low-rank model's "
+        f"{target:,} (rank {0.5 if method == 'narrow-0.5' else 0.25})."
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["digits", "wikitext2", "multi30k:layers=1", "text:layers=2", "text:llama,layers=2", "cifar10:vgg19"],
+)
+def test_within_two_percent(text: str) -> None:
+    task = find_task(text)
+    with torch.device("meta"):
+        target = pf.plan(task.build(), 0.25, keep=task.keep).after.parameters
+        assert count(built(task, find(text).width)) == pytest.approx(target, rel=0.02)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_task_trains_a_narrower_model(name: str, tmp_path: Path) -> None:
+    if name == "imagefolder":
+        pytest.importorskip("PIL", reason="Pillow is not installed")
+    tiny = TINY[name]
+    tiny.write(tmp_path)
+    task, data = tiny.task, tiny.task.load(tmp_path)
+    model = built(task, 0.05 if tiny.build else 0.5)
+    batch = next(task.batches(data, "train", 8, generator=torch.Generator()))
+    task.loss(model, batch, task.recipe("short")).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert task.metric in task.evaluate(model, data, "valid")
+    if task.carried_tensors:
+        used = model.get_submodule("lstm").hidden_size
+        for state in batch[-task.carried_tensors :]:
+            assert state[..., :used].all()  # type: ignore[misc]
+            assert not state[..., used:].any()  # type: ignore[misc]
+
+
+def test_a_narrower_lstm_goes_on_from_its_state(tmp_path: Path) -> None:
+    """The losses of consecutive batches are those of one long batch."""
+    tiny = TINY["wikitext2"]
+    tiny.write(tmp_path)
+    task, data = tiny.task, tiny.task.load(tmp_path)
+    model = built(task, 0.5)
+    recipe, batches = task.recipe("short"), task.batches(data, "train", 4, generator=torch.Generator())
+    parts, losses = [], []
+    for _, batch in zip(range(3), batches, strict=False):
+        losses.append(task.loss(model, batch, recipe))
+        parts.append(batch[:2])
+    tokens, targets = (torch.cat([part[i] for part in parts]) for i in range(2))
+    logits, _ = model(tokens)
+    whole = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(torch.stack(losses).mean(), whole)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("few_steps")
+def test_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, methods = tmp_path / "out", ["pufferfish", "narrow", "narrow@time"]
+    words = ["bench", TASK, "--epochs", "2", "--rounds", "1", "--seeds", "2", "--out", str(out)]
+    assert main([*words, "--methods", ",".join(methods)]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[0] for line in shown.splitlines()[3:7]]
+    assert rows == ["dense", *methods]
+    runs = {m: [read_run(out / BenchRun(m, seed).name) for seed in (0, 1)] for m in methods}
+    for method in ("narrow", "narrow@time"):
+        first, second = (run.settings["narrow"] for run in runs[method])
+        assert first == second
+        assert first["note"] in " ".join(shown.split())
+        assert first["note"] in report([out], "markdown")
+    sizes = {m: runs[m][0].results["parameters"] for m in methods}
+    assert sizes["narrow"] == count(built(find_task(TASK), find(TASK).width))
+    assert sizes["narrow"] == pytest.approx(sizes["pufferfish"], rel=0.05)
+    assert runs["narrow"][0].results["macs"] < 0.6 * read_run(out / "runs/dense/seed-0").results["macs"]
+    assert len({len(run.metrics["loss"]) for both in runs.values() for run in both}) == 1
+
+    loaded = load_settings(out)
+    data = find_task(TASK).load(None)
+    models = models_to_time(methods, loaded, out, data, worker=0, workers=1, device=CPU)
+    assert {m: count(model.inner) for m, model in models.items()} == sizes
+    for path in (out / "timing").iterdir():
+        path.unlink()
+    assert untimed_methods(loaded, out) == ["dense", *methods]
+    for seed in (0, 1):
+        (out / BenchRun("narrow@time", seed).name / "run.json").unlink()
+    assert untimed_methods(loaded, out) == ["dense", "pufferfish", "narrow"]  # its width is not known
+
+
+def test_every_width_has_as_many_rates() -> None:
+    made = BenchSettings(task="digits", methods=("narrow", "narrow@time@sgd=0.1"), tune=3)
+    tried: dict[str, list[float | None]] = {}
+    for run in bench_runs(made, made.resolve()[1]):
+        if run.lr is not None:
+            tried.setdefault(run.method, []).append(run.lr)
+    assert tried == {
+        "dense": rate_grid(0.03, 3), "narrow": rate_grid(0.03, 3), "narrow@time@sgd=0.1": rate_grid(0.1, 3),
+    }  # fmt: skip
+
+
+def test_notes_of_a_run_and_of_its_timing(tmp_path: Path) -> None:
+    words = ["bench", TASK, "--epochs", "1", "--rounds", "1", "--out", str(tmp_path / "out")]
+    assert main([*words, "--methods", "narrow"]) == 0
+    path = tmp_path / "out" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["methods"]["narrow"]["results"]["notes"] = ["A note of the bench."]
+    path.write_text(json.dumps(summary))
+    page = report([tmp_path / "out"], "markdown")
+    assert "A note of the bench." in page
+    assert "of the low-rank model's" in page
+
+
+class Sleeper:
+    """Stands in for a `TimedRun` whose updates take `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.time, self.steps = seconds, 0
+
+    def seconds(self, steps: int) -> float:
+        self.steps += steps
+        return self.time
+
+
+def test_models_take_turns_for_as_many_steps() -> None:
+    one, other = Sleeper(0.02), Sleeper(0.01)
+    workers: Any = Workers.of_job("test")
+    assert time_ratio(one, other, workers) == 2.0  # type: ignore[arg-type]
+    assert one.steps == other.steps > 0
+
+
+def wide_and_slow(rank: int, size: int, folder: str) -> None:
+    """Every worker trains the same model, also where their clocks differ."""
+    task = find_task(TASK)
+    for _ in range(2):  # the second time it is done
+        results = train(task, settings(Path(folder), "narrow@time+powersgd-4", task))
+        assert results is not None
+        saved = read_run(folder).settings["narrow"]
+        assert results["parameters"] == count(built(task, saved["width"]))
+        assert results["notes"] == [saved["note"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_workers_agree_on_the_width(tmp_path: Path) -> None:
+    in_processes(wide_and_slow, 2, str(tmp_path))
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_steps_are_timed_as_they_are_trained(tmp_path: Path) -> None:
+    """With accumulation and clipping, more steps than an epoch has, and without a trace in the run."""
+    task = find_task(TASK)
+    data = task.load(None)
+    made = settings(tmp_path, "narrow@time", task, accumulate=2)
+    made = replace(made, recipe=replace(made.recipe, batch=640, clip=1.0))
+    assert task.steps(data, 640) < 3
+    found = with_width(task, made, data, Workers.of_job("test"), CPU).narrow
+    assert found is not None
+    assert 0 < found.width <= 1
+    assert f"{count(built(task, found.width)):,} parameters; a step takes" in found.note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_keeps_its_width(tmp_path: Path) -> None:
+    task = find_task(TASK)
+    made = settings(tmp_path, "narrow", task)
+    train(task, made)
+    path = tmp_path / "run.json"
+    run = json.loads(path.read_text())
+    run["settings"]["narrow"] = {"width": 0.25, "note": "as it was"}
+    path.write_text(json.dumps(run))
+    workers = Workers.of_job("test")
+    assert with_width(task, made, None, workers, CPU).narrow == NarrowWidth(0.25, "as it was")
+    other = replace(made, method=training_method("narrow-0.5"))
+    assert with_width(task, other, None, workers, CPU).narrow == find(TASK, "narrow-0.5")
+    dense = replace(made, method=training_method("dense"))
+    assert with_width(task, dense, None, workers, CPU) is dense
+
+
+@pytest.mark.timeout(60)
+def test_simulated_workers_train_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", TASK, "--epochs", "1", "--device", "cpu", "--workers", "2", "--simulate"]
+    assert main([*words, "--method", "narrow", "--out", str(tmp_path / "size")]) == 0
+    assert "of the low-rank model's" in capsys.readouterr().err
+    assert main([*words, "--method", "narrow@time", "--out", str(tmp_path / "time")]) == 2
+    assert "narrow@time measures them; use narrow" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Ignored(Digits):
+    def build(self, width: float = 1.0) -> nn.Module:
+        return super().build()
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_task_without_a_width(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from pufferfish.lab.tasks.digits import Digits\n"
+        "class Mine(Digits):\n"
+        "    def build(self):\n"
+        "        return super().build()\n"
+    )
+    option = "--method" if command == "train" else "--methods"
+    words = [command, "mine.py:Mine", option, "narrow", "--out", "out", "--device", "cpu"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "write `def build(self, width: float = 1.0)` in Mine and multiply" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_task_that_ignores_its_width(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"digits builds the same model for width=0\.5 as for width=1\.0"):
+        train(Ignored(), settings(tmp_path, "narrow", Ignored()))
+
+
+@pytest.mark.parametrize("method", ["narrow-2", "narrow-0", "narrow-1..2", "narrow-0.5.1@time"])
+def test_invalid_ranks(method: str) -> None:
+    with pytest.raises(ValueError, match=r"after narrow- write .*, as in narrow-0\.25"):
+        bench_method(method)
