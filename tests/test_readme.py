@@ -93,6 +93,9 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
     def build_model() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
+    def build_blocks() -> nn.ModuleDict:
+        return nn.ModuleDict({"blocks": nn.ModuleList([build_model(), build_model()])})
+
     user: dict[str, Any] = {
         "build_model": build_model,
         "loss": nn.functional.cross_entropy,
@@ -111,10 +114,12 @@ def test_the_quick_start_and_the_snippets(tmp_path: Path, monkeypatch: pytest.Mo
     for snippet in blocks("python"):
         if "ddp" in snippet:  # runs above
             continue
-        model = user["model"] = build_model()
+        recomputes = "recompute_" in snippet
+        model = user["model"] = build_blocks() if recomputes else build_model()
         optimizer = user["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
         user["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         exec(snippet, user)
+        assert not recomputes or all("forward" in vars(block) for block in model["blocks"])
         if "checkpoint" in user:
             user.pop("checkpoint").close()
             assert len(list((tmp_path / "runs" / "a").glob("0*"))) == 1

@@ -6,6 +6,7 @@ from .compression import compress
 from .distributed.exact import exact_
 from .distributed.finite_guard import FiniteGuard
 from .layers import register
+from .layers.recompute import recompute_
 from .local.local_steps import LocalSteps
 from .lowrank.factorize import factorize_, merge_, plan_of, reshape_
 from .lowrank.files import load, save
@@ -54,6 +55,7 @@ __all__ = [
     "merge_state_dict",
     "plan",
     "plan_of",
+    "recompute_",
     "register",
     "reshape_",
     "resolve",
