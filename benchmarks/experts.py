@@ -80,7 +80,7 @@ def main() -> None:
     tokens = torch.randn(1, o.tokens, o.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(tokens)
     dense, low_rank = (block(o.width, o.inner, o.experts, o.k) for _ in range(2))
-    plan = pf.plan(low_rank, rank=o.rank, example=tokens)
+    plan = pf.plan(low_rank, rank=o.rank, example=tokens, measure=False)
     low_rank = nn.Sequential(low_rank)
     pf.factorize_(low_rank, pf.plan(low_rank, rank=o.rank))
     models = {"dense": dense, "dense, our routing": with_our_routing(dense), "low-rank": low_rank}

@@ -114,6 +114,21 @@ def test_missing_batch_and_loss_are_reported(factories: str, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "returned no" not in out
     assert " ms " in out
+    assert "\nexpected on cpu, eager: " in out
+
+
+def test_bytes_over_a_link_are_weighed_against_time(
+    factories: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", lambda *_: (1.0, 1.2))
+    found = []
+    for options in ([], ["--link", "1gbit"], ["--link", "10mbit"]):
+        assert main(["plan", f"{factories}:with_loss", "--measure", "--json", *options]) == 0
+        plan = pf.Plan.from_json(capsys.readouterr().out)
+        found.append((bool(plan.ranks), plan.measured.get("link")))
+    assert [low_rank for low_rank, _ in found] == [False, False, True]
+    # Each byte crosses the network twice.
+    assert [link for _, link in found] == [None, *(pytest.approx(x * 0.949 / 16) for x in (1e9, 1e7))]
 
 
 def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +168,9 @@ def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> N
         (["advise", "{file}:not_a_number", *ON], "loss_fn(model, batch) returned a tensor of shape (8, 4)"),
         (["advise", "{file}:no_gradient", *ON], "loss_fn(model, batch) returned float"),
         (["plan", "{file}:model_only", "--measure"], "needs a batch"),
+        (["plan", "{file}:with_batch", "--link", "1gbit"], "--link is compared with measured times"),
+        (["plan", "{file}:with_batch", "--measure", "--link", "fast"], "invalid network 'fast'"),
+        (["plan", "{file}:with_batch", "--measure", "graph"], "move the model to a CUDA device"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),

@@ -316,7 +316,7 @@ def test_layers_are_timed_in_the_precision_of_the_loop(monkeypatch: pytest.Monke
         seen.append(torch.is_autocast_enabled("cpu"))
         return measure_layer(*given)
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", spied)
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", spied)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for precision in (True, False):

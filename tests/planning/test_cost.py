@@ -385,7 +385,7 @@ def test_slower_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(low_rank.ranks)
         return (1.0, 2.5) if dense.in_features == 40 else (2.0, 1.0)
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", pretend)
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", pretend)
     build = partial(nn.Sequential, *(nn.Linear(n, 64) for n in (40, 64, 64, 40)))
     plan = pf.plan(build(), 0.25, multiple=1, example=lambda m: [m[i](torch.randn(2, m[i].in_features)) for i in range(4)],
                    measure=True)  # fmt: skip
@@ -403,7 +403,7 @@ def test_rules_are_measured_at_a_quarter_of_the_full_rank(monkeypatch: pytest.Mo
         seen.append(low_rank.ranks)
         return 1.0, 2.0
 
-    monkeypatch.setattr("pufferfish.planning.planner.measure_layer", pretend)
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", pretend)
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 8))
     for rule in (pf.Energy(0.9), pf.Budget(params=1e4)):
         plan = pf.plan(model, rule, example=torch.randn(2, 128), measure=True)

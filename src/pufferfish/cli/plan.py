@@ -7,7 +7,7 @@ or a function that builds a model: file.py:function or package.module:function.
 The function returns one of
 
   model                    parameters and bytes are reported
-  model, batch             also MACs, and layer times with --measure; the batch
+  model, batch             also MACs and, if measured, layer times; the batch
                            is a tensor, a tuple of arguments or a dict of
                            keyword arguments
   model, batch, loss_fn    exact backward MACs; loss_fn(model, batch) is the
@@ -15,6 +15,9 @@ The function returns one of
 
 A built-in model without options gets the Pufferfish paper's hybrid plan:
 rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
+
+With --device cuda the layers are measured, and those stay dense that would be
+slower: name the mode that the job runs in. Times are kept in the cache folder.
 """
 
 import argparse
@@ -45,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--multiple", type=whole, metavar="N", help="round computed ranks to a multiple of N (default: 16)")
     saving = "keep layers dense that save less than this fraction of their parameters"
     add("--min-saving", type=number, default=0.0, metavar="F", help=saving)
-    modes = (
-        "time each layer dense and low-rank, eagerly (default) or in CUDA graphs; slower layers stay dense"
+    modes = "time the layers dense and low-rank (default mode: eager); slower ones stay dense"
+    measure = parser.add_mutually_exclusive_group()
+    measure.add_argument(
+        "--measure", nargs="?", const="eager", choices=("eager", "compile", "graph"), help=modes
     )
-    add("--measure", nargs="?", const="eager", choices=("eager", "graph"), help=modes)
-    add("--device", default="cpu", help="device for --measure (default: cpu)")
+    measure.add_argument("--no-measure", action="store_true", help="do not time the layers on a GPU either")
+    link = "network of each worker, such as 1gbit: a layer is low-rank if time plus sending gets shorter"
+    add("--link", metavar="RATE", help=link)
+    add("--device", default="cpu", help="device for the measurement (default: cpu)")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--out", type=Path, metavar="FILE", help="save the plan as JSON")
 
@@ -58,6 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
     from ..lab.models.plan_by_name import plan_by_name
 
     check_output_file(arguments.out)
+    measured = arguments.measure or (arguments.device.startswith("cuda") and not arguments.no_measure)
+    if arguments.link and not measured:
+        raise ValueError("--link is compared with measured times; add --measure")
     plan, remarks = plan_by_name(
         arguments.model,
         rank=arguments.rank,
@@ -68,7 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
         min_saving=arguments.min_saving,
         embed=arguments.embed,
         frozen=arguments.frozen,
-        measure="graph" if arguments.measure == "graph" else arguments.measure == "eager",
+        measure=False if arguments.no_measure else arguments.measure,
+        link=_parse_link(arguments.link) if arguments.link else None,
         device=arguments.device,
     )
     if arguments.out:
@@ -76,6 +87,14 @@ def run(arguments: argparse.Namespace) -> None:
     print(plan.to_json() if arguments.json else plan)
     for remark in remarks:
         print(f"\n{remark}", file=sys.stderr if arguments.json else sys.stdout)
+
+
+def _parse_link(text: str) -> float:
+    """Bytes of gradients per second that many workers average by a ring all-reduce, which sends each byte twice."""
+    from ..lab.network.link_shape import LinkShape
+    from ..measure.link import GOODPUT
+
+    return LinkShape.parse(text).mbit * 1e6 / 8 * GOODPUT / 2
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

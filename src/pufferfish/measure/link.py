@@ -121,6 +121,15 @@ class Link:
         return 8 / beta if beta else float("inf")
 
     @property
+    def all_reduce_rate(self) -> float:
+        """Bytes of gradients per second that a large all-reduce averages; the `link` of `pufferfish.plan`.
+
+        >>> Link.nominal(bandwidth=8e9, latency=0, size=4, goodput=1).all_reduce_rate / 1e6
+        666.7
+        """
+        return self.bandwidth / 8 / WIRE_FACTOR["all_reduce"](self.size)
+
+    @property
     def latency(self) -> float:
         """Seconds of one hop of an all-reduce."""
         return self.collectives["all_reduce"].alpha

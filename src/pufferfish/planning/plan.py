@@ -53,14 +53,11 @@ class Totals:
         [4000000, 12000000, 13000000]
         """
         sharded = 2 * self.parameter_bytes + self.gradient_bytes
-        match engine:
-            case "ddp":
-                return self.gradient_bytes
-            case "fsdp2":
-                return sharded
-            case "hsdp":
-                return sharded + self.gradient_bytes // shards
-        raise ValueError(f"engine {engine!r} is not one of ddp, fsdp2, hsdp")
+        between_groups = self.gradient_bytes // shards
+        engines = {"ddp": self.gradient_bytes, "fsdp2": sharded, "hsdp": sharded + between_groups}
+        if engine not in engines:
+            raise ValueError(f"engine {engine!r} is not one of ddp, fsdp2, hsdp")
+        return engines[engine]
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
@@ -96,7 +93,7 @@ class Entry:
     trainable: bool = True
     positions: int | None = None  # number of vectors multiplied by the matrix in the example
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
-    ms: tuple[float, float] | None = None  # measured time of the whole layer, dense and low-rank
+    ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
 
     def __post_init__(self) -> None:
@@ -144,13 +141,6 @@ class Entry:
         """Return the entry with this rank."""
         return dataclasses.replace(self, rank=rank, rule=None, reason="")
 
-    def with_times(self, ms: tuple[float, float]) -> Entry:
-        """Return the entry with measured times (dense, low-rank); dense if its low-rank form is slower."""
-        timed = dataclasses.replace(self, ms=ms)
-        if (self.rank or self.rule) and ms[1] >= ms[0]:
-            return timed.keep_dense(f"slower when measured: {ms[0]:.3g} ms dense, {ms[1]:.3g} ms low-rank")
-        return timed
-
     def as_json(self) -> dict[str, Any]:
         data = _without_defaults(self)
         if self.matrix:
@@ -188,6 +178,7 @@ class Plan:
     parameters: tuple[str, ...] = ()  # names of the model's parameters, in order
     functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
     shared_inputs: tuple[tuple[str, ...], ...] = ()  # layers that the example calls with the same tensor
+    measured: dict[str, Any] = field(default_factory=dict)  # device, mode, link, time of a dense step
 
     def __getitem__(self, name: str) -> Entry:
         if entry := next((e for e in self.entries if e.name == name), None):
@@ -251,6 +242,13 @@ class Plan:
         weights = sum(e.before for e in self.entries if e.rank is not None or e.rule is not None)
         return weights / max(self.before.parameters, 1)
 
+    @property
+    def speedup(self) -> float | None:
+        """Expected time of a dense step over that of a step with the plan, without exchange; None if not measured."""
+        from .measured_times import speedup  # only measured plans need it
+
+        return speedup(self)
+
     def warn_if_little_changes(self, stacklevel: int = 2) -> bool:
         """Warn if the plan changes less than 10 % of the parameters, and say why. Returns whether it warned."""
         if self.changed >= LITTLE:
@@ -281,6 +279,7 @@ class Plan:
             "functional": self.functional,
             "parameters": self.parameters,
             "shared_inputs": self.shared_inputs,
+            "measured": self.measured,
             "entries": [e.as_json() for e in self.entries],
         }
 
@@ -309,6 +308,7 @@ class Plan:
                 functional=data["functional"],
                 parameters=tuple(data["parameters"]),
                 shared_inputs=tuple(map(tuple, data.get("shared_inputs", ()))),
+                measured=dict(data.get("measured", {})),
             )
         except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None

@@ -1,21 +1,23 @@
 """`plan`: choose for every layer its rank, the rule that will choose its rank, or the reason it stays dense."""
 
 import fnmatch
+import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import get_args
 
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..layers import LowRankLinear, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .budget import Candidate, allocate
 from .candidates import candidates, expert_entries
+from .measured_times import with_measured_times
 from .plan import Entry, Plan, check_is_plan, totals
-from .profile import Call, Example, Profile, profile
+from .profile import Call, Example, profile
 from .rules import Budget, PerExpert, RankLike, Rule, StableRank, align, as_rule, largest_rank
-from .timing import measure_layer
+from .timing import Mode
 
 
 def plan(
@@ -30,7 +32,8 @@ def plan(
     embed: RankLike | None = None,
     frozen: bool = False,
     example: Example | None = None,
-    measure: bool | Literal["graph"] = False,
+    measure: Mode | bool | None = None,
+    link: float | None = None,
 ) -> Plan:
     """Plan which layers of a model become low-rank. Changes nothing.
 
@@ -49,9 +52,14 @@ def plan(
             cannot reduce the error of the factorization.
         example: A batch (tensor, tuple of arguments, dict of keyword arguments) or a function that runs the
             model. Needed for MACs and for `measure`.
-        measure: Time every layer dense and low-rank on the model's device, and keep those dense that would
-            be slower. True times eager PyTorch; "graph" times captured CUDA graphs, without launch
-            overhead, which outweighs the gain of small layers on a fast GPU.
+        measure: Time the layers dense and low-rank on the model's device, in the mode that the job runs in, and keep
+            those dense that would be slower: "eager" (or True), "compile" or "graph". Graphs and compiled graphs
+            have no launch overhead, which outweighs the gain of small layers on a fast GPU. None is "eager" for a
+            model on CUDA with an example, and False elsewhere and where a job has several workers, which
+            could decide differently: measure there for a `Switch`, which makes them agree, or load one plan on all.
+            Times on CUDA are kept in the user's cache folder.
+        link: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then
+            becomes low-rank if that shortens its measured time plus the time to send its gradients.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -73,10 +81,11 @@ def plan(
         raise ValueError(f"multiple={multiple!r} is not a whole number ≥ 1")
     if not min_saving < 1:
         raise ValueError(f"min_saving={min_saving} is not a share of a layer's weights, below 1")
-    if measure and example is None:
-        raise ValueError("measure=True needs example=, a batch with the shapes that the layers see")
-    if measure == "graph" and not all(p.is_cuda for p in model.parameters()):
-        raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
+    mode = _mode(measure, model, example)
+    if link is not None and not (mode and 0 < link < float("inf")):
+        raise ValueError(
+            f"link={link!r}: give the bytes per second that the workers average, above 0, with example= and measure="
+        )
     if not (example is None or isinstance(example, Tensor | tuple | list | Mapping) or callable(example)):
         raise TypeError(
             f"example is of type {type(example).__name__}; pass a tensor, a tuple of arguments, a dict of keyword "
@@ -107,10 +116,35 @@ def plan(
     for e in plan.entries:
         if isinstance(e.rule, StableRank):
             e.rule.at_start(e.name)  # raises for a missing initial spectrum now, not when the plan is applied
-    if measure:
-        assert profiled is not None
-        plan = _with_times(plan, modules, profiled, graph=measure == "graph")
-    return plan
+    if mode is None or profiled is None or example is None:
+        return plan
+    return with_measured_times(plan, model, modules, profiled, example, mode, link)
+
+
+def _mode(measure: Mode | bool | None, model: nn.Module, example: Example | None) -> Mode | None:
+    """The mode to measure layers in; None: they are not measured."""
+    if not measure:
+        by_default = measure is None and example is not None and _on_cuda(model) and not _several_workers()
+        return "eager" if by_default else None
+    if measure not in (True, *get_args(Mode)):
+        raise ValueError(f'measure={measure!r} is not "eager", "compile", "graph", True, False or None')
+    if example is None:
+        raise ValueError(f"measure={measure!r} needs example=, a batch with the shapes that the layers see")
+    if measure == "graph" and not _on_cuda(model):
+        raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
+    return "eager" if measure is True else measure
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    devices = {p.device.type for p in model.parameters()}
+    return devices == {"cuda"}
+
+
+def _several_workers() -> bool:
+    """Whether this is a worker of several, in a process group or before it is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def resolve(plan: Plan, model: nn.Module) -> Plan:
@@ -302,33 +336,3 @@ def _apply_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> 
         else:
             entries.append(e.keep_dense("the budget is best spent on leaving it dense"))
     return plan.replace(entries)
-
-
-def _with_times(plan: Plan, modules: Mapping[str, nn.Module], profiled: Profile, graph: bool) -> Plan:
-    """Time each layer that would change and keep the slower ones dense."""
-    ranks: dict[str, dict[str, int]] = {}
-    for e in plan.entries:
-        if e.matrix is not None and (e.rank or e.rule):
-            # A rule that needs the weights has no rank yet; time a quarter of the full rank instead.
-            r = e.rank or align(e.matrix.full_rank // 4, e.matrix, plan.multiple, plan.min_saving)
-            ranks.setdefault(e.layer, {})[e.matrix.name] = r
-    cache: dict[Any, tuple[float, float]] = {}
-    times = {}
-    for layer, layer_ranks in ranks.items():
-        call = profiled.calls.get(layer)
-        if call is None:
-            continue
-        module = modules[layer]
-        kind = low_rank_type(type(module))
-        assert kind is not None
-        weights = [(p.dtype, p.requires_grad) for p in module.parameters()]
-        key = (repr(module), repr(weights), tuple(layer_ranks.items()), _shapes(call), call.autocast)
-        if key not in cache:
-            cache[key] = measure_layer(module, kind(module, layer_ranks), call, graph)
-        times[layer] = cache[key]
-    return plan.replace(e.with_times(times[e.layer]) if e.layer in times else e for e in plan.entries)
-
-
-def _shapes(call: Call) -> str:
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    return repr([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves])

@@ -35,6 +35,7 @@ class Call:
     positions: Counter[str]  # by matrix: number of vectors multiplied by it in all calls
     grad_positions: Counter[str]  # by matrix: number of these whose gradient is computed in backward
     autocast: torch.dtype | None = None  # autocast dtype that the example's code enabled
+    count: int = 0  # number of calls
 
 
 @dataclass
@@ -216,6 +217,7 @@ def _recorder(result: Profile, name: str, kind: type[LowRank]) -> Callable[..., 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         dtype = autocast_dtype(next(module.parameters()).device)
         call = result.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
+        call.count += 1
         for matrix in kind.matrices(module):
             call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
             call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)

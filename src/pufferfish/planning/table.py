@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .measured_times import speedup
 from .plan import LITTLE, Entry, Plan
 
 
 def plan_table(plan: Plan) -> str:
     """Format the layers, the totals before and after, and remarks on what the plan does not cover."""
-    parts = [_layers(plan), _totals(plan), *_remarks(plan)]
+    parts = [_layers(plan), _totals(plan), _expected(plan), *_remarks(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -35,19 +36,28 @@ def _layers(plan: Plan) -> str:
     head = ["layer", "type", "shape", "rank", "weights"]
     head += ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["share of bytes", "why dense"]
     rows = [head]
-    timed: set[str] = set()  # layers whose time is shown: it is the time of all their matrices
+    ms = _layer_times(plan)
     for e in entries:
         row = [e.name, e.type, _shape(e), str(e.rule or e.rank or "–"), _arrow(e.before, e.after)]
         if with_macs:
             row.append(_arrow(e.macs(False)[0], e.macs(True)[0], format_count) if e.positions else "–")
         if with_ms:
-            row.append("→".join(map(_ms, e.ms)) if e.ms and e.layer not in timed else "–")
-            timed.add(e.layer)
+            row.append("→".join(map(_ms, ms.pop(e.layer, ()))) or "–")
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
         rows.append([*row, f"{share:.1%}", e.reason or e.note])
     return format_table(rows, left=(0, 1, 2, len(head) - 1))
+
+
+def _layer_times(plan: Plan) -> dict[str, list[float]]:
+    """Times to show: of all matrices of a layer, and of all layers measured together, at the first of them."""
+    times = {e.layer: list(e.ms) for e in plan.entries if e.ms}
+    for names in plan.shared_inputs:
+        first, *others = [name for name in times if name in names] or [""]
+        for name in others:
+            times[first] = [a + b for a, b in zip(times[first], times.pop(name), strict=True)]
+    return times
 
 
 def _shape(e: Entry) -> str:
@@ -93,6 +103,20 @@ def _totals(plan: Plan) -> str:
     add("memory, SGD momentum", before.memory(1), after.memory(1))
     add("memory, Adam", before.memory(2), after.memory(2))
     return format_table(rows, left=(0, 3))
+
+
+def _expected(plan: Plan) -> str:
+    """What the measured times promise; nothing without them, or while ranks are unknown."""
+    measured, before, after = plan.measured, plan.before.gradient_bytes, plan.after.gradient_bytes
+    if not measured or not plan.resolved:
+        return ""
+    mode, step_mode = measured["mode"], measured.get("step_mode", measured["mode"])
+    gains = [] if plan.speedup is None else [f"{plan.speedup:.2f}× as fast"]
+    if gains and (link := measured.get("link")):
+        gains.append(f"{speedup(plan, link):.2f}× with gradients sent at {format_count(link)}B/s")
+    gains += [f"{before / after:.2f}× fewer bytes"] if after else []
+    apart = "" if step_mode == mode else f" (whole step: {step_mode})"
+    return f"expected on {measured['device']}, {mode}{apart}: {', '.join(gains)}"
 
 
 def obstacles(plan: Plan) -> str:

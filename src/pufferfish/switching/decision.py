@@ -303,10 +303,15 @@ def _some(names: list[str]) -> str:
 
 
 def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:
-    """Replace measured times by their maximum over the workers, which decides again which layers stay dense."""
+    """Replace measured times by their maximum over the workers; a layer that one worker keeps dense is dense on all."""
     timed = [e for e in plan if e.ms is not None]
     if not timed:  # the workers have compared their plans, so none has times
         return plan
-    times = workers.max(torch.tensor([e.ms for e in timed], dtype=torch.float64))
-    entries = {e.name: e.with_times((ms[0], ms[1])) for e, ms in zip(timed, times.tolist(), strict=True)}
+    rows = [(*(e.ms or ()), float(e.rank is None and e.rule is None)) for e in timed]
+    slowest = workers.max(torch.tensor(rows, dtype=torch.float64)).tolist()
+    entries = {}
+    for e, (dense_ms, low_rank_ms, dense) in zip(timed, slowest, strict=True):
+        e = dataclasses.replace(e, ms=(dense_ms, low_rank_ms))
+        reason = e.reason or "slower when measured by another worker"
+        entries[e.name] = e.keep_dense(reason) if dense else e
     return plan.replace(entries.get(e.name, e) for e in plan)

@@ -197,8 +197,8 @@ class _Advisor:
         model = self.workload.build()
 
         def measure() -> str:
-            ranks = plan(model, rank, **arguments)
-            times = plan(model, rank, measure=True, **arguments)
+            ranks = plan(model, rank, measure=False, **arguments)
+            times = plan(model, rank, measure="eager", **arguments)
             both = zip(ranks, times, strict=True)
             return ranks.replace(replace(e, ms=t.ms) for e, t in both).to_json()
 

@@ -1,7 +1,6 @@
 """`plan_by_name`: the plan of a model given by name or by a factory, as `pufferfish plan` shows it."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ import pufferfish as pf
 
 from ...planning.profile import Example, run_example
 from ...planning.rules import RankLike, as_rule
+from ...planning.timing import Mode
 from . import REFERENCES
 from .load_factory import LOSS_CALL, call_user_code, load_factory
 
@@ -26,10 +26,16 @@ def plan_by_name(
     min_saving: float,
     embed: str | None,
     frozen: bool,
-    measure: bool | Literal["graph"],
+    measure: Mode | bool | None,
+    link: float | None,
     device: str,
 ) -> tuple[pf.Plan, list[str]]:
-    """Return a model's plan and remarks about its limits; the arguments are those of the command line."""
+    """Return a model's plan and remarks about its limits; the arguments are those of the command line.
+
+    Args:
+        measure: None: layers are measured on a GPU, if there is a batch.
+        link: bytes of gradients per second that the workers average.
+    """
     rule = as_rule(parse_rank(rank) if rank else 0.25)
     rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
     embed_rule = as_rule(parse_rank(embed), "embed") if embed else None
@@ -37,7 +43,8 @@ def plan_by_name(
     remarks: list[str] = []
     example: Example | None
     try:
-        target = torch.device(device if weights or measure else "meta")
+        on_gpu = torch.device(device).type == "cuda"
+        target = torch.device(device if weights or measure or (measure is None and on_gpu) else "meta")
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
@@ -51,6 +58,8 @@ def plan_by_name(
         net, example, remarks = _from_factory(model, target if target.type != "meta" else None)
         if measure and example is None:
             raise ValueError(f"{model}: --measure needs a batch; return (model, batch) from the function")
+    if measure is None:
+        measure = "eager" if on_gpu and example is not None else False
     try:
         plan = pf.plan(
             net,
@@ -64,6 +73,7 @@ def plan_by_name(
             frozen=frozen,
             example=example,
             measure=measure,
+            link=link,
         )
     except Exception as error:
         if example is not None and not isinstance(error, ValueError):  # does their batch fit the model?

@@ -1,0 +1,349 @@
+"""Measured plans: who is measured and when, layers that are measured together, bytes over a link, the cache, what is expected."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pufferfish as pf
+from pufferfish.layers import SharedInput
+from pufferfish.planning.timing import Mode, Together
+
+#: Milliseconds of a layer, dense and low-rank.
+Table = Callable[[nn.Module], tuple[float, float]]
+
+
+class Attention(nn.Module):
+    """Three projections that read the same tensor; one of them is too small to be low-rank."""
+
+    def __init__(self, values: int = 64) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(64, 128), nn.Linear(64, 64), nn.Linear(64, values)
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.q(x).sum() + self.out(self.k(x)) + self.v(x).sum()
+        return y
+
+
+class FakeTimes:
+    """Replaces the measurement: records what would be measured."""
+
+    def __init__(self) -> None:
+        self.table: Table = lambda dense: (2.0, 1.0)
+        self.step = 20.0
+        self.measured: list[tuple[nn.Module, Any, str]] = []
+        self.steps: list[str] = []
+
+    def layer(self, dense: nn.Module, low_rank: nn.Module, call: Any, mode: Mode) -> tuple[float, float]:
+        self.measured.append((dense, low_rank, mode))
+        return self.table(dense)
+
+    def whole_step(self, model: nn.Module, example: Any, mode: Mode) -> float:
+        self.steps.append(mode)
+        return self.step
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
+    fake = FakeTimes()
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", fake.layer)
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_step", fake.whole_step)
+    return fake
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Makes `plan` take this machine for one with a GPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pufferfish.planning.planner._on_cuda", lambda model: True)
+    monkeypatch.setattr("pufferfish.planning.measured_times._gpu_name", lambda device: "GPU")
+
+
+X = torch.randn(8, 64, requires_grad=True)  # as the inputs of all but the first layer
+
+
+def linears(n: int = 2) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(n)))
+
+
+# When.
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_an_example_is_measured_by_default(fake: FakeTimes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pf.plan(linears()).measured == {}  # no example
+    assert pf.plan(linears(), example=X, measure=False).measured == {}
+    assert not fake.measured
+    fake.table = lambda dense: (1.0, 2.0)
+    assert pf.plan(linears(), example=X).ranks == {}
+    assert {mode for *_, mode in fake.measured} == {"eager"}
+    monkeypatch.setenv("WORLD_SIZE", "2")  # workers that decide alone could decide differently
+    assert len(pf.plan(linears(3), example=X).ranks) == 3
+    assert pf.plan(linears(3), example=X, measure="eager").ranks == {}
+
+
+def test_on_a_cpu_only_on_request(fake: FakeTimes) -> None:
+    assert pf.plan(linears(), example=X).measured == {}
+    assert not fake.measured
+    for measure, mode in ((True, "eager"), ("eager", "eager"), ("compile", "compile")):
+        assert pf.plan(linears(), example=X, measure=measure).measured["mode"] == mode  # type: ignore[arg-type]
+    assert [mode for *_, mode in fake.measured] == fake.steps == ["eager", "eager", "compile"]
+
+
+def test_invalid_arguments() -> None:
+    with pytest.raises(ValueError, match="measure='fast' is not"):
+        pf.plan(linears(), example=X, measure="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="move the model to a CUDA device"):
+        pf.plan(linears(), example=X, measure="graph")
+    with pytest.raises(ValueError, match="measure='compile' needs example="):
+        pf.plan(linears(), measure="compile")
+    for link in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="link="):
+            pf.plan(linears(), example=X, measure=True, link=link)
+    with pytest.raises(ValueError, match="with example= and measure="):
+        pf.plan(linears(), example=X, link=1e9)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_given_plan_is_not_overridden(fake: FakeTimes) -> None:
+    model = linears()
+    chosen = pf.plan(model, example=X)
+    fake.table = lambda dense: (1.0, 2.0)
+    slower = pf.plan(linears(3), example=X)
+    edited = slower.replace(e.with_rank(16) for e in slower)
+    assert len(pf.factorize_(model, pf.Plan.from_json(chosen.to_json())).ranks) == 2
+    assert len(pf.factorize_(linears(3), pf.Plan.from_json(edited.to_json())).ranks) == 3
+    switched = linears(3)
+    switch = pf.Switch(edited, when=pf.AtStep(0))
+    assert switch.step(switched, torch.optim.SGD(switched.parameters(), 0.1), step=0)
+    assert switch.report is not None
+    assert len(switch.report.plan.ranks) == 3
+
+
+# Layers that read the same tensor.
+
+
+def test_layers_with_the_same_input_are_measured_and_decided_about_together(fake: FakeTimes) -> None:
+    def together(dense: nn.Module) -> tuple[float, float]:
+        return (4.0, 5.0) if isinstance(dense, Together) else (2.0, 1.0)
+
+    fake.table = together
+    plan = pf.plan(Attention(values=2), 16, example=X, measure=True)
+    assert plan.shared_inputs == (("q", "k", "v"),)
+    assert list(plan.ranks) == ["out"]
+    # v cannot be low-rank, so it is not in the group.
+    (group, low_rank, _), (alone, *_) = fake.measured
+    assert isinstance(group, Together)
+    assert isinstance(low_rank, Together)
+    assert [layer.out_features for layer in group.layers] == [128, 64]
+    assert all(isinstance(layer._shared_input, SharedInput) for layer in low_rank.layers)
+    assert isinstance(alone, nn.Linear)
+    assert plan["q"].reason == "slower when measured: 4 ms dense, 5 ms low-rank (q, k together)"
+    assert plan["k"].reason == plan["q"].reason
+    assert plan["v"].reason.startswith("not smaller")
+    # The parts of a group add up to its time, which the table shows once.
+    assert plan["q"].ms == pytest.approx((4 * 2 / 3, 5 * 2 / 3))
+    assert plan["k"].ms == pytest.approx((4 / 3, 5 / 3))
+    assert plan["v"].ms is None
+    shown = {line.split()[0]: line for line in str(plan).splitlines()[1:5]}
+    assert "4→5" in shown["q"]
+    assert "→" not in shown["k"]
+
+    fake.table = lambda dense: (4.0, 3.0)
+    assert list(pf.plan(Attention(), 16, example=X, measure=True).ranks) == ["q", "k", "v", "out"]
+
+
+def test_a_measured_group_computes_with_one_product() -> None:
+    """The real measurement runs copies of the layers in one group."""
+    plan = pf.plan(Attention(), 16, example=X, measure=True)
+    times = [plan[name].ms for name in "qkv"]
+    assert all(ms and ms[0] > 0 and ms[1] > 0 for ms in times)
+    ratios = [ms[1] / ms[0] for ms in times if ms]
+    assert ratios == pytest.approx(ratios[:1] * 3)
+    assert len({plan[name].rank for name in "qkv"}) == 1
+
+
+def test_the_time_of_a_layer_is_that_of_all_its_calls(fake: FakeTimes) -> None:
+    layer = nn.Linear(64, 64)
+    plan = pf.plan(nn.Sequential(layer), 16, example=lambda m: m(m(m(X))), measure=True)
+    assert plan["0"].ms == (6.0, 3.0)
+
+
+# Bytes over a link.
+
+
+def test_bytes_are_weighed_against_time(fake: FakeTimes) -> None:
+    """64·64 weights become 2·16·64: 8,192 bytes of gradients are saved, 0.8192 ms at 10 MB/s."""
+    model = linears(1)
+    for low_rank_ms, link, becomes_low_rank in (
+        (1.2, None, False), (1.2, 1e7, True), (1.2, 1e9, False), (1.81, 1e7, True), (1.82, 1e7, False),
+    ):  # fmt: skip
+        fake.table = lambda dense, ms=low_rank_ms: (1.0, ms)  # type: ignore[misc]
+        plan = pf.plan(model, 16, example=X, measure=True, link=link)
+        assert bool(plan.ranks) == becomes_low_rank, (low_rank_ms, link)
+    assert plan["0"].reason == "slower when measured: 1 ms dense, 1.82 ms low-rank, 0.819 ms less to send"
+    model.requires_grad_(False)  # no gradients to send
+    fake.table = lambda dense: (1.0, 1.2)
+    assert not pf.plan(model, 16, frozen=True, example=X, measure=True, link=1e7).ranks
+
+
+def test_bytes_of_a_group_count_together(fake: FakeTimes) -> None:
+    """q saves 20,480 bytes, k and v 8,192 each: 3.6864 ms at 10 MB/s."""
+    for ms, low_rank in ((4.68, True), (4.69, False)):
+        fake.table = lambda dense, ms=ms: (1.0, ms) if isinstance(dense, Together) else (1.0, 9.0)  # type: ignore[misc]
+        plan = pf.plan(Attention(), 16, example=X, measure=True, link=1e7)
+        assert list(plan.ranks) == ["q", "k", "v"] * low_rank
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_recurrent_layer_stays_dense_unless_its_bytes_count(fake: FakeTimes) -> None:
+    """The library's kernel for the dense layer is faster than ours for a low-rank one."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.lstm(x)[0])
+            return y
+
+    fake.table = lambda dense: (4.7, 6.5) if isinstance(dense, nn.LSTM) else (2.0, 1.0)
+    x = torch.randn(5, 2, 64)
+    assert list(pf.plan(Tagger(), example=x).ranks) == ["head"]
+    assert list(pf.plan(Tagger(), example=x, link=1e6).ranks) == ["lstm", "head"]
+    assert list(pf.plan(Tagger(), example=x, measure=False).ranks) == ["lstm", "head"]
+
+
+# The cache.
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_layer_is_measured_once_per_gpu(fake: FakeTimes) -> None:
+    def measured(build: Callable[[], nn.Module] = Attention, x: Tensor = X, **options: Any) -> int:
+        fake.measured.clear()
+        fake.steps.clear()
+        plan = pf.plan(build(), **{"rank": 16, "example": x} | options)
+        assert plan.speedup is not None
+        return len(fake.measured) + len(fake.steps)
+
+    assert measured() == 3  # q, k and v together; out; the whole step
+    assert measured() == 0
+    assert measured(link=1e9) == 0
+    assert measured(rank=8) == 2  # the dense step is the same
+    assert measured(measure="compile") == 3
+    assert measured(measure="graph") == 3
+    assert measured(x=torch.randn(16, 64, requires_grad=True)) == 3
+    assert measured(x=X.detach()) == 2  # the input of `out` is the same
+    assert measured(x=torch.randn(64, 8).t()) == 2
+    assert measured(lambda: Attention().eval()) == 3
+    assert measured(lambda: Attention().double(), X.detach().double().requires_grad_()) == 3
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert measured() == 3
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measured() == 3
+    assert measured() == 0
+
+
+def test_times_of_a_cpu_are_measured_again(fake: FakeTimes) -> None:
+    for _ in range(2):
+        pf.plan(linears(3), 16, example=X, measure=True)
+    assert len(fake.measured) == 2  # equal layers once a plan
+
+
+# What is expected.
+
+
+def test_the_plan_says_what_it_expects(fake: FakeTimes) -> None:
+    plan = pf.plan(linears(4), 16, example=X, measure=True, link=1e7)
+    # Four layers take 2 ms of 20, then 1 ms; 66,560 bytes of gradients become 33,792.
+    assert plan.measured == {
+        "device": "cpu", "mode": "eager", "link": 1e7, "step_ms": 20.0, "step_mode": "eager",
+    }  # fmt: skip
+    assert plan.speedup == pytest.approx(20 / 16)
+    sent = (20 + 6.656) / (16 + 3.3792)
+    text = f"expected on cpu, eager: 1.25× as fast, {sent:.2f}× with gradients sent at 10 MB/s, 1.97× fewer bytes"
+    assert text in str(plan).splitlines()
+    loaded = pf.Plan.from_json(plan.to_json())
+    assert loaded == plan
+    assert text in str(loaded)
+    dense = plan.replace(e.keep_dense("edited") if e.name != "0" else e for e in plan)
+    assert dense.speedup == pytest.approx(20 / 19)
+
+
+def test_without_times_nothing_is_expected(fake: FakeTimes) -> None:
+    plan = pf.plan(linears(), example=X)
+    assert plan.speedup is None
+    assert "expected" not in str(plan)
+    data = plan.as_data()
+    del data["measured"]  # a plan saved by an earlier version
+    assert pf.Plan.from_data(data) == plan
+    unresolved = pf.plan(linears(), pf.Energy(0.5), example=X, measure=True)
+    assert "expected" not in str(unresolved)
+    assert "expected" in str(pf.resolve(unresolved, linears()))
+
+
+def test_layers_that_add_up_to_more_than_the_step(fake: FakeTimes) -> None:
+    fake.step = 3.0
+    assert pf.plan(linears(4), 16, example=X, measure=True).speedup == pytest.approx(3 / 4)
+
+
+def test_what_cannot_be_measured_in_a_mode_is_measured_eagerly(fake: FakeTimes) -> None:
+    def table(dense: nn.Module) -> tuple[float, float]:
+        if fake.measured[-1][2] == "compile":
+            raise RuntimeError("no compiler\nand more")
+        return 2.0, 1.0
+
+    fake.table = table
+    with pytest.warns(
+        UserWarning, match=r"^0: cannot be measured in mode 'compile' \(RuntimeError: no compiler\)$"
+    ) as caught:
+        plan = pf.plan(linears(), example=X, measure="compile")
+    assert len(caught) == 1  # equal layers are tried once
+    assert [e.ms for e in plan] == [(2.0, 1.0), (2.0, 1.0)]
+
+    def fails(dense: nn.Module) -> tuple[float, float]:
+        raise RuntimeError("out of memory")
+
+    fake.table = fails
+    with pytest.warns(UserWarning, match="cannot be measured in mode 'eager'"):
+        plan = pf.plan(linears(), example=X, measure=True)
+    assert len(plan.ranks) == 2
+    assert plan.measured == {}
+
+
+def test_a_step_that_can_only_be_measured_eagerly(fake: FakeTimes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_eager(model: nn.Module, example: Any, mode: Mode) -> float:
+        if mode != "eager":
+            raise RuntimeError("no")
+        return 20.0
+
+    monkeypatch.setattr("pufferfish.planning.measured_times.measure_step", only_eager)
+    with pytest.warns(UserWarning, match="the whole step: cannot be measured in mode 'compile'"):
+        plan = pf.plan(linears(), 16, example=X, measure="compile")
+    assert "expected on cpu, compile (whole step: eager): 1.11× as fast" in str(plan)
+
+
+def test_measuring_changes_nothing() -> None:
+    torch.manual_seed(0)
+    words = nn.Embedding(8, 64, max_norm=0.1)  # changes its weight in forward
+    model = nn.Sequential(words, nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 64))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = pf.plan(model, 16, example=torch.arange(8), measure=True)
+    assert plan.speedup is not None
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
