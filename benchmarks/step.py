@@ -1,23 +1,26 @@
 """What low rank buys in time: whole training steps, dense and low-rank side by side in one run.
 
-    python benchmarks/step.py
+    python benchmarks/step.py [--cases llama "GPT d 768"] [--modes graph compile] [--decay]
 
 Forward, loss, backward and an SGD step, bf16 autocast on a GPU and fp32 on a CPU. The two models take turns; medians.
-Plans: ratio 0.25, ranks in multiples of 16, the reference's full-rank layers kept. On a GPU each step is timed as eager
-PyTorch runs it and as one CUDA graph, where launching kernels costs nothing.
+Ranks: ratio 0.25 in multiples of 16. Models keep their paper's full-rank layers, language models the first block;
+"measured plan" is what `pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager mode, as one
+CUDA graph, and compiled inside a CUDA graph.
+
+The limit of a step is its time if each changed layer took its share of MACs of its dense time and nothing else
+changed. The times of the dense layers are measured one by one, in CUDA graphs.
 
 With --decay the low-rank step is timed again in a second table, with weight decay of its factors and with
 `FrobeniusDecay` instead, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
+import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.lab.models import REFERENCES
+from pufferfish.lab.models import REFERENCES, Llama
 from pufferfish.lab.models.gpt import GPT
-from pufferfish.planning.table import format_count, format_table
+from pufferfish.planning.table import format_table
 from pufferfish.planning.timing import capture_cuda_graph
 
 Step = Callable[[], None]
@@ -38,12 +41,13 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
-    keep: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    measured: bool = False  # layers that low rank slows down stay dense
 
 
-def images(batch: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
-    return x, torch.randint(10, (batch,))
+def images(batch: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(batch, 3, size, size).to(memory_format=torch.channels_last)
+    return x, torch.randint(classes, (batch,))
 
 
 def text(batch: int, time: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -60,87 +64,158 @@ def gpt(d: int, layers: int, context: int, batch: int) -> Case:
     )
 
 
-def resnet(batch: int) -> Case:
+def llama(d: int, layers: int, kv_heads: int, inner: int, vocabulary: int, context: int, batch: int) -> Case:
+    size = {"d": d, "layers": layers, "heads": d // 64, "kv_heads": kv_heads, "inner": inner}
+    return Case(
+        f"llama d {d}, {layers} layers, {batch}×{context}, vocabulary {vocabulary:,}",
+        lambda: Llama(vocabulary=vocabulary, context=context, **size),
+        lambda: text(batch, context, vocabulary),
+        ("blocks.0.*",),
+    )
+
+
+def cifar(batch: int, measured: bool = False) -> Case:
     reference = REFERENCES["resnet18"]
-    return Case(f"ResNet-18 CIFAR, batch {batch}", reference.build, lambda: images(batch), reference.keep)
+    name = f"ResNet-18 CIFAR, batch {batch}" + ", measured plan" * measured
+    keep = () if measured else reference.keep
+    return Case(name, reference.build, lambda: images(batch, 32, 10), keep, measured)
 
 
-GPU = [resnet(512), gpt(768, 12, 1024, 32), gpt(2048, 8, 1024, 8), gpt(4096, 4, 1024, 4)]
-CPU = [resnet(16), gpt(256, 4, 128, 8), gpt(512, 4, 128, 8)]
+def imagenet(model: str, batch: int) -> Case:
+    reference = REFERENCES[model]
+    return Case(
+        f"{model} ImageNet, batch {batch}", reference.build, lambda: images(batch, 224, 1000), reference.keep
+    )
+
+
+GPU = [
+    gpt(768, 12, 1024, 32), gpt(2048, 8, 1024, 8), gpt(4096, 4, 1024, 4),
+    llama(2048, 16, 8, 8192, 128_256, 2048, 8),
+    cifar(512), cifar(512, measured=True), imagenet("resnet50", 128), imagenet("wide_resnet50_2", 128),
+]  # fmt: skip
+CPU = [cifar(16), gpt(256, 4, 128, 8), gpt(512, 4, 128, 8), llama(256, 4, 2, 768, 8192, 128, 8)]
 
 
 def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases, modes = (GPU, ["eager", "graph", "compile"]) if device.type == "cuda" else (CPU, ["eager"])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--cases", nargs="+", metavar="TEXT", default=[""], help="cases with this text in their name"
+    )
+    parser.add_argument("--modes", nargs="+", choices=("eager", "graph", "compile"), default=modes)
     parser.add_argument("--decay", action="store_true", help="show the share of FrobeniusDecay in a step")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(
-        f"{name}, Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}\n"
-    )
-    rows = [["step", "forward MACs", "bytes", "mode", "dense ms", "low-rank ms", ""]]
-    decay_rows = [["low-rank step", "mode", "weight decay ms", "FrobeniusDecay ms", ""]]
-    for case in GPU if device.type == "cuda" else CPU:
-        torch.manual_seed(0)
-        with device:
-            models, (x, y) = [case.build() for _ in range(2)], case.batch()
-        models = [m.to(memory_format=torch.channels_last) if x.dim() == 4 else m for m in models]
-        plan = pf.plan(models[1], rank=0.25, keep=case.keep, example=x, measure=False)
-        pf.factorize_(models[1], plan)
-        before, after = plan.before, plan.after
-        assert before.forward_macs is not None
-        assert after.forward_macs is not None
-        steps = [training_step(m, x, y) for m in models]
-        for mode, runs in modes(device, steps):
-            dense, low_rank = medians(device, runs)
-            ratio = f"{dense / low_rank:.2f}× as fast"
-            macs = f"{format_count(before.forward_macs)} → {format_count(after.forward_macs)}"
-            bytes_ = f"{before.gradient_bytes / after.gradient_bytes:.2f}× fewer"
-            rows.append([case.name, macs, bytes_, mode, f"{dense:.2f}", f"{low_rank:.2f}", ratio])
-        del steps, runs
-        if args.decay:
-            decay_rows += [[case.name, *row] for row in decay_shares(device, models[1], x, y)]
-        del models
-    print(format_table(rows, left=(0, 1, 2, 3, 6)))
-    if args.decay:
-        print("\n" + format_table(decay_rows, left=(0, 1, 4)))
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}"
+    print(f"{name}, {versions}", flush=True)
+    for case in cases:
+        if any(text in case.name for text in args.cases):
+            print(f"\n{case.name}\n" + "\n".join(report(case, device, args.modes, args.decay)), flush=True)
 
 
-def decay_shares(device: torch.device, low_rank: nn.Module, x: Tensor, y: Tensor) -> list[list[str]]:
+def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> Iterator[str]:
+    """Lines about one case."""
+    torch.manual_seed(0)
+    with device:
+        models, (x, y) = [case.build() for _ in range(2)], case.batch()
+    models = [m.to(memory_format=torch.channels_last) if x.dim() == 4 else m for m in models]
+    plan = plan_of(case, models[1], x)
+    pf.factorize_(models[1], plan)
+    before, after = plan.before, plan.after
+    macs = [(total.forward_macs or 0) + (total.backward_macs or 0) for total in (before, after)]
+    sizes = (before.parameters / after.parameters, before.gradient_bytes / after.gradient_bytes)
+    yield f"{macs[0] / macs[1]:.2f}× fewer MACs, {sizes[0]:.2f}× fewer parameters, {sizes[1]:.2f}× fewer bytes"
+    rows, best = [["mode", "dense ms", "low-rank ms", ""]], [float("inf")] * 2
+    for mode in modes:
+        times = medians(device, in_mode(mode, [training_step(m, x, y, mode) for m in models]))
+        rows.append([mode, *(f"{t:.2f}" for t in times), f"{times[0] / times[1]:.2f}× as fast"])
+        best = [min(pair) for pair in zip(best, times, strict=True)]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    rows.append(["faster of each", *(f"{t:.2f}" for t in best), f"{best[0] / best[1]:.2f}× as fast"])
+    yield format_table(rows, left=(0, 3))
+    if (linear := linear_time(plan)) is not None:
+        limit = best[0] / (best[0] - linear[0] + linear[1])
+        share = f"{linear[0]:.2f} ms ({linear[0] / best[0]:.0%}) of the dense step are layers that change"
+        yield f"{share}; limit {limit:.2f}×, reached {best[0] / best[1] / limit:.0%} of it"
+    if decay:
+        decay_rows = [
+            ["mode", "weight decay ms", "FrobeniusDecay ms", ""],
+            *decay_shares(device, models[1], x, y, modes),
+        ]
+        yield format_table(decay_rows, left=(0, 3))
+
+
+def plan_of(case: Case, model: nn.Module, x: Tensor) -> pf.Plan:
+    """The case's plan, with the times of its layers on a GPU."""
+    if not x.is_cuda:
+        return pf.plan(model, rank=0.25, keep=case.keep, example=x)
+
+    def run(model: nn.Module) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):  # layers are measured in this precision
+            output: Tensor = model(x)
+        return output
+
+    plan = pf.plan(model, rank=0.25, keep=case.keep, example=run, measure="graph")
+    if case.measured:
+        return plan
+    times = {e.name: e.ms for e in plan}
+    given = pf.plan(model, rank=0.25, keep=case.keep, example=x, measure=False)
+    return given.replace(dataclasses.replace(e, ms=times[e.name]) for e in given)
+
+
+def linear_time(plan: pf.Plan) -> tuple[float, float] | None:
+    """Milliseconds of the dense layers that change, and what remains of them if time follows MACs."""
+    changed = [e for e in plan if e.rank and e.ms]
+    if not changed:
+        return None
+    shares = [sum(e.macs(True)) / sum(e.macs(False)) for e in changed]
+    times = [e.ms[0] for e in changed if e.ms]
+    return sum(times), sum(t * share for t, share in zip(times, shares, strict=True))
+
+
+def decay_shares(
+    device: torch.device, low_rank: nn.Module, x: Tensor, y: Tensor, modes: list[str]
+) -> list[list[str]]:
     """Time the step with weight decay of the factors and with `FrobeniusDecay`: a row for each mode."""
     rows = []
-    steps = [
-        training_step(copy.deepcopy(low_rank), x, y, weight_decay=1e-4, frobenius=on) for on in (False, True)
-    ]
-    for mode, runs in modes(device, steps):
-        without, with_it = medians(device, runs)
+    for mode in modes:
+        steps = [
+            training_step(copy.deepcopy(low_rank), x, y, mode, weight_decay=1e-4, frobenius=on)
+            for on in (False, True)
+        ]
+        without, with_it = medians(device, in_mode(mode, steps))
         rows.append([mode, f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without - 1:+.1%} of a step"])
     return rows
 
 
 def training_step(
-    model: nn.Module, x: Tensor, y: Tensor, weight_decay: float = 0.0, frobenius: bool = False
+    model: nn.Module, x: Tensor, y: Tensor, mode: str, weight_decay: float = 0.0, frobenius: bool = False
 ) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=weight_decay)
     if frobenius:
         pf.FrobeniusDecay(model, optimizer, weight_decay)
+    run = torch.compile(model, dynamic=False) if mode == "compile" else model
 
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
-            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss = F.cross_entropy(run(x).flatten(0, -2), y.flatten())
         loss.backward()
         optimizer.step()
 
     return step
 
 
-def modes(device: torch.device, steps: list[Step]) -> list[tuple[str, list[Step]]]:
-    if device.type == "cpu":
-        return [("eager", steps)]
-    return [("eager", steps), ("graph", [capture_cuda_graph(step) for step in steps])]
+def in_mode(mode: str, steps: list[Step]) -> list[Step]:
+    """The steps as they are timed. They are kept: a graph does not keep the tensors that it computes with."""
+    if mode == "eager" or not torch.cuda.is_available():
+        return steps
+    graphs = [capture_cuda_graph(step) for step in steps]
+    return [lambda graph=graph, step=step: graph() for graph, step in zip(graphs, steps, strict=True)]  # type: ignore[misc]
 
 
 def medians(device: torch.device, steps: list[Step]) -> list[float]:
