@@ -27,7 +27,9 @@ def test_advice(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["computing"]["backward"] > 0
 
 
-@pytest.mark.parametrize("more", [["--graph"], ["--workers", "4", "--simulate", "--network", "1gbit"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--mode", "eager"], ["--workers", "4", "--simulate", "--network", "1gbit"]]
+)
 def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", TASK, *ON, "--epochs", "3", "--rounds", "2", "--out", str(tmp_path), *more]
     assert main([*words, "--methods", "pufferfish"]) == 0
@@ -36,13 +38,15 @@ def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.cuda.get_device_name() in shown
     assert ("predicted" in shown) == ("--simulate" in more)
     assert (tmp_path / "report.html").exists()
+    expected = "eager" if "eager" in more else "graph"
+    assert json.loads((tmp_path / "bench.json").read_text())["mode"] == expected
 
 
-@pytest.mark.parametrize("mode", [[], ["--graph"]])
+@pytest.mark.parametrize("mode", ["auto", "eager", "graph"])
 def test_a_narrower_model_of_the_same_time(
-    mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", TASK, *ON, "--epochs", "2", "--out", str(tmp_path), *mode]
+    words = ["train", TASK, *ON, "--epochs", "2", "--out", str(tmp_path), "--mode", mode]
     assert main([*words, "--method", "narrow@time"]) == 0
     assert "× as long as the low-rank model's" in capsys.readouterr().err
 

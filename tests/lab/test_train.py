@@ -256,7 +256,10 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--save-every", "0"], "--save-every 0"),
         (["digits", "--held", "-1"], "--held -1"),
         (["wikitext2", "--held", "5"], "its own validation data"),
-        (["digits", "--graph", "--device", "cpu"], "CUDA graphs need a GPU"),
+        (
+            ["digits", "--mode", "graph", "--device", "cpu"],
+            "--mode graph: CUDA graphs need a GPU; use --mode auto",
+        ),
         (["cifar10", "--data", "nowhere"], "nowhere"),
         (["digits", "--workers", "3"], "cannot be split equally over 3 workers"),
         (["digits", "--workers", "65"], "must be 1 to 64"),

@@ -1,4 +1,4 @@
-"""Updates in CUDA graphs equal eager updates."""
+"""Updates in CUDA graphs and compiled updates equal eager ones; what cannot be captured runs eagerly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import nn
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
-from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.graphed_callable import WARM_UP
+from pufferfish.lab.train import RunSettings, fastest_step, train
+from pufferfish.lab.train.graphed_callable import WARM_UP, GraphedCallable
 from pufferfish.lab.train.run_components import build_components
 from pufferfish.lab.train.step_runner import StepRunner
 from pufferfish.lab.train.training_method import training_method
@@ -114,12 +114,110 @@ def test_equals_eager(case: str, tmp_path: Path) -> None:
     """Also across a change of the model, after which the graph is captured again."""
     task, method, more, tolerance = CASES[case]
     {"text": tiny.text, "wikitext2": tiny.wikitext2}.get(task.name, lambda folder: folder)(tmp_path)
-    for graph in (False, True):
-        assert train(task, settings(task, method, tmp_path / str(graph), graph=graph, **more)) is not None
-    close(tmp_path / "False", tmp_path / "True", tolerance)
+    for mode in ("eager", "graph"):
+        assert train(task, settings(task, method, tmp_path / mode, mode=mode, **more)) is not None
+    close(tmp_path / "eager", tmp_path / "graph", tolerance)
     if "simulate" not in more:
-        times = [name for name in read_run(tmp_path / "True").metrics if name.startswith("time/")]
+        times = [name for name in read_run(tmp_path / "graph").metrics if name.startswith("time/")]
         assert times == ["time/step"]  # the parts of a step are not visible
+
+
+COMPILED = {  # without dropout, for which compiled code draws other random numbers
+    "sgd": (find_task("digits:mlp,width=16"), "pufferfish", {}, 1e-3),
+    "accumulate": (find_task("digits:mlp,width=16"), "pufferfish", {"accumulate": 2}, 1e-3),
+    "early bird": (find_task("digits:width=16"), "early-bird-0.5", {}, 0.05),
+    "adamw, clip": (tiny.TINY["text"].task, "pufferfish", {}, 1e-2),
+    "adamw, clip, bf16": (tiny.TINY["text"].task, "pufferfish", {"precision": "bf16"}, 0.05),
+    "llama, bf16": (tiny.TINY["text:llama"].task, "pufferfish", {"precision": "bf16"}, 0.05),
+}
+
+
+@pytest.mark.parametrize("mode", ["compile", "compile+graph"])
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_equals_eager(case: str, mode: str, tmp_path: Path) -> None:
+    """Also across a change of the model, after which it is compiled again."""
+    task, method, more, tolerance = COMPILED[case]
+    if task.name == "text":
+        tiny.text(tmp_path)
+    for each in ("eager", mode):
+        assert train(task, settings(task, method, tmp_path / each, mode=each, **more)) is not None
+    close(tmp_path / "eager", tmp_path / mode, tolerance)
+    assert read_run(tmp_path / mode).results["mode"] == mode
+
+
+@pytest.mark.parametrize("worth", [0, fastest_step.WORTH])
+@pytest.mark.parametrize("simulate", [None, 2])
+def test_the_fastest_mode_is_chosen(
+    simulate: int | None,
+    worth: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before and after the switch; short runs, and simulated workers, are not compiled for."""
+    monkeypatch.setattr(fastest_step, "WORTH", worth)
+    task = find_task("digits:mlp,width=16")
+    for mode in ("eager", "auto"):
+        given = settings(task, "pufferfish", tmp_path / mode, mode=mode, simulate=simulate)
+        assert train(task, replace(given, quiet=mode == "eager")) is not None
+    close(tmp_path / "eager", tmp_path / "auto", 1e-3)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mode: ")]
+    chosen = "graph" if simulate or worth else "compile+graph"
+    assert [line.split()[1] for line in lines] == [chosen, chosen]
+    assert all(("compile: " in line) == (chosen == "graph") for line in lines)
+    assert read_run(tmp_path / "auto").results["mode"] == chosen
+
+
+@dataclass(frozen=True)
+class Reads(Dropped):
+    """Its model reads a value on the host, which a graph cannot."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.act1 = nn.Sequential(model.act1, ReadsAValue())
+        return model
+
+
+class ReadsAValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 if x.sum().item() < 1e9 else 0.5)
+
+
+@pytest.mark.parametrize("simulate", [None, 2])
+def test_falls_back(simulate: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A model that cannot be captured trains as in eager mode, with the same random numbers."""
+    stream = torch.cuda.current_stream()
+    for mode in ("eager", "auto"):
+        given = settings(Reads(), "pufferfish", tmp_path / mode, mode=mode, simulate=simulate)
+        assert train(Reads(), replace(given, quiet=mode == "eager")) is not None
+    close(tmp_path / "eager", tmp_path / "auto", 1e-3)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mode: ")]
+    assert len(lines) == 2
+    assert all(line.startswith("mode: eager (compile: ") and "; graph: " in line for line in lines)
+    assert torch.cuda.current_stream() == stream
+
+
+def test_a_graph_that_was_asked_for_and_fails(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no CUDA graph can capture an update: .* use --mode auto"):
+        train(Reads(), settings(Reads(), "dense", tmp_path, mode="graph"))
+    assert (
+        torch.nn.functional.dropout(torch.ones(8, device="cuda")).sum().item() >= 0
+    )  # generators are usable
+
+
+def test_other_shapes_run_eagerly() -> None:
+    """Such as a smaller batch at the end of an epoch."""
+    total = torch.zeros(3, device="cuda")
+
+    def add(inputs: list[torch.Tensor], carried: list[torch.Tensor]) -> torch.Tensor:
+        total.add_(inputs[0].sum(0))
+        return inputs[0].sum()
+
+    call = GraphedCallable(add)
+    rows = [4] * (WARM_UP + 2) + [1, 4]
+    results = [float(call([torch.ones(n, 3, device="cuda")])) for n in rows]
+    assert results == [3.0 * n for n in rows]
+    assert total.tolist() == [sum(rows)] * 3
 
 
 @pytest.mark.parametrize("simulate", [None, 2])
@@ -127,7 +225,7 @@ def test_equals_eager(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["pufferfish", "early-bird-0.5"])
 def test_resumes(method: str, at: int, simulate: int | None, tmp_path: Path) -> None:
     task = Dropped() if method == "pufferfish" else Dropped(model="cnn")
-    given = settings(task, method, tmp_path / "straight", graph=True, simulate=simulate)
+    given = settings(task, method, tmp_path / "straight", mode="graph", simulate=simulate)
     train(task, given)
     _made.clear()
     stopping, given = replace(task, at=at * (simulate or 1)), replace(given, folder=tmp_path / "stopped")
@@ -145,9 +243,9 @@ def test_updates_do_not_synchronize(name: str, tmp_path: Path) -> None:
     batch = 8 if name == "cifar10" else 2
     recipe = replace(task.recipe("short"), batch=batch)
     assert task.steps(data, batch) > WARM_UP + 4
-    for graph in (True, False):
+    for mode in ("graph", "eager"):
         given = RunSettings(
-            training_method("dense"), recipe, tmp_path, device="cuda", precision="bf16", graph=graph
+            training_method("dense"), recipe, tmp_path, device="cuda", precision="bf16", mode=mode
         )
         updates = StepRunner(build_components(task, given, data, 0, 1, torch.device("cuda", 0)))
         updates.begin_epoch(0, 0)
@@ -164,7 +262,7 @@ def test_updates_do_not_synchronize(name: str, tmp_path: Path) -> None:
 def test_learning_rates_are_read_at_every_update(tmp_path: Path) -> None:
     """Also those that a switch has changed."""
     task = Dropped()
-    given = settings(task, "dense", tmp_path, graph=True)
+    given = settings(task, "dense", tmp_path, mode="graph")
     updates = StepRunner(build_components(task, given, task.load(None), 0, 1, torch.device("cuda", 0)))
     updates.begin_epoch(0, 0)
     for _ in range(WARM_UP + 1):
@@ -177,13 +275,3 @@ def test_learning_rates_are_read_at_every_update(tmp_path: Path) -> None:
         torch.equal(p, x) for p, x in zip(updates.components.module.parameters(), before, strict=True)
     )
     assert isinstance(updates.components.optimizer.param_groups[0]["lr"], float)
-
-
-def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fp16's loss scaler"):
-        settings(Dropped(), "dense", tmp_path, graph=True, precision="fp16")
-    task = find_task("multi30k")
-    with pytest.raises(ValueError, match="differ in shape"):
-        replace(settings(Dropped(), "dense", tmp_path, graph=True)).check(task, 1)
-    with pytest.raises(ValueError, match="supports one process, not 2"):
-        settings(Dropped(), "dense", tmp_path, graph=True).check(Dropped(), 2)

@@ -26,7 +26,7 @@ from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
 from pufferfish.lab.train.macs_per_row import macs_per_row
-from pufferfish.lab.train.run_components import RunComponents, build_components
+from pufferfish.lab.train.run_components import build_components
 from pufferfish.lab.train.step_runner import StepRunner
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
@@ -253,9 +253,7 @@ def test_macs_of_every_task(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     data, recipe = small.task.load(tmp_path), replace(small.task.recipe("short"), batch=8)
     model = small.model()
     given = RunSettings(training_method("dense"), recipe, tmp_path)
-    components = RunComponents(
-        small.task, given, data, model, model, None, None, None, 0, 1, torch.device("cpu")
-    )  # type: ignore[arg-type]
+    components = build_components(small.task, given, data, 0, 1, torch.device("cpu"), model)
     drawn = torch.get_rng_state()
     found = macs_per_row(components, ModelChange(model, epochs=1, steps_per_epoch=1), Console())["macs"]
     assert torch.equal(torch.get_rng_state(), drawn)

@@ -23,7 +23,7 @@ examples:
   pufferfish train digits --method pufferfish
   pufferfish train digits --method auto --compress powersgd-4 \\
       --network 100mbit --hosts 4
-  pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate --graph
+  pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate
   pufferfish train cifar10 --batch 2048 --optimizer lars --lr 1.6
   torchrun --nproc-per-node 4 -m pufferfish train cifar10 --method auto \\
       --compress powersgd-4
@@ -63,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workers and devices").add_argument
     add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
-    add("--compile", action="store_true", help="use torch.compile")
-    add("--graph", action="store_true", help="run whole updates as a CUDA graph")
+    modes = ("auto", "eager", "compile", "graph", "compile+graph")
+    text = "torch.compile, whole updates as a CUDA graph, or both (default: auto, the fastest that works on a GPU)"
+    add("--mode", choices=modes, default="auto", help=text)
     add("--workers", type=whole, metavar="N", help="processes on this machine")
     add("--simulate", action="store_true", help="simulate --workers N in one process; predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..train.console import Console
 from ..train.process_group import process_group
 from ..train.worker_device import check_gpu_count
 from .bench_method import bench_method
+from .bench_mode import bench_mode
 from .bench_runs import Shard, bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker
@@ -48,9 +49,12 @@ def bench(
     shard = shard or Shard()
     settings = settings.merge_saved(root)
     task, recipe = settings.resolve()
-    steps_per_epoch = task.steps(task.load(data), recipe.batch)  # raises errors of the data before any run
+    loaded = task.load(data)
+    steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
+    settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
+    del loaded
     if "RANK" in os.environ:
         return _bench_in_job(settings, root, data, shard, target)
     if not settings.simulate:

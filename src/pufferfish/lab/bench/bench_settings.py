@@ -38,7 +38,8 @@ class BenchSettings:
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
         simulate: exact simulation of all workers in one process; step times are predicted.
-        device, precision, graph: as in `pufferfish train`.
+        device, precision: as in `pufferfish train`.
+        mode: of all runs, as in `pufferfish train`; `bench_mode` chooses it for "auto".
 
     >>> BenchSettings(task="digits", methods=("pufferfish",), hosts=4).methods
     ('dense', 'bf16', 'pufferfish')
@@ -61,7 +62,7 @@ class BenchSettings:
     simulate: bool = False
     device: str = "cpu"
     precision: str = "fp32"
-    graph: bool = False
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
@@ -90,8 +91,8 @@ class BenchSettings:
 
     @property
     def timed(self) -> bool:
-        """Whether steps are timed in rounds: not with simulated workers, nor in CUDA graphs, which only runs record."""
-        return not self.simulate and not self.graph
+        """Whether steps are timed in rounds, which run eagerly: in other modes, the runs record them."""
+        return not self.simulate and self.mode in ("auto", "eager")
 
     def resolve(self) -> tuple[Task, Recipe]:
         """The task and the recipe; raises ValueError for settings that do not fit together."""
@@ -114,7 +115,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            graph=self.graph, hosts=self.hosts, **more,
+            mode=self.mode, hosts=self.hosts, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -124,6 +125,8 @@ class BenchSettings:
                 raise ValueError(f"{folder}: not empty, and not the folder of a bench; choose another --out")
             return self
         saved = load_settings(folder)
+        if self.mode == "auto":
+            self = dataclasses.replace(self, mode=saved.mode)
         differences = [
             f"{f.name.replace('_', '-')} was {getattr(saved, f.name)!r}, now {getattr(self, f.name)!r}"
             for f in dataclasses.fields(self)
@@ -155,6 +158,7 @@ def load_settings(folder: Path) -> BenchSettings:
         raise ValueError(
             f"{path}: not a bench of version {VERSION}, which this version of pufferfish supports"
         )
+    data.setdefault("mode", "graph" if data.get("graph") else "eager")  # as earlier versions wrote it
     names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()
     if missing:

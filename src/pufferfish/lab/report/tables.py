@@ -143,6 +143,7 @@ def setup(comparison: Comparison) -> Table:
 
     for run in comparison.runs:
         add("task", run.settings.get("task"))
+        add("mode", run.results.get("mode") or run.settings.get("mode"))
         add("workers", run.workers)
         add("hosts", run.hosts)
         for name in ("gpu", "cpu", "cores", "threads", "host"):

@@ -18,7 +18,7 @@ from .narrow_method import NarrowWidth, build_model
 from .random_low_rank import random_low_rank_
 from .run_components import build_components
 from .run_settings import RunSettings
-from .timed_run import TimedRun, time_ratio
+from .timed_run import WARM_UP, TimedRun, time_ratio
 
 #: A width whose step time differs by less than this share needs no further search.
 TOLERANCE = 0.02
@@ -102,14 +102,19 @@ def _by_size(task: Task, rank: float) -> NarrowWidth:
 def _by_time(
     task: Task, settings: RunSettings, rank: float, data: Any, workers: Workers, device: torch.device
 ) -> NarrowWidth:
+    steps = settings.recipe.epochs * task.steps(data, settings.recipe.batch)
+
     def timed_run(module: nn.Module) -> TimedRun:
         gc.collect()  # runs refer to themselves, and keep their models until they are found
-        if settings.compile:
+        components = build_components(task, settings, data, workers.rank, workers.size, device, module)
+        if any("compile" in mode for mode in components.modes.candidates):
             torch.compiler.reset()  # torch compiles a limited number of models of one class
-        return TimedRun(build_components(task, settings, data, workers.rank, workers.size, device, module))
+        return TimedRun(components, steps)
 
     dense = task.build()
     low_rank = timed_run(random_low_rank_(dense, plan(dense, rank, keep=task.keep)))
+    low_rank.seconds(WARM_UP)
+    settings = replace(settings, mode=low_rank.mode)  # of all models that are compared
     width, ratio = closest_width(
         lambda width: time_ratio(timed_run(task.build(width=width)), low_rank, workers),  # type: ignore[call-arg]
         TIMED,

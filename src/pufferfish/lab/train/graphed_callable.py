@@ -1,6 +1,7 @@
 """`GraphedCallable`: a function on tensors of fixed shapes, captured in a CUDA graph and replayed."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ WARM_UP = 3
 class GraphedCallable:
     """Calls `function(inputs, carried)`, from the fourth call on by replaying a CUDA graph.
 
-    Shapes must stay the same. `function` must neither synchronize the device nor branch on values of tensors.
+    A call with other shapes than those of the capture runs eagerly. `function` must neither synchronize the device nor branch on values of tensors.
 
     Args:
         function: gets tensors that are new in every call, and tensors that it updates in place for the next call.
@@ -44,6 +45,8 @@ class GraphedCallable:
         if self._graph is None:
             self._capture(inputs, carried)
         assert self._graph is not None
+        if any(x.shape != new.shape for x, new in zip(self._inputs, inputs, strict=True)):
+            return self._function(list(inputs), list(carried))
         for x, new in zip((*self._inputs, *self._carried), (*inputs, *carried), strict=True):
             x.copy_(new)
         for rate, group in zip(self._rates, self._groups, strict=True):
@@ -62,15 +65,33 @@ class GraphedCallable:
         self._inputs, self._carried = [x.clone() for x in inputs], [x.clone() for x in carried]
         numbers = [group["lr"] for group in self._groups]
         self._rates = [torch.tensor(float(x), device=inputs[0].device) for x in numbers]
-        graph = torch.cuda.CUDAGraph()
+        graph, default = torch.cuda.CUDAGraph(), torch.cuda.default_generators[inputs[0].device.index]
         for generator in self._generators:
             graph.register_generator_state(generator)
         for group, rate in zip(self._groups, self._rates, strict=True):
             group["lr"] = rate  # a number would be captured as a constant
         try:
-            with torch.cuda.graph(graph):
+            with _recovers(graph, [default, *self._generators]), torch.cuda.graph(graph):
                 self._result = self._function(self._inputs, self._carried)
         finally:
             for group, number in zip(self._groups, numbers, strict=True):
                 group["lr"] = number
         self._graph = graph
+
+
+@contextlib.contextmanager
+def _recovers(graph: torch.cuda.CUDAGraph, generators: Sequence[Any]) -> Iterator[None]:
+    """Undo what a failed capture leaves behind in torch, so that eager updates can go on."""
+    stream, states = torch.cuda.current_stream(), [generator.clone_state() for generator in generators]
+    try:
+        yield
+    except Exception as error:
+        # torch ends a capture before it restores the stream, the allocator and the generators; if that fails, none is.
+        torch.cuda.set_stream(stream)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
+        for generator, state in zip(generators, states, strict=True):
+            generator.graphsafe_set_state(state)
+        cause = error.__context__ or error  # the end of the capture raises too, and says less
+        line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        raise ValueError(f"no CUDA graph can capture an update: {line}; use --mode auto") from cause

@@ -13,6 +13,7 @@ from ..tasks import Task
 from .build_optimizer import build_optimizer
 from .narrow_method import build_model
 from .run_settings import RunSettings
+from .step_modes import StepModes, step_modes
 from .worker_device import move_to_device
 
 
@@ -21,11 +22,12 @@ class RunComponents:
     """Everything that a run trains with.
 
     Args:
-        model: as the loop calls it, wrapped by DDP or compiled.
+        model: wrapped by DDP if there are several processes.
         module: the model without wrappers.
         hook: compresses gradients between processes, or None.
         worker: number of this worker, from 0.
         world_size: real or simulated workers.
+        modes: in which updates may run.
     """
 
     task: Task
@@ -39,6 +41,7 @@ class RunComponents:
     worker: int
     world_size: int
     device: torch.device
+    modes: StepModes
 
 
 def build_components(
@@ -56,8 +59,9 @@ def build_components(
         module: a model to use instead of the run's.
     """
     torch.manual_seed(settings.seed)
+    modes = step_modes(task, settings, processes)
     module = move_to_device(module or build_model(task, settings.narrow), device)
-    optimizer = build_optimizer(module, settings.recipe, graph=settings.graph)
+    optimizer = build_optimizer(module, settings.recipe, graph=modes.capturable)
     model: Any = DistributedDataParallel(module) if processes > 1 else module
     if isinstance(optimizer, SAM):
         optimizer.model = model  # its first pass runs under DDP's no_sync
@@ -66,9 +70,7 @@ def build_components(
     if settings.method.compress is not None and processes > 1:
         enabled_scaler = scaler if scaler.is_enabled() else None
         hook = compress(model, settings.method.compress, optimizer=optimizer, scaler=enabled_scaler)
-    if settings.compile:
-        model = torch.compile(model)
     world_size = settings.simulate or processes
     return RunComponents(
-        task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device
+        task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device, modes
     )

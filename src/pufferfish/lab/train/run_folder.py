@@ -38,8 +38,8 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
     folder, record = settings.folder, _record(task, settings)
     if not list_checkpoints(folder / "checkpoints") or not (folder / RUN_FILE).exists():
         return
-    saved = read_run(folder).settings
-    for name in ("task", "method", "accumulate", "graph", "simulated", "recipe"):
+    saved = {"mode": settings.mode} | read_run(folder).settings  # runs of earlier versions have no mode
+    for name in ("task", "method", "accumulate", "mode", "simulated", "recipe"):
         old, new = saved.get(name), json.loads(json.dumps(record[name]))
         if old == new:
             continue
@@ -53,7 +53,7 @@ def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
     """The settings in run.json."""
     return {
         "task": repr(task), "method": settings.method.name, "measure": task.metric, "higher": task.higher_is_better,
-        "precision": settings.precision, "accumulate": settings.accumulate, "compile": settings.compile,
-        "graph": settings.graph, "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
+        "precision": settings.precision, "accumulate": settings.accumulate, "mode": settings.mode,
+        "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
         **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...compression import NoCompression, Settings
 from ..tasks import Batch
-from .graphed_callable import GraphedCallable
+from .rewind_point import RewindPoint
 from .run_components import RunComponents
 from .simulated_ddp import SimulatedDDP
 from .step_runner import StepRunner
@@ -20,21 +20,19 @@ class SimulatedStepRunner(StepRunner):
     A CUDA graph holds the passes of all workers, but not the exchange, whose state also changes on the host.
     """
 
-    def __init__(self, components: RunComponents) -> None:
+    def __init__(self, components: RunComponents, **more: Any) -> None:
         settings, scaler = components.settings, components.scaler
         self.ddp = SimulatedDDP(
             components.module, Settings(settings.method.compress or NoCompression()), components.world_size,
             optimizer=components.optimizer, scaler=scaler if scaler.is_enabled() else None,
             seeds=[worker_seed(settings.seed, worker) for worker in range(components.world_size)],
         )  # fmt: skip
-        super().__init__(components)
+        super().__init__(components, **more)
         self.workers = list(range(components.world_size))
 
     def model_changed(self) -> None:
         assert self.ddp.generators is not None
-        self._passes: Any = self._all_gradients
-        if self.components.settings.graph:
-            self._passes = GraphedCallable(self._all_gradients, generators=self.ddp.generators.device)
+        self._passes = self._in_its_mode(self._all_gradients, self.ddp.generators.device)
         self._run = self._update
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +49,12 @@ class SimulatedStepRunner(StepRunner):
         self.ddp.average(gradients)
         self._optimizer_step()
         return loss  # type: ignore[no-any-return]
+
+    def _rewind_point(self, carried: Sequence[Tensor]) -> RewindPoint:
+        return RewindPoint([*self.components.module.buffers(), *carried], [self.ddp.generators])
+
+    def _loss_of(self, result: Any) -> Tensor:
+        return result[1]  # type: ignore[no-any-return]
 
     def _all_gradients(
         self, inputs: Sequence[Tensor], carried: Sequence[Tensor]

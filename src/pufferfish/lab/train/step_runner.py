@@ -10,29 +10,52 @@ from torch import Tensor, nn
 
 from ..rivals import SAM
 from ..tasks import Batch
+from .fastest_step import FastestStep, Step
 from .graphed_callable import GraphedCallable
+from .rewind_point import RewindPoint
 from .run_components import RunComponents
+
+#: Relative difference of the losses in two modes that rounding explains.
+_TOLERANCE = {"fp32": 0.01, "bf16": 0.05, "fp16": 0.05}
 
 
 class StepRunner:
-    """Runs one update after the other, eagerly or in a CUDA graph.
+    """Runs one update after the other, in the mode of the settings or in the fastest one that works.
 
     `state_dict` holds the tensors that a task passes from batch to batch, such as the state of an LSTM.
+
+    Args:
+        steps_left: updates that the run will still make; a run that is nearly over is not compiled for.
+        tell: gets a line about the mode, if it is chosen here.
+
+    Attributes:
+        model: as updates call it, compiled if the mode asks for it.
     """
 
-    def __init__(self, components: RunComponents) -> None:
+    def __init__(
+        self,
+        components: RunComponents,
+        *,
+        steps_left: Callable[[], int] = lambda: 0,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.components = components
+        self.model: Any = components.model
+        self._steps_left, self._tell = steps_left, tell
+        self._chosen: FastestStep | None = None
         self.workers = [components.worker]  # those that compute in this process
         self._carried: list[Tensor] = []
         self._restored: list[Tensor] = []  # carried tensors of a checkpoint, for the next batch
         self.model_changed()
 
     def model_changed(self) -> None:
-        """Drop a captured graph after the model's layers were replaced."""
-        c = self.components
-        self._run: Callable[..., Tensor] = (
-            GraphedCallable(self._update, c.optimizer) if c.settings.graph else self._update
-        )
+        """Compile, capture and choose the mode anew after the model's layers were replaced."""
+        self._run = self._in_its_mode(self._update)
+
+    @property
+    def mode(self) -> str | None:
+        """Mode of the updates; None before it is chosen, within the first updates of a model."""
+        return self.components.modes.candidates[0] if self._chosen is None else self._chosen.mode
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """Use the batches of an epoch, from its update `start` on."""
@@ -44,7 +67,7 @@ class StepRunner:
         """Train on the next batch; return the loss of the first worker here, without synchronizing the device."""
         for group in self.components.optimizer.param_groups:
             group["lr"] = lr
-        return self._run(*self._next_batches())
+        return self._run(*self._next_batches())  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that are carried to the next batch."""
@@ -53,6 +76,43 @@ class StepRunner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that are carried to the next batch."""
         self._restored = list(state["carried"])
+
+    def _in_its_mode(self, function: Step, generators: Sequence[torch.Generator] = ()) -> Step:
+        """Return `function`, which calls `_loss`, in the mode of the settings or in the fastest one that works."""
+        c = self.components
+
+        def in_mode(mode: str) -> Step:
+            model = self.model = torch.compile(c.model) if "compile" in mode else c.model
+
+            def step(inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+                self.model = model
+                try:
+                    return function(inputs, carried)
+                except BaseException:
+                    c.optimizer.zero_grad()  # gradients of an incomplete backward pass
+                    raise
+
+            return GraphedCallable(step, c.optimizer, generators) if "graph" in mode else step
+
+        if len(c.modes.candidates) == 1:
+            return in_mode(c.modes.candidates[0])
+        self._chosen = FastestStep(
+            c.modes, in_mode, rewind_point=self._rewind_point, loss=self._loss_of, tell=self._tell,
+            tolerance=_TOLERANCE[c.settings.precision], steps_left=self._steps_left,
+        )  # fmt: skip
+        return self._chosen
+
+    def _rewind_point(self, carried: Sequence[Tensor]) -> RewindPoint:
+        """A copy of everything that `_update` changes."""
+        c = self.components
+        state = [x for values in c.optimizer.state.values() for x in values.values()]
+        tensors = [*c.module.parameters(), *c.module.buffers(), *carried]
+        return RewindPoint([*tensors, *(x for x in state if isinstance(x, Tensor))], [c.scaler])
+
+    def _loss_of(self, result: Any) -> Tensor:
+        """The loss in the result of an update."""
+        assert isinstance(result, Tensor)
+        return result
 
     def _epoch_batches(self, epoch: int, start: int, worker: int) -> Iterator[Batch]:
         c, passes = self.components, self.components.settings.accumulate
@@ -116,10 +176,10 @@ class StepRunner:
     def _loss(self, batch: Batch) -> Tensor:
         c = self.components
         with c.settings.autocast:
-            return c.task.loss(c.model, batch, c.settings.recipe)
+            return c.task.loss(self.model, batch, c.settings.recipe)
 
     def _no_sync(self) -> Any:
-        model: Any = getattr(self.components.model, "_orig_mod", self.components.model)
+        model = self.components.model
         return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
 
     def _optimizer_step(self) -> None:
@@ -127,7 +187,7 @@ class StepRunner:
         if c.settings.recipe.clip is not None:
             c.scaler.unscale_(c.optimizer)
             nn.utils.clip_grad_norm_(c.module.parameters(), c.settings.recipe.clip)
-        if c.settings.graph:
+        if c.modes.capturable:
             _match_gradient_strides(c.module)
         c.scaler.step(c.optimizer)
         c.scaler.update()

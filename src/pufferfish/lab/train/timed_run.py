@@ -17,14 +17,23 @@ ROUNDS, SECONDS, MAX_STEPS = 5, 0.3, 50
 
 
 class TimedRun:
-    """The updates of a model with the run's data, optimizer, compression and mode. Create it on all workers."""
+    """The updates of a model with the run's data, optimizer, compression and mode. Create it on all workers.
 
-    def __init__(self, components: RunComponents) -> None:
+    Args:
+        steps_left: updates of the training whose mode is chosen here, if the settings leave it open.
+    """
+
+    def __init__(self, components: RunComponents, steps_left: int = 0) -> None:
         self.components = components
-        self._runner = StepRunner(components)
+        self._runner = StepRunner(components, steps_left=lambda: steps_left)
         self._steps_per_epoch = components.task.steps(components.data, components.settings.recipe.batch)
         self._done = 0
         components.model.train()
+
+    @property
+    def mode(self) -> str:
+        """Mode of the updates; eager before the warm-up, if it is chosen here."""
+        return self._runner.mode or "eager"
 
     def seconds(self, steps: int) -> float:
         """Mean seconds of an update. All workers start and end at the same time."""

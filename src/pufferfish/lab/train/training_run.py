@@ -59,7 +59,8 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        self.runner = SimulatedStepRunner(c) if settings.simulate else StepRunner(c)
+        kind = SimulatedStepRunner if settings.simulate else StepRunner
+        self.runner = kind(c, steps_left=self._steps_left, tell=self.console.info)
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
@@ -117,15 +118,15 @@ class TrainingRun:
                 return self._results(log, training_seconds)
 
     def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
-        """Train an epoch and log where its time went: not for a simulation, and only in total for a graph."""
+        """Train an epoch and log where its time went: not for a simulation, and only in total if a graph may be captured."""
         parts: dict[str, float] = {}
         if self.settings.simulate:
             finished = self._epoch(epoch, start, log)
-        elif self.settings.graph:
+        elif self.runner.mode not in ("eager", "compile"):
             finished = self._epoch(epoch, start, log)
             parts = {"step": self.timer.recent() or 0.0}
         else:
-            with Breakdown(self.model, self.optimizer) as times:
+            with Breakdown(self.runner.model, self.optimizer) as times:
                 finished = self._epoch(epoch, start, log)
             parts = times.parts
         log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
@@ -196,8 +197,11 @@ class TrainingRun:
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def _steps_left(self) -> int:
+        return self.total_steps - self.step
+
     def _seconds_left(self) -> float:
-        return (self.total_steps - self.step) * (self.timer.recent() or 0.0)
+        return self._steps_left() * (self.timer.recent() or 0.0)
 
     def _position(self) -> dict[str, float]:
         """Further state of the run for a checkpoint."""
@@ -252,6 +256,7 @@ class TrainingRun:
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
+        results["mode"] = self.runner.mode or "eager"
         if self.settings.narrow is not None:
             results["notes"] = [self.settings.narrow.note]
         # Last, since it copies the model, which must not count as peak memory.
