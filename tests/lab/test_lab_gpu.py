@@ -28,7 +28,7 @@ def test_advice(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--mode", "eager"], ["--workers", "4", "--simulate", "--network", "1gbit"]]
+    "more", [["--mode", "auto"], ["--mode", "eager"], ["--workers", "4", "--simulate", "--network", "1gbit"]]
 )
 def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", TASK, *ON, "--epochs", "3", "--rounds", "2", "--out", str(tmp_path), *more]
@@ -38,7 +38,7 @@ def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.cuda.get_device_name() in shown
     assert ("predicted" in shown) == ("--simulate" in more)
     assert (tmp_path / "report.html").exists()
-    expected = "eager" if "eager" in more else "graph"
+    expected = "graph" if "auto" in more else "eager"
     assert json.loads((tmp_path / "bench.json").read_text())["mode"] == expected
 
 

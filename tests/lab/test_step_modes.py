@@ -191,7 +191,7 @@ def test_candidates(
     expected: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = on_cuda(monkeypatch, **more)
+    given = on_cuda(monkeypatch, **({"mode": "auto"} | more))
     modes = step_modes(find_task(task), given, processes)
     assert modes.candidates == expected
     assert modes.capturable == (given.graph_refusal(find_task(task), processes) is None)

@@ -462,7 +462,7 @@ def test_it_follows_the_model_and_keeps_no_layer_alive() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_close_to_fp64() -> None:
-    """fp32 factors, products of bf16 with fp32 sums; undoing the optimizer's own decay goes the same way."""
+    """fp32 factors; the optimizer's own decay is undone in the same products."""
     model = several([lambda: nn.Linear(256, 512)], 5).to("cuda", torch.float32)
     exact = copy.deepcopy(model).double()
     optimizer = optim.SGD(model.parameters(), 0.0, weight_decay=OWN)

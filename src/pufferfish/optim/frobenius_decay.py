@@ -43,8 +43,7 @@ class FrobeniusDecay:
 
     Matrices of equal shape are decayed together by a few kernels, also inside a CUDA graph. The products take 2r / 3t
     of the FLOPs of the low-rank layers, at rank r and t tokens (or pixels) per step. They are computed in fp32, or in
-    fp64 for fp64 factors. On CUDA, fp32 factors are rounded to bf16 for the products, whose sums are in fp32: the
-    decay, never the weights, has a relative error of about 0.3 %.
+    fp64 for fp64 factors.
 
     Args:
         model: Plain, DDP, compiled or sharded by FSDP2 (then the factors are gathered, a few matrices at a time).
@@ -158,8 +157,8 @@ class FrobeniusDecay:
             x = dataclasses.replace(x, blocks=len(batch) * x.blocks, shape=(len(batch), *x.shape))
         with torch.autocast(downs[0].device.type, enabled=False):
             U, V = x.to_factors(_concatenate(downs), _concatenate(ups))
-            dU = _product(U, self._multiplier(optimizer, up_group, _product(V, V.mT)).to(U.dtype))
-            dV = _product(self._multiplier(optimizer, down_group, _product(U.mT, U)).to(V.dtype), V)
+            dU = torch.bmm(U, self._multiplier(optimizer, up_group, torch.bmm(V, V.mT)).to(U.dtype))
+            dV = torch.bmm(self._multiplier(optimizer, down_group, torch.bmm(U.mT, U)).to(V.dtype), V)
         targets, changes = [], []  # applied together: each depends on both factors
         for change, params, group in zip(
             x.from_factors(dU, dV), (downs, ups), (down_group, up_group), strict=True
@@ -231,17 +230,7 @@ def _concatenate(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _product_dtype(p: Tensor) -> torch.dtype:
-    if p.dtype == torch.float64:
-        return p.dtype
-    # fp32 products do not run on tensor cores, so that they would take a large share of a step in bf16. Products of
-    # bf16 matrices with an fp32 result exist on CUDA only, not on ROCm.
-    fast = p.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(p.device) >= (8, 0)
-    return torch.bfloat16 if fast else torch.float32
-
-
-def _product(A: Tensor, B: Tensor) -> Tensor:
-    """Multiply stacks of matrices; the result is in fp32 or fp64."""
-    return torch.bmm(A, B, out_dtype=torch.float32) if A.dtype == torch.bfloat16 else torch.bmm(A, B)
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 # Under FSDP2 every parameter is a DTensor: the products need the full tensor, the update the local shard.

@@ -62,7 +62,7 @@ class BenchSettings:
     simulate: bool = False
     device: str = "cpu"
     precision: str = "fp32"
-    mode: str = "auto"
+    mode: str = "eager"
 
     def __post_init__(self) -> None:
         for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):

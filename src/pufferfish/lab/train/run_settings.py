@@ -52,7 +52,7 @@ class RunSettings:
     device: str = "cpu"
     precision: str = "fp32"
     accumulate: int = 1
-    mode: str = "auto"
+    mode: str = "eager"
     save_every: int | None = None
     simulate: int | None = None
     network: str = "10gbit"
