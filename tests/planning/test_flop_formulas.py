@@ -60,3 +60,14 @@ def test_the_operator_of_transformers() -> None:
     rows, weight, ends = operands(torch.float32, "as used")
     counted = macs(lambda: torch.ops.transformers.grouped_mm_fallback(rows, weight, ends))
     assert counted == (ROWS * N * M, 2 * ROWS * N * M)
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_attention_with_shared_keys(kv_heads: int) -> None:
+    """Every query head multiplies all keys and values, also if several heads share them; the kernel recomputes scores."""
+    q = torch.randn(2, 6, 10, 8, requires_grad=True)
+    k, v = (torch.randn(2, kv_heads, 12, 8, requires_grad=True) for _ in range(2))
+    products = 2 * 6 * 10 * 12 * 8
+    counted = macs(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads < 6))
+    assert counted[0] == 2 * products
+    assert counted[1] in (4 * products, 5 * products)
