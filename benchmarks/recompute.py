@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from step import medians
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -179,7 +178,7 @@ def measure(
         step()
         measuring = False
     timed = capture_cuda_graph(step) if mode == "graph" else step
-    milliseconds = median_time(timed, device)
+    (milliseconds,) = medians(device, [timed])
     for p in model.parameters():
         p.grad = None
     nan = float("nan")
@@ -217,21 +216,6 @@ class LossInChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_w = ctx.saved_tensors
         return grad_x * grad, grad_w.mul_(grad), None
-
-
-def median_time(step: Callable[[], None], device: torch.device) -> float:
-    """Median milliseconds of ten steps, after a warm-up."""
-    times = []
-    for turn in range(13):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if turn >= 3:
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

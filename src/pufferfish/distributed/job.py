@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..layers.base import CALL_HOOKS
 from ..layers.names import unwrap
+from ..lowrank.checks import find_compiled
 from . import shared_svd
 from .workers import Workers
 
@@ -66,7 +67,7 @@ class Job:
         """
         if self.ddp is not None:
             rewrap_(self.ddp, arguments)
-        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in self.model.modules()):
+        if find_compiled(self.model) is not None:
             torch.compiler.reset()  # compiled code keeps the old layers alive
         gc.collect()  # the old reducer and compiled code are in reference cycles: free their memory now
 

@@ -207,9 +207,10 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
             rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
             reason = e.reason if e.matrix is None else "not factorized"
             entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
+    layers = {e.layer for e in entries}  # not the projections inside of an attention layer
     shared: dict[int, list[str]] = {}
     for name, _, module in named_modules(model):
-        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in ranks:
+        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in layers:
             shared.setdefault(id(module._shared_input), []).append(name)
     return dataclasses.replace(dense_plan.replace(entries), shared_inputs=tuple(map(tuple, shared.values())))
 

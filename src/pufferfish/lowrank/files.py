@@ -143,7 +143,7 @@ def write_manifest(folder: Path, plan: Plan, files: Iterable[str] = (WEIGHTS,)) 
         {"file": name, "bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
         for name in files
     ]
-    data = {"pufferfish": _VERSION, "weights": weights, "plan": json.loads(plan.to_json())}
+    data = {"pufferfish": _VERSION, "weights": weights, "plan": plan.as_data()}
     write_text(folder / MANIFEST, json.dumps(data, indent=1) + "\n")
 
 
@@ -182,7 +182,7 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
             "out of date"
         )
     try:
-        return Plan.from_json(json.dumps(data.get("plan"))), path
+        return Plan.from_data(data.get("plan")), path
     except ValueError as error:
         raise ValueError(f"{manifest}: {error}") from None
 
