@@ -2,10 +2,10 @@
 
     python benchmarks/step.py [--cases llama "GPT d 768"] [--modes graph compile] [--decay]
 
-Forward, loss, backward and an SGD step, bf16 autocast on a GPU and fp32 on a CPU. The two models take turns; medians.
-Ranks: ratio 0.25 in multiples of 16. Models keep their paper's full-rank layers, language models the first block;
-"measured plan" is what `pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager mode, as one
-CUDA graph, and compiled inside a CUDA graph.
+Forward, loss, backward and an SGD step (fused on a GPU), bf16 autocast on a GPU and fp32 on a CPU. The two models take
+turns; medians. Ranks: ratio 0.25 in multiples of 16. Models keep their paper's full-rank layers, language models the first
+block; "measured plan" is what `pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager
+mode, as one CUDA graph, and compiled (model and loss) inside a CUDA graph.
 
 The limit of a step is its time if each changed layer took its share of MACs of its dense time and nothing else
 changed. The times of the dense layers are measured one by one, in CUDA graphs.
@@ -17,6 +17,7 @@ With --decay the low-rank step is timed again in a second table, with weight dec
 import argparse
 import copy
 import dataclasses
+import gc
 import platform
 import statistics
 import time
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -123,7 +125,9 @@ def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> I
         models, (x, y) = [case.build() for _ in range(2)], case.batch()
     models = [m.to(memory_format=torch.channels_last) if x.dim() == 4 else m for m in models]
     plan = plan_of(case, models[1], x)
-    pf.factorize_(models[1], plan)
+    pf.reshape_(models[1], plan)
+    for p in models[1].parameters():
+        nn.init.normal_(p, std=0.02)  # speed does not depend on the weights: the SVDs would take minutes
     before, after = plan.before, plan.after
     macs = [(total.forward_macs or 0) + (total.backward_macs or 0) for total in (before, after)]
     sizes = (before.parameters / after.parameters, before.gradient_bytes / after.gradient_bytes)
@@ -133,8 +137,7 @@ def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> I
         times = medians(device, in_mode(mode, [training_step(m, x, y, mode) for m in models]))
         rows.append([mode, *(f"{t:.2f}" for t in times), f"{times[0] / times[1]:.2f}× as fast"])
         best = [min(pair) for pair in zip(best, times, strict=True)]
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(models)
     rows.append(["faster of each", *(f"{t:.2f}" for t in best), f"{best[0] / best[1]:.2f}× as fast"])
     yield format_table(rows, left=(0, 3))
     if (linear := linear_time(plan)) is not None:
@@ -188,6 +191,8 @@ def decay_shares(
             for on in (False, True)
         ]
         without, with_it = medians(device, in_mode(mode, steps))
+        del steps
+        free_memory([low_rank])
         rows.append([mode, f"{without:.2f}", f"{with_it:.2f}", f"{with_it / without - 1:+.1%} of a step"])
     return rows
 
@@ -195,27 +200,47 @@ def decay_shares(
 def training_step(
     model: nn.Module, x: Tensor, y: Tensor, mode: str, weight_decay: float = 0.0, frobenius: bool = False
 ) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=weight_decay)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(
+        parameters, lr=1e-3, momentum=0.9, weight_decay=weight_decay, fused=x.is_cuda or None
+    )
     if frobenius:
         pf.FrobeniusDecay(model, optimizer, weight_decay)
-    run = torch.compile(model, dynamic=False) if mode == "compile" else model
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    run = torch.compile(loss, dynamic=False) if mode == "compile" else loss
 
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False):
-            loss = F.cross_entropy(run(x).flatten(0, -2), y.flatten())
-        loss.backward()
+            value = run(x, y)
+        value.backward()
+        for p in parameters:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)  # which fused optimizers require
         optimizer.step()
 
     return step
 
 
 def in_mode(mode: str, steps: list[Step]) -> list[Step]:
-    """The steps as they are timed. They are kept: a graph does not keep the tensors that it computes with."""
+    """The steps as they are timed."""
     if mode == "eager" or not torch.cuda.is_available():
         return steps
-    graphs = [capture_cuda_graph(step) for step in steps]
-    return [lambda graph=graph, step=step: graph() for graph, step in zip(graphs, steps, strict=True)]  # type: ignore[misc]
+    pool = torch.cuda.graph_pool_handle()  # one for all: they take turns and need no results of each other
+    return [capture_cuda_graph(step, pool) for step in steps]
+
+
+def free_memory(models: list[nn.Module]) -> None:
+    """Free what the steps of a mode have allocated: compiled code, captured graphs, gradients."""
+    torch._dynamo.reset()
+    for model in models:
+        model.zero_grad()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def medians(device: torch.device, steps: list[Step]) -> list[float]:

@@ -145,8 +145,12 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def capture_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step as a CUDA graph and return the function that replays it."""
+def capture_cuda_graph(step: Callable[[], None], pool: Any = None) -> Callable[[], None]:
+    """Capture a step as a CUDA graph and return the function that replays it.
+
+    Args:
+        pool: memory that several graphs share, from `torch.cuda.graph_pool_handle`; None: memory of its own.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # capturing requires a warm-up on a side stream
@@ -154,6 +158,10 @@ def capture_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         step()
-    return graph.replay
+
+    def replay(step: Callable[[], None] = step) -> None:  # keeps alive the tensors that the graph reads
+        graph.replay()
+
+    return replay
