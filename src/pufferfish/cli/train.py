@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
+    from ..lab.report.formatting import format_score
     from ..lab.train import train
     from ..lab.train.console import Console
 
@@ -107,7 +108,8 @@ def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
     if results is None:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
-    summary = f"test {task.metric} {results[task.metric]:.2f}, {results['parameters']:,} parameters"
+    score = format_score(task.metric, results[task.metric])
+    summary = f"test {score}, {results['parameters']:,} parameters"
     Console(silent).result(f"{settings.run_name}: {summary}; {settings.folder}")
     return 0
 
