@@ -13,7 +13,7 @@ DATASET = Dataset(
     archives=("enwik8.zip",),
     downloads=(
         Download(
-            url="http://mattmahoney.net/dc/enwik8.zip",
+            url="https://mattmahoney.net/dc/enwik8.zip",
             file="enwik8.zip",
             size=36_445_475,
             sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
