@@ -3,9 +3,10 @@ under torchrun. Rerun the same command to resume from its last checkpoint;
 Ctrl-C saves a checkpoint and exits.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k,
-imagefolder, text, text:llama, or your own: file.py:task. Data is read from
---data or $PUFFERFISH_DATA; if files are missing, a message says which and
-where.
+imagefolder, enwik8, enwik8:llama, text, text:llama, or your own: file.py:task.
+Data is read from --data or $PUFFERFISH_DATA; if files are missing, a message
+says which and where. For text, --data may be a file; a tokenizer.json beside
+it is used, or text:tokenizer=FILE.
 
 methods:
   dense             no low rank
