@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pufferfish.lab.data import cifar10, multi30k, wikitext2
+from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, Download, read_files
 from pufferfish.lab.data.fetch import fetch
 
@@ -198,7 +198,7 @@ def test_an_archive_is_read_as_it_came(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset", [cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET], ids=lambda d: d.name
+    "dataset", [cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, enwik8.DATASET], ids=lambda d: d.name
 )
 def test_downloads_can_be_read(dataset: Dataset) -> None:
     readable = {*dataset.archives, *(name for names in dataset.files.values() for name in names)}

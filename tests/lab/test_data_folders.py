@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from pufferfish.lab.data import cifar10, multi30k, wikitext2
+from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, read_files
 from pufferfish.lab.tasks import find_task
 
@@ -23,8 +23,13 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PUFFERFISH_DATA", raising=False)
 
 
-WRITE = {"cifar10": tiny.cifar10, "wikitext2": tiny.wikitext2, "multi30k": tiny.multi30k}
-DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET)}
+WRITE = {
+    "cifar10": tiny.cifar10,
+    "wikitext2": tiny.wikitext2,
+    "multi30k": tiny.multi30k,
+    "enwik8": tiny.enwik8,
+}
+DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, enwik8.DATASET)}
 
 
 def problem(dataset: Dataset, folder: Path | None) -> str:
@@ -186,6 +191,36 @@ def test_text_files(tmp_path: Path) -> None:
     assert "file third.txt not found" in error_of("text:file=third.txt", tmp_path)
 
 
+def test_text_files_that_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name, letter in (("b.txt", "b"), ("a.txt", "a"), ("deep/c.txt", "c"), ("d[1].txt", "d")):
+        (tmp_path / name).write_text(letter * 1000)
+    for pattern, letters in {"*.txt": "abd", "**/*.txt": "abdc", "[a-b].txt": "ab", "d[1].txt": "d"}.items():
+        data = find_task(f"text:context=8,file={pattern}").load(tmp_path)
+        whole = torch.cat([data.on(split, "cpu")[0] for split in ("train", "valid", "test")])
+        assert bytes(whole.tolist()[::1000]).decode() == letters
+    with pytest.raises(ValueError, match=r"4,000 bytes are too few") as raised:
+        find_task("text:file=**/*.txt").load(tmp_path)
+    assert str(tmp_path / "**/*.txt") in str(raised.value)
+
+
+def test_the_file_of_enwik8(tmp_path: Path) -> None:
+    (tmp_path / "packed.d").mkdir()
+    packed = tmp_path / "packed.d" / "enwik8.gz"
+    packed.write_bytes(gzip.compress(tiny.ENWIK8))
+    tiny.enwik8(tmp_path)
+    for place in (tmp_path, tmp_path / "enwik8", tmp_path / "packed.d", packed):
+        data = tiny.TINY["enwik8"].task.load(place)
+        parts = [bytes(data.on(split, "cpu")[0].tolist()) for split in ("train", "valid", "test")]
+        assert [len(part) for part in parts] == [1620, 90, 90]
+        assert b"".join(parts) == tiny.ENWIK8
+    assert "1,800 bytes with MD5" in broken("enwik8", tmp_path, "enwik8")
+    (tmp_path / "enwik8").unlink()
+    assert f"put enwik8 or enwik8.zip there, or run `pufferfish fetch enwik8 --data {tmp_path}`" in problem(
+        enwik8.DATASET, tmp_path
+    )
+
+
 def test_cifar10_images_are_the_records(tmp_path: Path) -> None:
     tiny.cifar10(tmp_path)
     pixels, labels = cifar10.read_images(read_files(cifar10.DATASET, tmp_path), test=True)
@@ -211,6 +246,7 @@ REAL = {
     "cifar10:held=0": {"train": 50_000, "test": 10_000},
     "wikitext2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
     "multi30k": {"train": 29_000, "valid": 1_014, "test": 1_000},
+    "enwik8": {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
 }
 REAL_FOLDER = os.environ.get("PUFFERFISH_DATA")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from tiny import TINY, Tiny
@@ -123,7 +124,8 @@ def slow_figures(tiny: Tiny, data: Any, model: nn.Module, split: str) -> dict[st
             losses.append(float(-logits.double().log_softmax(-1)[target]))
             right.append(int(logits.argmax()) == target)
     loss = sum(losses) / len(losses)
-    return {"loss": loss, "accuracy": 100 * sum(right) / len(right), "perplexity": math.exp(loss)}
+    figures = {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+    return figures | {"accuracy": 100 * sum(right) / len(right)}
 
 
 def predictions(tiny: Tiny, data: Any, model: nn.Module, split: str) -> Iterator[tuple[Tensor, int]]:
@@ -144,7 +146,7 @@ def predictions(tiny: Tiny, data: Any, model: nn.Module, split: str) -> Iterator
     else:
         (text,) = data.on(split, "cpu")
         for first in range(0, len(text) - 1, task.context):
-            window = text[first : first + task.context + 1]
+            window = text[first : first + task.context + 1].long()
             yield from zip(model(window[None, :-1])[0], window[1:].tolist(), strict=True)
 
 
@@ -263,6 +265,24 @@ def test_dropout_of_the_gpt_is_kept_by_factorize() -> None:
     assert not torch.equal(model(text), model(text))
     model.eval()
     assert torch.equal(model(text), model(text))
+
+
+def test_an_epoch_of_fewer_tokens(tmp_path: Path) -> None:
+    """Windows are drawn from the whole text, each once at most; the order does not depend on `epoch_tokens`."""
+    tiny.text(tmp_path)
+    task: Any = find_task("text:context=8,epoch_tokens=160")
+    data = task.load(tmp_path)
+    whole = epoch(find_task("text:context=8"), data, batch=4)
+    assert len(whole) == (810 // 8 - 1) // 4
+    assert task.steps(data, 4) == 5
+    assert same(epoch(task, data, batch=4), whole[:5])
+    assert same(epoch(task, data, batch=4, start=3), whole[3:5])
+    assert same(epoch(task, data, batch=2)[:10], epoch(find_task("text:context=8"), data, batch=2)[:10])
+    assert not same(epoch(task, data, batch=4, seed=1), whole[:5])
+    assert find_task("text:context=8,epoch_tokens=0") == find_task("text:context=8")
+    assert task.steps(data, 20) == find_task("text:context=8,epoch_tokens=9999").steps(data, 100) == 1
+    with pytest.raises(ValueError, match="there are 20 windows of 8 tokens in an epoch"):
+        task.steps(data, 21)
 
 
 @pytest.mark.parametrize("problem", ["text", "pixels", "class", "val", "more"])

@@ -50,7 +50,7 @@ def one_worker_evaluates(rank: int, size: int, name: str, folder: Path) -> None:
     ("case", "name"),
     [
         # Not "digits": its batch norm sees a worker's own images.
-        *((gradients_match_the_global_batch, name) for name in ("wikitext2", "multi30k")),
+        *((gradients_match_the_global_batch, name) for name in ("wikitext2", "multi30k", "enwik8")),
         *((one_worker_evaluates, name) for name in ("wikitext2", "multi30k", "digits")),
     ],
 )

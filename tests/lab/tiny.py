@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import nn
 
 from pufferfish.lab.models import VGG19, resnet18, resnet50
 from pufferfish.lab.tasks import Task, find_task
+from pufferfish.lab.tasks.enwik8 import Enwik8
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ def text(folder: Path) -> Path:
     return folder
 
 
+def enwik8(folder: Path) -> Path:
+    (folder / "enwik8").write_bytes(ENWIK8)
+    return folder
+
+
+ENWIK8 = bytes(random.Random(0).choices(b"<page>\n \xc3\xa4", k=1800))
+
+
+class TinyEnwik8(Enwik8):
+    """The task for a file of 1,800 bytes."""
+
+    md5 = hashlib.md5(ENWIK8).hexdigest()
+
+
 def imagefolder(folder: Path) -> Path:
     from PIL import Image
 
@@ -86,6 +102,7 @@ TINY = {
     ),
     "text": Tiny(find_task("text:d=8,layers=1,heads=2,context=8,dropout=0"), text),
     "text:llama": Tiny(find_task("text:llama,d=8,layers=1,heads=2,context=8,dropout=0"), text),
+    "enwik8": Tiny(TinyEnwik8(d=8, layers=1, heads=2, context=8, epoch_tokens=800), enwik8),
     "imagefolder": Tiny(
         find_task("imagefolder:classes=2,size=32,held=0.1"),
         imagefolder,

@@ -55,9 +55,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     from ..lab.advise.advise_settings import AdviseSettings
     from ..lab.advise.run_advise import run_advise
+    from ..lab.tasks.text import with_tokenizer
 
     check_output_file(arguments.out)
     emulated = arguments.check and "RANK" not in os.environ  # emulated hosts have no GPU
     device = arguments.device or ("cuda" if torch.cuda.is_available() and not emulated else "cpu")
     methods = None if arguments.methods is None else arguments.methods.split(",")
-    run_advise(settings_from(AdviseSettings, arguments, device=device, methods=methods))
+    task = with_tokenizer(arguments.task, arguments.data)
+    run_advise(settings_from(AdviseSettings, arguments, task=task, device=device, methods=methods))

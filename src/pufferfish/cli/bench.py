@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..lab.bench import BenchSettings, Shard, run_bench
     from ..lab.bench.bench_runs import slug
     from ..lab.bench.bench_settings import parse_tune, split_methods
+    from ..lab.tasks.text import with_tokenizer
 
     if arguments.workers is not None and (arguments.hosts, arguments.per_host) != (1, 1):
         raise ValueError(
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(
         BenchSettings,
         arguments,
+        task=with_tokenizer(arguments.task, arguments.data),
         methods=split_methods(arguments.methods),
         tune=parse_tune(arguments.tune) if arguments.tune else 0,
         per_host=arguments.per_host if arguments.workers is None else arguments.workers,

@@ -3,9 +3,10 @@ under torchrun. Rerun the same command to resume from its last checkpoint;
 Ctrl-C saves a checkpoint and exits.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k,
-imagefolder, text, text:llama, or your own: file.py:task. Data is read from
---data or $PUFFERFISH_DATA; if files are missing, a message says which and
-where.
+imagefolder, enwik8, enwik8:llama, text, text:llama, or your own: file.py:task.
+Data is read from --data or $PUFFERFISH_DATA; if files are missing, a message
+says which and where. For text, --data may be a file; a tokenizer.json beside
+it is used, or text:tokenizer=FILE.
 
 methods:
   dense             no low rank
@@ -100,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
+    from ..lab.report.formatting import format_score
     from ..lab.train import train
     from ..lab.train.console import Console
 
@@ -107,7 +109,8 @@ def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
     if results is None:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
-    summary = f"test {task.metric} {results[task.metric]:.2f}, {results['parameters']:,} parameters"
+    score = format_score(task.metric, results[task.metric])
+    summary = f"test {score}, {results['parameters']:,} parameters"
     Console(silent).result(f"{settings.run_name}: {summary}; {settings.folder}")
     return 0
 

@@ -20,10 +20,11 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
     import torch
 
     from ..lab.tasks import find_task
+    from ..lab.tasks.text import with_tokenizer
     from ..lab.train import RunSettings
     from ..lab.train.training_method import training_method
 
-    task: Any = find_task(arguments.task)
+    task: Any = find_task(with_tokenizer(arguments.task, arguments.data))
     if arguments.held is not None:
         if not hasattr(task, "held"):
             raise ValueError(

@@ -70,7 +70,10 @@ def read_files(dataset: Dataset, folder: Path | None) -> dict[str, DataFile]:
     """Read all files of `dataset` from the folder or a known subfolder, either plain or from an archive."""
     fetch = f"`pufferfish fetch {dataset.name} --data FOLDER`"
     root = data_folder(folder, dataset.name, f"a folder with {_file_names(dataset)}, or run {fetch}")
-    if root.is_file():  # the archive itself
+    if root.is_file():
+        names, *others = dataset.files.values()
+        if root.name in names and not others:  # the only file
+            return {name: _read_file(root) for name in dataset.files}
         return _check_complete(dataset, _read_archive(dataset, root), root)
     partial: tuple[dict[str, Path], Path] | None = None
     for candidate in filter(Path.is_dir, (root, *(root / name for name in (dataset.name, *dataset.folders)))):
@@ -89,9 +92,9 @@ def read_files(dataset: Dataset, folder: Path | None) -> dict[str, DataFile]:
 
 
 def _file_names(dataset: Dataset) -> str:
-    names = list(dataset.files)
+    *names, last = dataset.files
     archive = f" or {dataset.archives[0]}" if dataset.archives else ""
-    return f"{', '.join(names[:-1])} and {names[-1]}{archive}"
+    return f"{', '.join(names)} and {last}{archive}" if names else f"{last}{archive}"
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:

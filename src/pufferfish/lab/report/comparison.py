@@ -9,8 +9,9 @@ from typing import Any, TypeGuard
 
 from ...measure import Run, read_run
 from .bench_folder import NO_EXCHANGE, add_timings, is_tuning_run
+from .formatting import metric_places, metric_words
 
-METRICS = ("accuracy", "bleu", "perplexity", "loss")
+METRICS = ("accuracy", "bleu", "bits_per_byte", "perplexity", "loss")
 #: Default references: the first of these names that is among the runs.
 REFERENCES = ("bf16", "dense")
 
@@ -25,11 +26,15 @@ class Metric:
 
     @property
     def label(self) -> str:
-        return f"{self.name}, %" if self.name == "accuracy" else self.name
+        return f"{self.words}, %" if self.name == "accuracy" else self.words
+
+    @property
+    def words(self) -> str:
+        return metric_words(self.name)
 
     @property
     def places(self) -> int:
-        return 4 if self.name == "loss" else 2
+        return metric_places(self.name)
 
 
 @dataclass(frozen=True)
@@ -193,5 +198,5 @@ def _metric(runs: Sequence[Run]) -> Metric:
     values = [run.results.get(name) for run in runs]
     values += [value for run in runs for _, _, value in run.metrics.get(f"valid/{name}", [])]
     is_fraction = name == "accuracy" and max(filter(is_number, values), default=0.0) <= 1
-    higher = name not in ("perplexity", "loss") if higher is None else higher
+    higher = name not in ("bits_per_byte", "perplexity", "loss") if higher is None else higher
     return Metric(name, higher, 100.0 if is_fraction else 1.0)

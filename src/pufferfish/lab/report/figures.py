@@ -53,7 +53,7 @@ def curves(comparison: Comparison, over: str) -> str | None:
     label = f"training time, {unit}" if over == "seconds" else "bytes sent by each worker"
     ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.{metric.places}f}" for line in lines)
     return _line_chart(
-        f"{metric.name} over {'time' if over == 'seconds' else 'bytes'}",
+        f"{metric.words} over {'time' if over == 'seconds' else 'bytes'}",
         f"Mean of {name} over seeds. {ends}.",
         lines, (label, axis), format_number if over == "seconds" else format_bytes, log=over == "bytes",
     )  # fmt: skip

@@ -45,6 +45,33 @@ def format_number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def metric_words(name: str) -> str:
+    """The name of a metric as it is shown.
+
+    >>> metric_words("bits_per_byte")
+    'bits per byte'
+    """
+    return name.replace("_", " ")
+
+
+def metric_places(name: str) -> int:
+    """Decimal places of a metric.
+
+    >>> metric_places("loss"), metric_places("accuracy")
+    (4, 2)
+    """
+    return 4 if name in ("loss", "bits_per_byte") else 2
+
+
+def format_score(name: str, value: float) -> str:
+    """A metric with its name.
+
+    >>> format_score("bits_per_byte", 1.58912), format_score("accuracy", 93.444)
+    ('bits per byte 1.5891', 'accuracy 93.44')
+    """
+    return f"{metric_words(name)} {value:.{metric_places(name)}f}"
+
+
 def format_estimate(value: Estimate, places: int, sign: bool = False) -> str:
     """
     >>> format_estimate(Estimate(-0.381, 0.43, 3), 2, sign=True), format_estimate(Estimate(93.444, None, 1), 2)

@@ -52,7 +52,7 @@ def notes(comparison: Comparison) -> list[str]:
     intervals = any(cell.half is not None for cell in scores)
     lines = ["± is half the width of a 95 % confidence interval (Student's t) over seeds."] * intervals
     if any(cell.value is not None for cell in scores):
-        lines.append(f"{'Higher' if metric.higher else 'Lower'} {metric.name} is better.")
+        lines.append(f"{'Higher' if metric.higher else 'Lower'} {metric.words} is better.")
     if any(method.results("macs") for method in methods):
         lines.append("MACs are counted in a forward pass of the final model for one row of a batch.")
     if reference is None:
@@ -89,7 +89,7 @@ def notes(comparison: Comparison) -> list[str]:
                 )
         failed = [str(seed_of(run)) for run in method.finished if run.results.get(metric.name, 0.0) is None]
         if failed:
-            lines.append(f"{method.name}: seed {', '.join(failed)} ended without a finite {metric.name}.")
+            lines.append(f"{method.name}: seed {', '.join(failed)} ended without a finite {metric.words}.")
         if count := max((len(trainings(run)) for run in method.finished), default=0):
             lines.append(
                 f"{method.name}: its run time includes {count} trainings. Its parameters and MACs count nonzero weights only; "

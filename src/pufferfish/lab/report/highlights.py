@@ -102,5 +102,5 @@ def _quality(comparison: Comparison, method: MethodRuns, what: str) -> list[High
         note = f"{'better' if cell.tone == 'good' else 'worse'}: the interval excludes 0"
     else:
         note = "not significant: the interval contains 0"
-    title = f"{comparison.metric.name} of the fastest {what}"
+    title = f"{comparison.metric.words} of the fastest {what}"
     return [Highlight(title, cell.text.split(",")[0], method.name, note)]

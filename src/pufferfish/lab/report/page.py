@@ -93,7 +93,7 @@ def _curves(comparison: Comparison) -> list[str]:
     drawn, missing = [], []
     for over, axis, missed in (("time", "seconds", "measured times"), ("bytes", "bytes", "rows “bytes”")):
         if figure := curves(comparison, axis):
-            drawn.append(_figure(f"{metric.name.capitalize()} over {over}", note, figure))
+            drawn.append(_figure(f"{metric.words.capitalize()} over {over}", note, figure))
         else:
             missing.append(_missing(f"No curve over {over}: no run has {missed} for “{rows}”."))
     if not drawn:

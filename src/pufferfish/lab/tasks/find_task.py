@@ -19,6 +19,7 @@ TASKS = {
     "wikitext2:llama": ("wikitext2", "Wikitext2GPT"),
     "multi30k": ("multi30k", "Multi30k"),
     "imagefolder": ("imagefolder", "ImageFolder"),
+    "enwik8": ("enwik8", "Enwik8"),
     "text": ("text", "Text"),
 }
 
@@ -85,7 +86,7 @@ def _parse_option(kind: type, key: str, value: str) -> Any:
         number = None
     if type(number) not in (kind, int):
         raise ValueError(f"{key}={value} must be {'an int' if kind is int else f'a {kind.__name__}'}")
-    if number < 0 or (number == 0 and key not in ("held", "dropout")):
+    if number < 0 or (number == 0 and key not in ("held", "dropout", "epoch_tokens")):
         raise ValueError(f"{key}={value} is too small")
     return kind(number)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
 from ..data.splits import Splits
+from ..data.text_splits import TextSplits
 from ..data.token_windows import to_windows
 from ..models import GPT, REFERENCES, Llama
 from .recipe import Recipe
@@ -23,7 +25,6 @@ class GPTTask(Task):
 
     higher_is_better = False
     keep = REFERENCES["gpt"].keep  # the same layers as in a Llama
-    vocabulary: ClassVar[int]
     recipes: ClassVar[Mapping[str, Recipe]] = {
         "short": Recipe(
             epochs=24, batch=64, lr=1e-3, schedule="cosine", warm_up=0.07, floor=0.1, optimizer="adamw",
@@ -38,6 +39,12 @@ class GPTTask(Task):
     kv_heads: int = 2  # heads of keys and values in a Llama
     context: int = 256
     dropout: float = 0.2  # on the embedding and on the output of attention and feed-forward
+    epoch_tokens: int = 0  # training tokens of an epoch, in windows drawn at random; 0: all, each once
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of different tokens."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         check_choice(self.name, "model", self.model, ("gpt", "llama"))
@@ -63,7 +70,10 @@ class GPTTask(Task):
         return F.dropout(output, self.dropout, module.training)
 
     def steps(self, data: Splits, batch: int) -> int:
-        return steps_per_epoch(self._count(data), batch, f"windows of {self.context} tokens")
+        windows = self._count(data)
+        if self.epoch_tokens:
+            windows = min(windows, self.epoch_tokens // self.context)
+        return steps_per_epoch(windows, batch, f"windows of {self.context} tokens in an epoch")
 
     def _count(self, data: Splits) -> int:
         """Number of training windows for any offset of the first one."""
@@ -74,11 +84,12 @@ class GPTTask(Task):
         # In training, windows begin at a random offset in each epoch.
         first = int(uniform(1, order.generator) * self.context) if order.training else 0
         windows = to_windows(text, self.context, first)
-        for rows in order.batches(self._count(data) if order.training else len(windows), "windows"):
-            yield (windows[order.shard(rows)],)
+        batches = order.batches(self._count(data) if order.training else len(windows), "windows")
+        for rows in islice(batches, self.steps(data, order.batch) - order.start if order.training else None):
+            yield (windows[order.shard(rows)].long(),)  # the text has small integers, to save memory
         rest = (len(text) - 1) % self.context
         if rest and not order.training:  # the last, shorter window goes to the last worker
-            yield (text[None, -rest - 1 :][: order.worker == order.world_size - 1],)
+            yield (text[None, -rest - 1 :][: order.worker == order.world_size - 1].long(),)
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         return self._loss(model, batch[0], label_smoothing=recipe.label_smoothing)
@@ -86,12 +97,15 @@ class GPTTask(Task):
     def evaluate(
         self, model: nn.Module, data: Any, split: str, *, device: Device = "cpu", batch: int = 64
     ) -> dict[str, float]:
-        loss, count = torch.zeros((), device=device), 0
+        loss, count = torch.zeros((), dtype=torch.float64, device=device), 0
         with eval_mode(model) as module:
             for (tokens,) in self.batches(data, split, batch, device=device):
                 loss += self._loss(module, tokens, reduction="sum")
                 count += tokens[:, 1:].numel()
-        return loss_and_perplexity(float(loss), count)
+        figures = loss_and_perplexity(float(loss), count)
+        if isinstance(data, TextSplits):
+            figures["bits_per_byte"] = data.bits_per_byte(split, figures["loss"])
+        return figures
 
     def _loss(self, model: nn.Module, tokens: Tensor, **settings: Any) -> Tensor:
         """Cross-entropy of all tokens except the first of each window."""

@@ -35,10 +35,10 @@ def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer.
+    """Build the recipe's optimizer; on a GPU, SGD, Adam and AdamW are fused.
 
     Args:
-        graph: for use in a CUDA graph: one fused kernel that reads the learning rate from the device.
+        graph: for use in a CUDA graph: fused, and the learning rate is read from the device.
 
     >>> [group["weight_decay"] for group in build_optimizer(nn.Linear(2, 2), Recipe(epochs=1, batch=1, lr=1.0, weight_decay=0.1)).param_groups]
     [0.1, 0.0]
@@ -48,10 +48,12 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) ->
     vector_decay = recipe.weight_decay if recipe.decay_vectors else 0.0
     decays = ((matrices, recipe.weight_decay), (vectors, vector_decay))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    fused: dict[str, Any] = {"fused": True} if graph else {}
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    fused: dict[str, Any] = {"fused": True} if graph or on_gpu else {}
     sgd: dict[str, Any] = {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
     if recipe.optimizer in ("sgd", "sam"):
         optimizer = torch.optim.SGD(groups, **sgd, **fused)
+        optimizer.register_step_pre_hook(_match_gradient_strides)
         return SAM(optimizer, model, rho=recipe.rho) if recipe.optimizer == "sam" else optimizer
     layerwise = {"exclude_vectors": not recipe.decay_vectors}
     if recipe.optimizer == "lars":
@@ -59,4 +61,18 @@ def build_optimizer(model: nn.Module, recipe: Recipe, *, graph: bool = False) ->
     if recipe.optimizer == "lamb":
         return LAMB(groups, recipe.lr, betas=recipe.betas, capturable=graph, **layerwise)
     kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **fused)
+    adam = kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **fused)
+    adam.register_step_pre_hook(_match_gradient_strides)
+    return adam
+
+
+def _match_gradient_strides(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give gradients their parameters' strides, also in dimensions of size 1; fused optimizers require it."""
+    for p in (p for group in optimizer.param_groups if group.get("fused") for p in group["params"]):
+        if p.grad is None or p.grad.stride() == p.stride():
+            continue
+        dimensions = zip(p.shape, p.stride(), p.grad.stride(), strict=True)
+        if all(a == b for size, a, b in dimensions if size > 1):
+            p.grad = p.grad.as_strided(p.shape, p.stride())
+        else:
+            p.grad = torch.empty_like(p).copy_(p.grad)

@@ -187,23 +187,9 @@ class StepRunner:
         if c.settings.recipe.clip is not None:
             c.scaler.unscale_(c.optimizer)
             nn.utils.clip_grad_norm_(c.module.parameters(), c.settings.recipe.clip)
-        if c.modes.capturable:
-            _match_gradient_strides(c.module)
         c.scaler.step(c.optimizer)
         c.scaler.update()
         c.optimizer.zero_grad()
-
-
-def _match_gradient_strides(model: nn.Module) -> None:
-    """Give gradients their parameters' strides, also in dimensions of size 1; fused optimizers require it."""
-    for p in model.parameters():
-        if p.grad is None or p.grad.stride() == p.stride():
-            continue
-        dimensions = zip(p.shape, p.stride(), p.grad.stride(), strict=True)
-        if all(a == b for size, a, b in dimensions if size > 1):
-            p.grad = p.grad.as_strided(p.shape, p.stride())
-        else:
-            p.grad = torch.empty_like(p).copy_(p.grad)
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:

@@ -11,7 +11,7 @@ from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
 from ...measure import Breakdown
-from ..report.formatting import format_bytes, format_seconds
+from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
 from .console import Console
 from .low_rank_change import build_model_change
@@ -240,7 +240,7 @@ class TrainingRun:
         if self.recipe.schedule == "plateau" and score <= self.best_score:
             self.lr_factor *= self.recipe.plateau
         self.best_score = max(self.best_score, score)
-        shown = f", validation {self.task.metric} {scores[self.task.metric]:.2f}"
+        shown = f", validation {format_score(self.task.metric, scores[self.task.metric])}"
         loss = f", validation loss {scores['loss']:.4f}" if "loss" in scores else ""
         self.console.info(f"{position}{shown}{loss}, {format_seconds(self._seconds_left())} left")
 
