@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...measure import Run
-from .comparison import Comparison, MethodRuns, equal_length, is_number, length, seed_of
+from .comparison import (
+    Comparison,
+    MethodRuns,
+    equal_length,
+    has_measured_time,
+    is_number,
+    length,
+    seed_of,
+)
 from .formatting import format_bytes, format_seconds
 from .headline import difference_cell, median_cell, score_cell
 from .tables import Cell, Table
@@ -28,11 +36,12 @@ def _table(comparison: Comparison, kind: str) -> Table:
     at_equal_steps = {method.name: method for method in comparison.methods}
     reference, runs = equal.reference, equal.runs
     clock = kind == "time" and not _links(runs)
+    time = "time" if all(map(has_measured_time, runs)) and not _links(runs) else "time, predicted"
     rows = []
     for method in equal.methods:
         row = {"method": Cell(method.name)}
         row["updates"] = _median(method, lambda run: length(run)[1], "{:,.0f}".format)
-        row["time"] = _median(method, lambda run: _seconds(run, runs, kind), format_seconds)
+        row[time] = _median(method, lambda run: _seconds(run, runs, kind), format_seconds)
         if clock:
             row["clock"] = median_cell(method.run_seconds(), format_seconds)
         if any(map(_bytes, runs)):
