@@ -22,6 +22,7 @@ from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.find_length import find_length
 from pufferfish.lab.bench.terminal_table import terminal_table
+from pufferfish.lab.network import LinkShape
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, timed_run, train
@@ -141,6 +142,9 @@ def test_equal_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "by updates timed in turns with dense on this device" in page
     assert "6 runs" not in page  # the others are counted too
     assert "10 runs" in page
+    alone = report([out / "equal-time"], "markdown", against="narrow")
+    assert f"| narrow | {runs[0][1].results['parameters']:,} |" in alone
+    assert "Equal time" not in alone
     summary = json.loads((out / "summary.json").read_text())
     assert summary["equal"] == {m: length(out, m) for m in ("pufferfish", "narrow")}
 
@@ -208,8 +212,12 @@ def on_workers(rank: int, size: int, folder: str) -> None:
     train(task, given)
     workers = Workers.of_job("test", side_group=True)
     found = find_length(method, settings, root, task.load(None), workers, CPU)
-    everyone = workers.gather(lambda: [found.steps_per_epoch, found.relative, found.seconds])
-    assert everyone == [everyone[0]] * size
+    slow = find_length(method, settings, root, task.load(None), workers, CPU, LinkShape.parse("1mbit"))
+    assert (found.link, slow.link) == ("", "1mbit")
+    assert slow.relative < 0.5  # only a few bytes are sent
+    for each in (found, slow):
+        everyone = workers.gather(lambda each=each: [each.steps_per_epoch, each.relative, each.seconds])  # type: ignore[misc]
+        assert everyone == [everyone[0]] * size
     assert found.seconds["before"] != found.seconds["dense"]  # it is compressed
     equal = BenchRun(method, 0, equal="time").name
     results = train(task, replace(given, folder=root / equal, equal_length=found))
@@ -300,6 +308,16 @@ def test_without_a_run_at_equal_steps(tmp_path: Path) -> None:
     path.write_text(json.dumps(run))
     with pytest.raises(ValueError, match="an earlier version"):
         find_length("pufferfish", settings, tmp_path, data, workers, CPU)
+
+
+def test_updates_of_sam_are_not_predicted(tmp_path: Path) -> None:
+    settings = BenchSettings(task=TASK, methods=("dense@sam",), epochs=1, equal="time")
+    recipe = replace(settings.resolve()[1], optimizer="sam")
+    given = settings.run_settings("dense@sam", recipe, tmp_path / BenchRun("dense@sam", 0).name, quiet=True)
+    train(find_task(TASK), given)
+    workers, data, link = Workers.of_job("test"), find_task(TASK).load(None), LinkShape.parse("1gbit")
+    with pytest.raises(ValueError, match="updates of SAM cannot be predicted"):
+        find_length("dense@sam", settings, tmp_path, data, workers, CPU, link)
 
 
 @pytest.mark.parametrize(

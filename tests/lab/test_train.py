@@ -26,9 +26,9 @@ from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
-from pufferfish.lab.train.equal_length import EqualLength
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
+from pufferfish.lab.train.equal_length import EqualLength
 from pufferfish.lab.train.layer_records import sample_spectrum
 from pufferfish.lab.train.sinks import JsonLines
 from pufferfish.lab.train.training_method import training_method

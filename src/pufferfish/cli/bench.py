@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
     text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
-    add("--stretch", type=number, default=4.0, metavar="X", help="… but at most X times as many (default: 4)")
+    text = "with --equal, at most X times the updates of the dense run (default: 4)"
+    add("--stretch", type=number, default=4.0, metavar="X", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")

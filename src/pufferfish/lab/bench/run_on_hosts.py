@@ -87,7 +87,7 @@ class EventDisplay:
             self._position = f"[{event['number']}/{event['of']}] {event['begin']}"
             progress(f"{self._position} …")
         elif "measuring" in event:
-            progress(f"{self._position}: timing its updates beside dense …")
+            progress(f"{self._position}: how many updates fit …")
         elif "done" in event:
             score = f"{event['measure']} {event['score']:.2f}"
             info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")

@@ -121,12 +121,14 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         raise ValueError(f"{against!r} is not the name of a run; the runs are named {names}")
     comparisons = []
     for conditions, kinds in by_conditions.items():
+        members = [run for kind in kinds.values() for run in kind]
+        if not kinds["steps"]:  # only runs at equal time are to be compared
+            kinds = {"steps": members}
         methods = _methods(kinds["steps"])
         references = REFERENCES if against is None else (against,)
         reference = next((method for name in references for method in methods if method.name == name), None)
         title = ", ".join(part for part in conditions if part)
-        equal = {kind: _equal_methods(methods, members) for kind, members in kinds.items() if kind != "steps"}
-        members = [run for kind in kinds.values() for run in kind]
+        equal = {kind: _equal_methods(methods, found) for kind, found in kinds.items() if kind != "steps"}
         comparisons.append(Comparison(title, _metric(members), tuple(methods), reference, equal))
     return comparisons
 
