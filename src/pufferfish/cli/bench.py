@@ -15,6 +15,9 @@ examples:
   # dense models that are as small, and as fast, as the low-rank one
   pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
 
+  # each also with as many updates as fit into the time of the dense run
+  pufferfish bench digits --methods pufferfish,narrow --equal time --seeds 3
+
   # pruning methods
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3
   pufferfish bench digits --methods pufferfish,early-bird-0.3,early-bird-0.5
@@ -43,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
+    text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
+    add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
+    text = "with --equal, at most X times the updates of the dense run (default: 4)"
+    add("--stretch", type=number, default=4.0, metavar="X", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...planning.json_file import read_json
 from ..tasks import Recipe
 from .bench_method import bench_method
-from .bench_settings import BenchSettings
+from .bench_settings import REFERENCES, BenchSettings
 from .tuned_rate import rate_grid
 
 #: Seed of the tuning runs, different from those of the reported runs.
@@ -20,31 +20,41 @@ TUNE_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A run of a method: with a seed, or with a learning rate to try.
+    """A run of a method: with a seed, with as much time or as many bytes as the dense run, or with a learning rate to try.
 
     >>> BenchRun("powersgd-4", seed=2).name, BenchRun("dense", lr=0.015).name
     ('runs/powersgd-4/seed-2', 'tune/dense/lr-0.015')
+    >>> BenchRun("powersgd-4", seed=2, equal="time").name
+    'equal-time/powersgd-4/seed-2'
     """
 
     method: str
     seed: int = TUNE_SEED
     lr: float | None = None  # of a tuning run; None: the chosen learning rate
+    equal: str = "steps"
 
     @property
     def name(self) -> str:
         """Its folder, relative to the bench folder."""
         if self.lr is not None:
             return f"tune/{slug(self.method)}/lr-{self.lr:.4g}"
-        return f"runs/{slug(self.method)}/seed-{self.seed}"
+        kind = "runs" if self.equal == "steps" else f"equal-{self.equal}"
+        return f"{kind}/{slug(self.method)}/seed-{self.seed}"
 
 
 def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
-    """All runs of a bench in order: the tuning runs, then all methods with the first seed, the second, …"""
+    """All runs of a bench in order: the tuning runs, then all methods with the first seed, the second, …
+
+    At equal time or bytes, the same seeds again, without the dense runs, which would be the same.
+    """
     for method in settings.methods:
         lr = bench_method(method).recipe(recipe).lr
         yield from (BenchRun(method, lr=rate) for rate in rate_grid(lr, settings.tune))
     for seed in range(settings.seeds):
         yield from (BenchRun(method, seed) for method in settings.methods)
+    for seed in range(settings.seeds if settings.equal != "steps" else 0):
+        others = (method for method in settings.methods if method != REFERENCES[0])
+        yield from (BenchRun(method, seed, equal=settings.equal) for method in others)
 
 
 def is_finished(folder: Path) -> bool:
@@ -69,8 +79,8 @@ def slug(method: str) -> str:
 class Shard:
     """One of `count` parts of the work, numbered from 1. Shards never wait for each other.
 
-    With tuning, a shard does all runs of a method, since the seeds need the tuned learning rate; otherwise it does
-    every `count`-th run.
+    With tuning, or at equal time or bytes, a shard does all runs of a method, since the seeds share the tuned learning
+    rate and the number of updates; otherwise it does every `count`-th run.
 
     >>> settings = BenchSettings(task="digits", methods=("pufferfish",), seeds=2, hosts=2)
     >>> [run.name for run in bench_runs(settings, settings.resolve()[1]) if Shard.parse("2/3").has_run(run, settings)]
@@ -95,7 +105,7 @@ class Shard:
     def has_run(self, run: BenchRun, settings: BenchSettings) -> bool:
         """Whether a run belongs to this shard."""
         position = settings.methods.index(run.method)
-        if not settings.tune:
+        if not settings.tune and settings.equal == "steps":
             position += run.seed * len(settings.methods)
         return position % self.count == self.number - 1
 

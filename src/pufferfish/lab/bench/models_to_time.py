@@ -32,7 +32,7 @@ def untimed_methods(settings: BenchSettings, root: Path) -> list[str]:
     """The methods with fewer timed rounds than requested whose final model is known."""
     rounds = read_rounds(root)
     missing = [m for m in settings.methods if sum(m in r["methods"] for r in rounds) < settings.rounds]
-    return [m for m in missing if not _needs_run(m) or _finished_run(m, settings, root)]
+    return [m for m in missing if not _needs_run(m) or finished_run(m, settings, root)]
 
 
 def models_to_time(
@@ -52,8 +52,8 @@ def models_to_time(
         parsed = bench_method(method)
         recipe = parsed.recipe(default)
         torch.manual_seed(0)
-        run = _finished_run(method, settings, root)
-        model = move_to_device(build_model(task, _width(method, run)), device)
+        run = finished_run(method, settings, root)
+        model = move_to_device(build_model(task, known_width(method, run)), device)
         batch = next(
             task.batches(data, "train", recipe.batch, device=device, generator=torch.Generator().manual_seed(0),
                          worker=worker, world_size=workers)
@@ -63,7 +63,7 @@ def models_to_time(
             model,
             lambda net, recipe=recipe: build_optimizer(net, recipe),  # type: ignore[misc]
             _loss(task, batch, settings.run_settings(method, recipe)),
-            transform=_transform(method, task, recipe, data, run),
+            transform=to_final_model(method, task, recipe, data, run),
             clip=recipe.clip,
         )
     return models
@@ -75,7 +75,7 @@ def _needs_run(method: str) -> bool:
     return parsed.model == "auto" or parsed.narrow is not None or is_pruning_method(parsed.model)
 
 
-def _finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
+def finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
     """The finished run with the lowest seed; for a pruning method, one that still has its checkpoints."""
     folders = (root / BenchRun(method, seed).name for seed in range(settings.seeds))
     pruned = is_pruning_method(bench_method(method).method.model)
@@ -83,13 +83,13 @@ def _finished_run(method: str, settings: BenchSettings, root: Path) -> Path | No
     return next((f for f in finished if not pruned or list_checkpoints(f / "checkpoints")), None)
 
 
-def _width(method: str, run: Path | None) -> NarrowWidth | None:
+def known_width(method: str, run: Path | None) -> NarrowWidth | None:
     """The width of a narrow model, from its run."""
     saved = saved_width(run, bench_method(method).method.name) if run is not None else None
     return NarrowWidth(**saved) if saved else None
 
 
-def _transform(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:
+def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:
     """The change from the initial to the final model of a method; None if the model is not changed."""
     name = bench_method(method).method.model
     if is_pruning_method(name):

@@ -86,6 +86,8 @@ class EventDisplay:
         if "begin" in event:
             self._position = f"[{event['number']}/{event['of']}] {event['begin']}"
             progress(f"{self._position} …")
+        elif "measuring" in event:
+            progress(f"{self._position}: how many updates fit …")
         elif "done" in event:
             score = f"{event['measure']} {event['score']:.2f}"
             info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")

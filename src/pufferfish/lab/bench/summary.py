@@ -12,6 +12,9 @@ from ..report.bench_folder import NO_EXCHANGE, SUMMARY
 from .bench_settings import REFERENCES, read_json, write_json
 from .tuned_rate import TunedRate
 
+#: Updates of a method at equal time or bytes, beside its runs.
+LENGTH = "length.json"
+
 
 def read_rounds(root: Path) -> list[dict[str, Any]]:
     """The files of all timed rounds, in order."""
@@ -24,7 +27,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
 
     "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
     quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
-    measured step times are left out.
+    measured step times are left out. "equal" has the updates at equal time or bytes.
     """
     files = read_rounds(root)
     rounds = [file["methods"] for file in files]
@@ -54,7 +57,9 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
                 f"{method}: its best learning rate, {rate.lr:.3g}, is the {rate.edge} of the {len(rate.scores)} that were "
                 "tried; a better one may lie beyond."
             )
-    write_json(root / SUMMARY, {"methods": summary})
+    lengths = [read_json(path, "") for path in sorted(root.glob(f"equal-*/*/{LENGTH}"))]
+    equal = {"equal": {each["method"]: each["length"] for each in lengths}} if lengths else {}
+    write_json(root / SUMMARY, {"methods": summary, **equal})
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:

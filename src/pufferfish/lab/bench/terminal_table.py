@@ -9,6 +9,7 @@ from pathlib import Path
 from ...planning.table import format_count, format_table
 from ..report.bench_folder import NO_EXCHANGE
 from ..report.comparison import Comparison, MethodRuns, compare_runs, find_runs
+from ..report.equal_table import equal_tables
 from ..report.formatting import format_bytes, format_seconds
 from ..report.headline import (
     difference_cell,
@@ -55,8 +56,12 @@ def _table(comparison: Comparison, target: float | None) -> str:
     cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
     shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
     table = format_table(list(zip(*shown, strict=True)), left=(0,))
-    footer = [textwrap.fill(note, 110) for note in notes(comparison)]
-    return "\n".join([comparison.title, "", table, "", *footer])
+    parts = [comparison.title, "", table, "", *(textwrap.fill(note, 110) for note in notes(comparison))]
+    for equal in equal_tables(comparison):
+        rows = [equal.columns, *([cell.text for cell in row] for row in equal.rows)]
+        parts += ["", equal.title, "", format_table(rows, left=(0,)), ""]
+        parts += [textwrap.fill(note, 110) for note in equal.notes]
+    return "\n".join(parts)
 
 
 def _step_speedup(reference: MethodRuns, method: MethodRuns) -> str:

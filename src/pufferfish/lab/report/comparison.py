@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,6 +14,8 @@ from .formatting import metric_places, metric_words
 METRICS = ("accuracy", "bleu", "bits_per_byte", "perplexity", "loss")
 #: Default references: the first of these names that is among the runs.
 REFERENCES = ("bf16", "dense")
+#: The method whose time and bytes the others have at equal time and bytes.
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,17 @@ class MethodRuns:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs with the same task, number of workers, link and kind of machine."""
+    """Runs with the same task, number of workers, link and kind of machine.
+
+    Args:
+        equal: the methods at equal "time" or "bytes", with other numbers of updates than `methods`; dense runs are in both.
+    """
 
     title: str
     metric: Metric
     methods: tuple[MethodRuns, ...]
     reference: MethodRuns | None
+    equal: Mapping[str, tuple[MethodRuns, ...]] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[Run]:
@@ -110,32 +117,31 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         runs: as `find_runs` returns them.
         against: name of the reference method; the first of `REFERENCES` by default.
     """
-    by_conditions: dict[tuple[str, ...], list[Run]] = {}
+    by_conditions: dict[tuple[str, ...], dict[str, list[Run]]] = {}
     for run in runs:
-        by_conditions.setdefault(_conditions(run), []).append(run)
+        kinds = by_conditions.setdefault(_conditions(run), {"steps": []})
+        kinds.setdefault(equal_length(run).get("equal", "steps"), []).append(run)
     if against is not None and against not in {run.name for run in runs}:
         names = ", ".join(dict.fromkeys(run.name for run in runs))
         raise ValueError(f"{against!r} is not the name of a run; the runs are named {names}")
     comparisons = []
-    for conditions, members in by_conditions.items():
-        by_name: dict[str, dict[int, Run]] = {}
-        for run in members:
-            seeds = by_name.setdefault(run.name, {})
-            if seed_of(run) in seeds and run.name != NO_EXCHANGE:
-                raise ValueError(
-                    f"{seeds[seed_of(run)].folder} and {run.folder} are both named {run.name!r} with seed {run.seed}; "
-                    "leave one out, or change the name or the seed of one"
-                )
-            seeds[seed_of(run)] = run
-        methods = [
-            MethodRuns(name, tuple(run for _, run in sorted(s.items()))) for name, s in by_name.items()
-        ]
-        methods.sort(key=lambda method: (method.name == NO_EXCHANGE, method.name not in REFERENCES))
+    for conditions, kinds in by_conditions.items():
+        members = [run for kind in kinds.values() for run in kind]
+        if not kinds["steps"]:  # only runs at equal time are to be compared
+            kinds = {"steps": members}
+        methods = _methods(kinds["steps"])
         references = REFERENCES if against is None else (against,)
         reference = next((method for name in references for method in methods if method.name == name), None)
         title = ", ".join(part for part in conditions if part)
-        comparisons.append(Comparison(title, _metric(members), tuple(methods), reference))
+        equal = {kind: _equal_methods(methods, found) for kind, found in kinds.items() if kind != "steps"}
+        comparisons.append(Comparison(title, _metric(members), tuple(methods), reference, equal))
     return comparisons
+
+
+def equal_length(run: Run) -> dict[str, Any]:
+    """The record of a run whose number of updates follows from the time or the bytes of the dense run; empty for others."""
+    record = run.settings.get("equal_length")
+    return record if isinstance(record, dict) else {}
 
 
 def has_measured_time(run: Run) -> bool:
@@ -176,6 +182,28 @@ def is_number(value: Any) -> TypeGuard[float]:
 def as_text(value: Any) -> str:
     """A setting as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _methods(runs: Sequence[Run]) -> list[MethodRuns]:
+    """Group runs by name, and by seed."""
+    by_name: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        seeds = by_name.setdefault(run.name, {})
+        if seed_of(run) in seeds and run.name != NO_EXCHANGE:
+            raise ValueError(
+                f"{seeds[seed_of(run)].folder} and {run.folder} are both named {run.name!r} with seed {run.seed}; "
+                "leave one out, or change the name or the seed of one"
+            )
+        seeds[seed_of(run)] = run
+    methods = [MethodRuns(name, tuple(run for _, run in sorted(s.items()))) for name, s in by_name.items()]
+    return sorted(methods, key=lambda method: (method.name == NO_EXCHANGE, method.name not in REFERENCES))
+
+
+def _equal_methods(methods: Sequence[MethodRuns], runs: Sequence[Run]) -> tuple[MethodRuns, ...]:
+    """Methods at equal time or bytes, in the order of `methods`, whose dense runs set the time or the bytes."""
+    names = [method.name for method in methods]
+    found = [*_methods(runs), *(method for method in methods if method.name == DENSE)]
+    return tuple(sorted(found, key=lambda m: names.index(m.name) if m.name in names else len(names)))
 
 
 def _conditions(run: Run) -> tuple[str, ...]:

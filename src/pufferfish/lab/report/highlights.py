@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .bench_folder import NO_EXCHANGE
 from .comparison import Comparison, MethodRuns
+from .equal_table import at_equal
 from .formatting import format_bytes, format_seconds, format_speedup
 from .headline import difference_cell, median_cell, round_quartiles, run_speedup, step_cell, step_speedup
 from .tables import Cell
@@ -20,7 +21,7 @@ class Highlight:
 
 
 def highlights(comparison: Comparison) -> list[Highlight]:
-    """Fastest step, fastest run, fewest bytes, and the quality of the fastest method; empty without a reference."""
+    """Fastest step and run, fewest bytes, quality of the fastest method and at equal time; empty without a reference."""
     reference = comparison.reference
     if reference is None:
         return []
@@ -49,8 +50,9 @@ def highlights(comparison: Comparison) -> list[Highlight]:
     for what, speedups in (("run", runs), ("step", steps)):
         fastest = max(speedups, key=lambda name: speedups[name], default=None)
         if fastest is not None and _is_faster(speedups[fastest]):
-            return shown + _quality(comparison, by_name[fastest], what)
-    return shown
+            shown += _quality(comparison, by_name[fastest], f"of the fastest {what}")
+            break
+    return shown + [h for kind in comparison.equal for h in _best_at_equal(at_equal(comparison, kind), kind)]
 
 
 def _times(speedup: float, ours: Cell, theirs: Cell, kind: str) -> str:
@@ -91,8 +93,17 @@ def _fewest_bytes(others: list[MethodRuns], reference: MethodRuns) -> list[Highl
     return [Highlight("bytes per step", figure, best, f"{sent[best].text} instead of {base.text}")]
 
 
+def _best_at_equal(equal: Comparison, kind: str) -> list[Highlight]:
+    """Difference in quality of the best method at equal time or bytes."""
+    others = [method for method in equal.methods if equal.reference and method is not equal.reference]
+    found = [(cell.value, m) for m in others if (cell := difference_cell(equal, m)).value is not None]
+    sign = 1 if equal.metric.higher else -1
+    best = max(found, key=lambda pair: sign * pair[0], default=None)
+    return _quality(equal, best[1], f"at equal {kind}, the best") if best else []
+
+
 def _quality(comparison: Comparison, method: MethodRuns, what: str) -> list[Highlight]:
-    """Difference in quality of the method with the fastest run or step."""
+    """Difference in quality of a method."""
     cell = difference_cell(comparison, method)
     if cell.value is None:
         return []
@@ -102,5 +113,5 @@ def _quality(comparison: Comparison, method: MethodRuns, what: str) -> list[High
         note = f"{'better' if cell.tone == 'good' else 'worse'}: the interval excludes 0"
     else:
         note = "not significant: the interval contains 0"
-    title = f"{comparison.metric.words} of the fastest {what}"
+    title = f"{comparison.metric.words} {what}"
     return [Highlight(title, cell.text.split(",")[0], method.name, note)]

@@ -6,6 +6,7 @@ from ...measure.breakdown import PARTS
 from .bench_folder import NO_EXCHANGE
 from .comparison import Comparison, recorded_layers
 from .curves import curve_spec
+from .equal_table import equal_tables
 from .export import right_aligned
 from .figures import bars, curves, part_swatch, scatter
 from .headline import headline
@@ -24,7 +25,9 @@ def page(comparisons: Sequence[Comparison], title: str, target: float | None = N
     links = [element("a", text(c.title), href=f"#part{n}") for n, c in enumerate(comparisons)]
     parts = [_section(c, target, len(comparisons)) for c in comparisons]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
-    runs = [run for c in comparisons for run in c.runs if run.name != NO_EXCHANGE]
+    methods = [m for c in comparisons for group in (c.methods, *c.equal.values()) for m in group]
+    found = {run.folder: run for m in methods for run in m.runs if run.name != NO_EXCHANGE}
+    runs = list(found.values())
     days = sorted({run.started[:10] for run in runs if run.started})
     many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     lead = many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
@@ -56,7 +59,7 @@ def _section(comparison: Comparison, target: float | None, sections: int) -> lis
         against = comparison.reference.name if comparison.reference else ""
         parts.append(element("p", text(f"Compared with {against}:")))
         parts.append(element("ul", *cards, class_="cards"))
-    parts.append(_table(headline(comparison, target), marks))
+    parts += [_table(table, marks) for table in (headline(comparison, target), *equal_tables(comparison))]
     parts += [element("h3", "Time"), *_time(comparison, marks)]
     parts += [element("h3", "Training curves"), *_curves(comparison)]
     parts += [element("h3", "Layers"), *_layers(comparison, MAX_SPECTRA // sections)]

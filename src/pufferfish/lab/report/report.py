@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
+from .equal_table import equal_tables
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
 from .page import page
@@ -70,7 +71,13 @@ def write(text: str, out: str | Path) -> None:
 
 def _tables(comparison: Comparison, target: float | None, several: bool, with_curves: bool) -> list[Table]:
     """All tables; the curves, which are hundreds of rows, only for CSV."""
-    tables = [headline(comparison, target), breakdown(comparison), ranks(comparison), predicted(comparison)]
+    tables = [
+        headline(comparison, target),
+        *equal_tables(comparison),
+        breakdown(comparison),
+        ranks(comparison),
+        predicted(comparison),
+    ]
     tables += [setup(comparison), settings(comparison)] + [progress(comparison)] * with_curves
     suffix = f" ({comparison.title})" if several else ""
     return [replace(table, title=table.title + suffix) for table in tables if table is not None]

@@ -39,11 +39,11 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
     if not list_checkpoints(folder / "checkpoints") or not (folder / RUN_FILE).exists():
         return
     saved = {"mode": settings.mode} | read_run(folder).settings  # runs of earlier versions have no mode
-    for name in ("task", "method", "accumulate", "mode", "simulated", "recipe"):
-        old, new = saved.get(name), json.loads(json.dumps(record[name]))
+    for name in ("task", "method", "accumulate", "mode", "simulated", "recipe", "equal_length"):
+        old, new = saved.get(name), json.loads(json.dumps(record.get(name)))
         if old == new:
             continue
-        if isinstance(old, dict):
+        if isinstance(old, dict) and isinstance(new, dict):
             name = next(key for key in new if old.get(key) != new[key])
             old, new = old.get(name), new[name]
         raise ValueError(f"{folder}: it holds a run with {name} {old}, not {new}; choose another --out")
@@ -56,4 +56,5 @@ def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
         "precision": settings.precision, "accumulate": settings.accumulate, "mode": settings.mode,
         "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
         **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
+        **({"equal_length": dataclasses.asdict(settings.equal_length)} if settings.equal_length else {}),
     }  # fmt: skip

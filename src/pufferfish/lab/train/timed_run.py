@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,13 +61,25 @@ def time_ratio(run: TimedRun, reference: TimedRun, workers: Workers) -> float:
 
     The same on all workers.
     """
-    for each in (run, reference):
-        each.seconds(WARM_UP)
-    longest = max(workers.mean([run.seconds(3), reference.seconds(3)]))
+    _, (_, ratio) = relative_times([reference, run], workers)
+    return ratio
+
+
+def relative_times(runs: Sequence[TimedRun], workers: Workers) -> tuple[float, list[float]]:
+    """Seconds of an update of the first run, and those of each run relative to it: medians of rounds in which all take turns.
+
+    The same on all workers.
+    """
+    for run in runs:
+        run.seconds(WARM_UP)
+    longest = max(workers.mean([run.seconds(3) for run in runs]))
     steps = min(MAX_STEPS, max(1, round(SECONDS / longest)))
-    ratios = []
+    rounds = []
     for number in range(ROUNDS):
-        first, second = (run, reference) if number % 2 else (reference, run)
-        times = {first: first.seconds(steps), second: second.seconds(steps)}
-        ratios.append(times[run] / times[reference])
-    return workers.mean([statistics.median(ratios)])[0]
+        first = number % len(runs)
+        order = [*range(first, len(runs)), *range(first)]
+        times = {n: runs[n].seconds(steps) for n in order}
+        rounds.append([times[n] for n in range(len(runs))])
+    ratios = [statistics.median(times[n] / times[0] for times in rounds) for n in range(len(runs))]
+    seconds, *ratios = workers.mean([statistics.median(times[0] for times in rounds), *ratios])
+    return seconds, ratios

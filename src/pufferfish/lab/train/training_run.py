@@ -64,7 +64,9 @@ class TrainingRun:
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
-        self.steps_per_epoch = task.steps(data, self.recipe.batch)
+        self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
+        if settings.equal_length is not None:
+            self.steps_per_epoch = settings.equal_length.steps_per_epoch
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
         self.total_steps = self.change.epochs * self.steps_per_epoch
         self.checkpoint = Checkpoint(
@@ -101,6 +103,8 @@ class TrainingRun:
             if self.settings.simulate:
                 known = log.data["predicted"].get("seconds_a_step")
                 self.predicted_step = known or log_predicted_step(self.components, log, self.console, done)
+            if done % self.steps_per_pass:
+                self.runner.begin_epoch(*divmod(done, self.steps_per_pass))
             for epoch in range(done // self.steps_per_epoch, self.change.epochs):
                 if done % self.steps_per_epoch == 0:
                     self._change_model(epoch, log)
@@ -138,12 +142,13 @@ class TrainingRun:
     def _epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
         """Train an epoch from its update `start` on; False if the run was stopped after a checkpoint."""
         self.model.train()
-        self.runner.begin_epoch(epoch, start)
         self.step = epoch * self.steps_per_epoch + start
         ring = 2 * (self.world_size - 1) / self.world_size  # of a tensor's bytes in a ring all-reduce
         ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters())
         self.timer.tick()
         for i in range(start, self.steps_per_epoch):
+            if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
+                self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
             loss = self.runner.update(lr)
             self.change.after_step()
@@ -247,7 +252,8 @@ class TrainingRun:
     def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
         results = self._evaluate("test") | self.change.results(log)
         phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
-        results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1)}
+        results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1), "bytes": self._wire_bytes()}
+        results |= {"updates": self.step, "updates_before_change": self.phase_start}
         if not self.settings.simulate:
             measured: dict[str, Any] = {
                 "seconds_a_step": self.timer.median(), "training_seconds": training_seconds,
