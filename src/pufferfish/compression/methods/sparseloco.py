@@ -56,7 +56,9 @@ class SparseLoCo(Method):
         return self.decay
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        m, n = (shape[0], torch.Size(shape[1:]).numel()) if shape else (1, 1)
+        if not shape:
+            return False
+        m, n = shape[0], torch.Size(shape[1:]).numel()
         cut = chunks_of(m, n, self.chunk)
         return cut.many * (self._chosen(cut, m * n) * (2 + cut.bits) / 8 + 3) < 4 * m * n
 
