@@ -35,9 +35,7 @@ def test_properties(method: Method) -> None:
 
 
 @pytest.mark.parametrize(("method", "reference"), BOTH, ids=["int4", "int2"])
-def test_both_roundings_equal_the_loop(
-    method: Method, reference: Callable[[np.ndarray], np.ndarray]
-) -> None:
+def test_both_roundings_equal_the_loop(method: Method, reference: Callable[[np.ndarray], np.ndarray]) -> None:
     """27 elements for two owners are two blocks of 8 for each: 32 with the padding."""
     workers, d = 2, 27
     states: list[State] = [{}, {}]

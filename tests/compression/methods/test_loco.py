@@ -46,7 +46,9 @@ def test_equals_the_papers_loop() -> None:
             new = beta * errors[worker] + (1 - beta) * (h - sent)
             errors[worker] = np.zeros(d) if step % 3 == 2 else rounded(new, 8, 127)
             e = states[worker]["e"].view(-1, 8) * states[worker]["scale"].view(-1, 1)
-            torch.testing.assert_close(e.view(-1).double(), torch.tensor(errors[worker]), rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(
+                e.view(-1).double(), torch.tensor(errors[worker]), rtol=1e-3, atol=1e-5
+            )
         back = np.concatenate([low_bits.int4(part) for part in total.reshape(-1, 8)])
         owner = total - back
         torch.testing.assert_close(mean[0].double(), torch.tensor(back), rtol=1e-4, atol=1e-5)

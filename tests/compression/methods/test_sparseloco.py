@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import low_bits
 from driver import drive, normal
-from pufferfish.compression import Engine, Settings, Simulated, SparseLoCo, check_compressor
+from pufferfish.compression import Settings, Simulated, SparseLoCo, check_compressor
 from pufferfish.compression.methods.sparseloco import chunks_of
 
 
@@ -63,10 +63,13 @@ def test_a_whole_model_is_sent_in_a_140th() -> None:
     shapes["embedding"] = (1365, d)  # which 64 does not divide
     stream = torch.Generator().manual_seed(0)
     model = {name: torch.randn(shape, generator=stream) for name, shape in shapes.items()}
-    engine = Engine(Settings(SparseLoCo()))
-    engine.average(model)
+    four = Simulated(Settings(SparseLoCo()), 4)
+    four.average([model] * 4)
     dense = sum(x.nbytes for x in model.values())
-    assert dense / sum(engine.meter.collective_bytes.values()) > 140
+    assert dense / sum(four.meter.collective_bytes.values()) > 140
+    assert (
+        2 * dense * 3 / 4 / (four.meter.wire_bytes / 30) > 2000
+    )  # once in 30 updates, against a ring in fp32
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +85,8 @@ def test_any_shape_is_a_contraction_that_loses_nothing(
     simulated = Simulated(Settings(method), workers)
     stream = torch.Generator().manual_seed(len(shapes))
     given = [
-        {str(i): torch.randn(shape, generator=stream) for i, shape in enumerate(shapes)} for _ in range(workers)
+        {str(i): torch.randn(shape, generator=stream) for i, shape in enumerate(shapes)}
+        for _ in range(workers)
     ]
     means = simulated.average(given)
     states = [engine.state_dict()["own"] for engine in simulated.engines]
@@ -140,7 +144,8 @@ def test_sizes_from_the_smallest_to_the_largest(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"k": 0}, {"k": 5000}, {"k": 1.5}, {"chunk": 0}, {"chunk": 2**16 + 1}, {"decay": 0.0}, {"decay": 1.1}]
+    "wrong",
+    [{"k": 0}, {"k": 5000}, {"k": 1.5}, {"chunk": 0}, {"chunk": 2**16 + 1}, {"decay": 0.0}, {"decay": 1.1}],
 )
 def test_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"SparseLoCo: {next(iter(wrong))}="):

@@ -25,7 +25,7 @@ class _PackedBlocks(TwoStage):
         return many * size
 
     def _blocks(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, even(x.shape[-1], self.block, multiple=8))
+        return x.view(*x.shape[:-1], *even(x.shape[-1], self.block, multiple=8))
 
 
 @dataclass(frozen=True)

@@ -85,4 +85,4 @@ def _decoded(codes: Tensor, scale: Tensor, block: int) -> Tensor:
 def _blocks(x: Tensor, block: int) -> Tensor:
     """Cut x (b, d) into blocks of equal sizes: (b, blocks, size)."""
     many, size = even(x.shape[1], block)
-    return torch.nn.functional.pad(x, (0, many * size - x.shape[1])).unflatten(1, (many, size))
+    return torch.nn.functional.pad(x, (0, many * size - x.shape[1])).view(len(x), many, size)
