@@ -99,9 +99,10 @@ def two_levels(size: Tensor, *, square: bool) -> tuple[Tensor, Tensor, Tensor]:
     total = size.sum(-1, keepdim=True)
     split = norm * n**-0.5 if square else norm * (norm / total.clamp_min(torch.finfo(size.dtype).tiny))
     large = size >= torch.minimum(split, size.amax(-1, keepdim=True))  # never none, however it was rounded
-    many = large.sum(-1, keepdim=True)
-    high = (size * large).sum(-1, keepdim=True) / many
-    low = size.masked_fill_(large, 0).sum(-1, keepdim=True) / (n - many).clamp_min(1)
+    chosen = large.to(size.dtype)  # sums and products of bools are slow
+    many = chosen.sum(-1, keepdim=True)
+    high = chosen.mul_(size).sum(-1, keepdim=True) / many
+    low = size.sub_(chosen).sum(-1, keepdim=True) / (n - many).clamp_min(1)
     return large, low, high
 
 
