@@ -36,9 +36,9 @@ from pufferfish.planning.table import format_table
 
 TORCH = "torch's PowerSGD hook, rank 4"
 METHODS = [
-    "NoCompression", "BFloat16", "BlockInt8", "BlockFP8", "PowerSGD(4)", "AlternatingPowerSGD(4)", "TopK(0.01)",
-    "TopK(0.01, sample=0.01)", "RandomK(0.01)", "BlockRandomK(0.01)", "DGC(0.999)", "SignSGD", "EFSignSGD", "OneBitSGD",
-    "TernGrad", "QSGD",
+    "NoCompression", "BFloat16", "BlockInt8", "BlockFP8", "Int4", "Int2", "LoCo", "SparseLoCo", "PowerSGD(4)",
+    "AlternatingPowerSGD(4)", "TopK(0.01)", "TopK(0.01, sample=0.01)", "RandomK(0.01)", "BlockRandomK(0.01)", "DGC(0.999)",
+    "SignSGD", "EFSignSGD", "OneBitSGD", "TernGrad", "QSGD",
 ]  # fmt: skip
 
 

@@ -19,6 +19,9 @@ from pufferfish.compression import (
     BlockRandomK,
     EFSignSGD,
     Float16,
+    Int2,
+    Int4,
+    LoCo,
     NoCompression,
     RandomK,
     Settings,
@@ -47,6 +50,9 @@ METHODS: dict[str, Any] = {
     "dgc": DGC(0.9, warm_up=2),
     "int8": BlockInt8(16),
     "fp8": BlockFP8(16),
+    "int4": Int4(16),
+    "int2": Int2(16),
+    "loco": LoCo(16),
     "several": {"first": TopK(0.1), "b?": SignSGD()},  # that of the outermost module is sent uncompressed
 }
 

@@ -18,6 +18,8 @@ from pufferfish.compression import (
     EFSignSGD,
     Engine,
     Gather,
+    Int2,
+    Int4,
     Method,
     NoCompression,
     PowerSGD,
@@ -26,6 +28,7 @@ from pufferfish.compression import (
     Settings,
     Signum,
     Simulated,
+    SparseLoCo,
     TopK,
 )
 from pufferfish.compression.check_compressor import check_compressor, gradients
@@ -232,13 +235,15 @@ def lost(first: Method, second: Method, size: int) -> float:
 
 
 @pytest.mark.parametrize("second", [TopK(0.1), TopK(0.5)], ids=repr)
-@pytest.mark.parametrize("first", [DGC(0.9, momentum=0.0), EFSignSGD(), BlockInt8(8), TopK(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "first", [DGC(0.9, momentum=0.0), EFSignSGD(), BlockInt8(8), Int2(8), TopK(0.1)], ids=repr
+)
 def test_nothing_is_lost_between_methods(first: Method, second: Method) -> None:
     assert lost(first, second, 3) < 1e-6
 
 
 def test_error_feedback_can_be_switched_off() -> None:
-    for method in (EFSignSGD(), BlockInt8(8), TopK(0.1)):
+    for method in (EFSignSGD(), BlockInt8(8), Int4(8), SparseLoCo(), TopK(0.1)):
         simulated = Simulated(Settings(method, smallest=0, error_feedback=False), 2)
         simulated.average(gradients(2))
         assert not any(engine.state_dict()["own"] for engine in simulated.engines), method

@@ -98,7 +98,7 @@ def test_a_repr_is_read_back() -> None:
         method = Accordion(TopK(0.1), TopK(0.01), every=5) if kind is Accordion else kind()
         assert parse_method(repr(method)) == method
         assert signature(kind).startswith(f"{name}(")
-    assert len(method_classes()) == 20
+    assert len(method_classes()) == 24
 
 
 @pytest.mark.parametrize("place", ["mine.py", "{}/mine.py", "mine"])

@@ -24,6 +24,9 @@ from pufferfish.compression import (
     DDPHook,
     EFSignSGD,
     Float16,
+    Int2,
+    Int4,
+    LoCo,
     NoCompression,
     OneBitSGD,
     PowerSGD,
@@ -32,6 +35,7 @@ from pufferfish.compression import (
     SignSGD,
     Signum,
     Simulated,
+    SparseLoCo,
     TernGrad,
     Threshold,
     TopK,
@@ -41,7 +45,7 @@ from pufferfish.compression import (
 #: Messages are not summed on the way: real and simulated workers agree in every bit.
 NOT_SUMMED = (
     "topk", "random, own", "sign", "qsgd", "block random, own", "threshold", "dgc", "signum", "ef-sign",
-    "terngrad", "int8", "fp8",
+    "terngrad", "int8", "fp8", "int4", "int2", "loco", "sparseloco",
 )  # fmt: skip
 METHODS: dict[str, Any] = {
     "none": NoCompression(),
@@ -64,6 +68,10 @@ METHODS: dict[str, Any] = {
     "atomo": Atomo(1),
     "int8": BlockInt8(64),
     "fp8": BlockFP8(64),
+    "int4": Int4(64),
+    "int2": Int2(64),
+    "loco": LoCo(64, reset=4),
+    "sparseloco": SparseLoCo(k=8, chunk=256),
     "alternating": AlternatingPowerSGD(2),
     "accordion": Accordion(PowerSGD(2), PowerSGD(1), every=2),
     "several": {"middle": PowerSGD(rank=1), "first*": TopK(0.1), "*": BFloat16()},
@@ -73,9 +81,10 @@ GROUPS = {
     "casts": ("none", "bf16", "fp16", "several"),
     "low rank": ("powersgd", "alternating", "atomo", "accordion"),
     "sparse": ("topk", "random", "random, own", "random, unbiased"),
-    "more sparse": ("block random, own", "threshold", "dgc"),
+    "more sparse": ("block random, own", "threshold", "dgc", "sparseloco"),
     "signs": ("sign", "signum", "ef-sign", "one bit"),
     "levels": ("qsgd", "terngrad", "int8", "fp8"),
+    "few bits": ("int4", "int2", "loco"),
 }
 assert sorted(name for group in GROUPS.values() for name in group) == sorted(METHODS)
 #: One method for each collective: all-reduce, all-gather, all-to-all.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pufferfish.cli import _parser, main
 from pufferfish.cli.train_settings import train_settings
-from pufferfish.compression import BFloat16, PowerSGD
+from pufferfish.compression import BFloat16, Int2, Int4, LoCo, PowerSGD, SparseLoCo
 from pufferfish.lab.bench import BenchSettings
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
@@ -60,6 +60,8 @@ def test_no_two_workers_share_a_gpu() -> None:
 def test_choices() -> None:
     assert training_method("dense").compress is None
     assert training_method("bf16").compress == BFloat16()
+    few_bits = [training_method(text).compress for text in ("int4", "int2", "loco", "pufferfish+sparseloco")]
+    assert few_bits == [Int4(), Int2(), LoCo(), SparseLoCo()]
     assert training_method("pufferfish+PowerSGD(rank=2)").compress == PowerSGD(2)
     for text, message in (
         ("auto+", "follows the"),

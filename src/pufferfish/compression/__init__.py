@@ -12,12 +12,15 @@ from .methods.blockrandom import BlockRandomK
 from .methods.blocks import BlockFP8, BlockInt8
 from .methods.casts import BFloat16, Float16, NoCompression
 from .methods.dgc import DGC
+from .methods.int4 import Int2, Int4
+from .methods.loco import LoCo
 from .methods.onebit import OneBitSGD
 from .methods.powersgd import AlternatingPowerSGD, PowerSGD
 from .methods.qsgd import QSGD
 from .methods.sign import SignSGD
 from .methods.signum import EFSignSGD, Signum
 from .methods.sparse import RandomK, TopK
+from .methods.sparseloco import SparseLoCo
 from .methods.terngrad import TernGrad
 from .methods.threshold import Threshold
 from .settings import Settings
@@ -39,6 +42,9 @@ __all__ = [
     "FSDP2Hook",
     "Float16",
     "Gather",
+    "Int2",
+    "Int4",
+    "LoCo",
     "Meter",
     "Method",
     "NoCompression",
@@ -50,6 +56,7 @@ __all__ = [
     "SignSGD",
     "Signum",
     "Simulated",
+    "SparseLoCo",
     "StepContext",
     "Sum",
     "TernGrad",

@@ -165,7 +165,8 @@ def make_batches(settings: Settings, gradients: Mapping[str, Tensor]) -> list[Ba
             continue
         small = settings.smallest > 0 and (len(shape) < 2 or shape.numel() < settings.smallest)
         vector = method.matrix and len(shape) < 2
-        if not method.elementwise and (small or vector or not method.fits(shape)):
+        exempt = len(shape) == 0 if method.small_too else small or vector
+        if not method.elementwise and (exempt or not method.fits(shape)):
             method = NoCompression()
         row = method.elementwise or settings.scope == "global"
         form = None if row else (shape[0], shape.numel()) if method.matrix else shape.numel()

@@ -106,6 +106,7 @@ def _conserves(method: Method, size: int, device: str) -> None:
         mean = simulated.average(given)[0]
         for name, left in balance.items():
             left += sum(g[name] for g in given) / size - mean[name]
+            left *= method.error_decay
     states = [engine.state_dict()["own"] for engine in simulated.engines]
     for name, left in balance.items():
         held = torch.zeros_like(left).flatten()

@@ -136,6 +136,8 @@ class Method:
     matrix: ClassVar[bool] = False
     #: Whether elements are independent: all tensors, also 1-D and small ones, go in one row, whatever their shapes.
     elementwise: ClassVar[bool] = False
+    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; in a matrix method vectors are columns.
+    small_too: ClassVar[bool] = False
     #: Whether it can choose elements among all tensors at once (scope="global").
     sparse: ClassVar[bool] = False
     #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
@@ -168,6 +170,11 @@ class Method:
     def kind(self) -> str:
         """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
         return "contraction"
+
+    @property
+    def error_decay(self) -> float:
+        """Factor that the method applies to the rest that it returns; below 1, what waits fades."""
+        return 1.0
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         """Return the part of one parameter's gradients that `state` holds and that was not sent yet.

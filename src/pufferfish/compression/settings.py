@@ -51,7 +51,8 @@ class Settings:
             compressed copy of each tensor is sent between machines. Error feedback then belongs to machines. Or two
             process groups: (inside, between).
         seed: Seed of the methods' random numbers. The global generators are never used.
-        smallest: 1-D tensors, and tensors with fewer elements, are sent uncompressed (except in 16-bit averages).
+        smallest: 1-D tensors, and tensors with fewer elements, are sent uncompressed (except in 16-bit averages
+            and `SparseLoCo`).
             0 compresses everything that the method can.
         nonfinite: "nan": if any worker's gradients are not finite, all results are NaN. "zero": all are zero, for loops
             that do not check.

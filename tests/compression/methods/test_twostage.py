@@ -15,6 +15,9 @@ from pufferfish.compression import (
     BlockInt8,
     BlockRandomK,
     EFSignSGD,
+    Int2,
+    Int4,
+    LoCo,
     Method,
     NoCompression,
     OneBitSGD,
@@ -24,6 +27,7 @@ from pufferfish.compression import (
     SignSGD,
     Signum,
     Simulated,
+    SparseLoCo,
     StepContext,
     Sum,
     TernGrad,
@@ -88,7 +92,9 @@ def test_levels_are_rounded_once() -> None:
     assert mean.var(0).sum() < drive(QSGD(levels=3), xs).mean.var(0).sum()
 
 
-@pytest.mark.parametrize("method", [QSGD(bucket=64), EFSignSGD(), SignSGD(), BlockInt8(block=5)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [QSGD(bucket=64), EFSignSGD(), SignSGD(), BlockInt8(block=5), Int4(), Int2()], ids=repr
+)
 def test_in_an_engine(method: Method) -> None:
     """Conserved, the same on all workers, and resumed."""
     whole, resumed = (Simulated(Settings(method, smallest=0, exchange="all_gather"), 3) for _ in range(2))
@@ -133,7 +139,8 @@ def test_even_blocks_hold_all_and_no_more_than_most() -> None:
 ALL: list[Method] = [
     NoCompression(), PowerSGD(2), AlternatingPowerSGD(2), Atomo(2), TopK(), RandomK(), RandomK(coordinates="own"),
     BlockRandomK(), BlockRandomK(coordinates="own"), Threshold(), DGC(), OneBitSGD(), SignSGD(), Signum(),
-    EFSignSGD(), QSGD(), TernGrad(), BlockInt8(), BlockFP8(), Accordion(BlockInt8(), QSGD(), every=2),
+    EFSignSGD(), QSGD(), TernGrad(), BlockInt8(), BlockFP8(), Int4(), Int2(), LoCo(),
+    SparseLoCo(), Accordion(BlockInt8(), QSGD(), every=2),
     Accordion(TopK(), OneBitSGD(), every=1),
 ]  # fmt: skip
 

@@ -33,6 +33,10 @@ class TwoStage(Method):
         whole[worker] = mine * size  # an error of the mean is `size` times that of one worker's gradient
         return whole.view(-1)[: shape.numel()].view(shape)
 
+    def keeps_errors(self, ctx: StepContext) -> bool:
+        """Whether `compress` returns the error of the first quantization and keeps that of the second."""
+        return self.kind == "contraction" and ctx.error_feedback
+
     def shard(self, d: int, shards: int) -> int:
         """Number of elements of a shard, a multiple of 8, so that `shards` of them hold d."""
         return -(-d // (8 * shards)) * 8
@@ -50,7 +54,7 @@ class TwoStage(Method):
         direct = ctx.exchange == "all_gather"
         shards, owner = (1, 0) if direct else (ctx.size, ctx.worker)
         s = self.shard(d, shards)
-        feedback = self.kind == "contraction" and ctx.error_feedback
+        feedback = self.keeps_errors(ctx)
         spare = ctx.empty((b, shards, s), x.dtype)
         sent = self.encode(_padded(x, shards * s, ctx).view(b, shards, s), d, spare, ctx)
         if feedback:
