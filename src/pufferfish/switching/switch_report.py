@@ -122,7 +122,7 @@ class Report:
 
 
 def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> str:
-    """One line: which optimizer has how many factors, and which are no matrices, as Muon requires; "" without a Muon."""
+    """One line: which optimizer has how many factors, and which of them are not matrices; "" unless Muon is one of several."""
     if not any(isinstance(optimizer, Muon) for optimizer in optimizers):
         return ""
     parameters = {own_name(name): p for name, p in model.named_parameters()}
@@ -131,6 +131,8 @@ def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Opti
         f"{e.layer}.{factor}" for e in plan if e.matrix and e.rank for factor in (e.matrix.down, e.matrix.up)
     ]
     counts = Counter(owner.get(id(parameters[name]), "no optimizer") for name in names)
+    if len(counts) < 2:
+        return ""
     stacks = [name for name in names if parameters[name].dim() != 2]
     why = f"; not matrices, which Muon requires: {_first_five(stacks)}" if stacks else ""
     return "factors by optimizer: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()) + why
