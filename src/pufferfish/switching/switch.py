@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from ..distributed import shared_svd
 from ..distributed.job import Job
@@ -267,7 +267,8 @@ class Switch:
     ) -> None:
         if not job.sharded:  # shards differ between workers
             job.workers.check_equal(job.inner.parameters())
-        places = factors_by_optimizer(job.inner, plan, optimizers)
+        mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
+        places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
         self.report = Report(plan, at, None, self.settings.max_jump, optimizers=places)
         self._decision.gradients.stop()
         self._scale_rates(optimizers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 from ..layers.names import own_name
 from ..planning.plan import LITTLE, Entry, Plan
@@ -122,9 +122,7 @@ class Report:
 
 
 def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> str:
-    """One line: which optimizer has how many factors, and which of them are not matrices; "" unless Muon is one of several."""
-    if not any(isinstance(optimizer, Muon) for optimizer in optimizers):
-        return ""
+    """One line: which optimizer has how many factors, and which of them are not matrices; "" if one has all."""
     parameters = {own_name(name): p for name, p in model.named_parameters()}
     owner = {id(p): type(o).__name__ for o in optimizers for group in o.param_groups for p in group["params"]}
     names = [
