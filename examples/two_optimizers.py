@@ -1,4 +1,4 @@
-"""Two optimizers, SGD for matrices and AdamW for the rest: pass both to the switch as a list."""
+"""Two optimizers, Muon for matrices and AdamW for the rest: pass both to the switch as a list."""
 
 import os
 
@@ -16,7 +16,7 @@ model = nn.Sequential(
 )
 matrices = [p for p in model.parameters() if p.dim() == 2]
 optimizers = [
-    torch.optim.SGD(matrices, lr=0.05, momentum=0.9, nesterov=True),
+    torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
     torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-3),
 ]
 schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, EPOCHS) for o in optimizers]

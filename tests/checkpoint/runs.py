@@ -131,6 +131,12 @@ def two_optimizers(model: nn.Module, run: Run) -> Any:
     return [first, second]
 
 
+def muon(model: nn.Module, run: Run) -> Any:
+    matrices = [model[5].weight, model[7].weight]
+    rest = [p for p in model.parameters() if not any(p is x for x in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest)]
+
+
 def mixed_precision(model: nn.Module, run: Run) -> Any:
     run.amp, run.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     return torch.optim.NAdam(model.parameters())

@@ -21,6 +21,7 @@ from runs import (
     fused,
     mixed_precision,
     momentum,
+    muon,
     two_optimizers,
 )
 from safetensors.torch import load_file
@@ -28,10 +29,11 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from nested import equal
+from optimizers import Net, muon_and_adamw, train
 from pufferfish.checkpoint import Checkpoint
 
 
-@pytest.mark.parametrize("make", [momentum, adamw, fused, two_optimizers, mixed_precision])
+@pytest.mark.parametrize("make", [momentum, adamw, fused, two_optimizers, muon, mixed_precision])
 def test_a_resumed_run_is_bit_identical(make: Callable[..., Any], tmp_path: Path) -> None:
     straight = Run(make, tmp_path / "uninterrupted", 0).go(0, TOTAL).everything()
     assert any(".down." in name for name in straight[0])
@@ -45,6 +47,31 @@ def test_a_resumed_run_is_bit_identical(make: Callable[..., Any], tmp_path: Path
         assert at.reset == []
         assert at.position == {"step": SWITCH if stop == "switch" else stop}
         equal(second.go(at.position["step"], TOTAL).everything(), straight, f"{stop}: ")
+
+
+def test_factors_that_muon_does_not_take_resume(tmp_path: Path) -> None:
+    """They are in another optimizer than their dense weight."""
+
+    def run(stop: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizers, switch = muon_and_adamw(model), pf.Switch(rank=4, keep=["head"], when=pf.AtStep(2))
+        with Checkpoint(tmp_path, model, optimizers, switch=switch) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                switch.step(model, optimizers, step=step)
+                train(model, optimizers, range(step, step + 1))
+            if stop == 4:
+                checkpoint.save(step=stop)
+        assert any(
+            p is model.gru.get_parameter("weight_hh_l0.up.weight")
+            for p in optimizers[1].param_groups[1]["params"]
+        )
+        return [p.detach().clone() for p in model.parameters()]
+
+    straight = run(6)
+    run(4)
+    equal(run(6), straight)
 
 
 def test_a_model_that_is_low_rank_already_resumes(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits:mlp", "--method", "early-bird"], "no channels are scaled by a batch norm"),
         (["digits", "--method", "early-bird", "--epochs", "1"], "drawn between epochs"),
         (["digits", "--recipe", "long"], "choose from short"),
-        (["digits", "--optimizer", "lion"], "must be one of sgd, adam, adamw, lars, lamb, sam"),
+        (["digits", "--optimizer", "lion"], "must be one of sgd, adam, adamw, muon, lars, lamb, sam"),
         (
             ["digits", "--optimizer", "lars"],
             "say --lr too (in a bench @lars=LR); the recipe's 0.03 is for sgd",

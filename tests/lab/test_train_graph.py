@@ -105,6 +105,7 @@ CASES = {
     "sam, carried state": (tiny.TINY["wikitext2"].task, "dense", {"recipe": {"optimizer": "sam"}}, 1e-2),
     "lars": (Dropped(), "pufferfish", {"recipe": {"optimizer": "lars", "lr": 2.0}}, 1e-3),
     "lamb": (Dropped(), "pufferfish", {"recipe": {"optimizer": "lamb", "lr": 0.02}}, 1e-3),
+    "muon": (tiny.TINY["text"].task, "pufferfish", {"recipe": {"optimizer": "muon"}}, 1e-2),
     "channels-last, bf16": (find_task("digits:width=16"), "pufferfish", {"precision": "bf16"}, 0.2),
 }
 

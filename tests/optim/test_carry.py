@@ -222,27 +222,6 @@ def test_unknown_state_is_reset_with_a_warning(make: Make, name: str) -> None:
     train(model, [optimizer], range(5, 7))
 
 
-def test_muon_is_reset_with_a_warning() -> None:
-    """It takes matrices only; an AdamW has the rest, as those who use it do. Its factors are matrices again."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    muon = optim.Muon([model[0].weight], lr=0.01)
-    rest = optim.AdamW([p for p in model.parameters() if p is not model[0].weight], lr=0.01)
-
-    def update() -> None:
-        model(torch.randn(8, 64)).square().mean().backward()
-        for optimizer in (muon, rest):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    update()
-    with pytest.warns(UserWarning, match="Muon: the state of replaced parameters was reset"):
-        pf.factorize_(model, pf.plan(model, 0.25), [muon, rest])
-    assert muon.param_groups[0]["params"] == [model[0].down.weight, model[0].up.weight]
-    assert not muon.state
-    assert rest.state[model[0].up.bias]
-    update()
-
-
 def watching(kind: type[optim.Optimizer]) -> type[optim.Optimizer]:
     class Watching(kind):  # type: ignore[valid-type,misc]
         def step(self, closure: Any = None) -> None:

@@ -61,10 +61,12 @@ def expected_structure(
         )
     names, copy = names_by_id(model), meta_copy(model)
     by_name = {own_name(name): p for name, p in unwrap(copy).named_parameters()}
-    stand_ins: list[optim.Optimizer] = [
-        optim.SGD([{"params": [by_name[name] for name in group]} for group in group_names(optimizer, names)])
-        for optimizer in optimizers
-    ]
+    stand_ins: list[optim.Optimizer] = []
+    for optimizer in optimizers:
+        groups = [{"params": [by_name[name] for name in group]} for group in group_names(optimizer, names)]
+        # Muon takes matrices only, so some of its factors go to another optimizer.
+        kind = optim.Muon if isinstance(optimizer, optim.Muon) else optim.SGD
+        stand_ins.append(kind(groups))
     try:
         check_plan(unwrap(copy), plan)
     except ValueError as error:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")
-    add("--optimizer", metavar="O", help="sgd, adam, adamw, lars, lamb or sam (default: from the recipe)")
+    add("--optimizer", metavar="O", help="sgd, adam(w), muon, lars, lamb or sam (default: from the recipe)")
     add("--accumulate", type=whole, default=1, metavar="N", help="backward passes per update (default: 1)")
     add("--seed", type=whole, default=0, metavar="N", help="random seed (default: 0)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")

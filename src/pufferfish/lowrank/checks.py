@@ -2,15 +2,16 @@
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layers import LowRank, Matrix, low_rank_type, matrices_of
+from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
+from ..optim.carry import accepts
 from ..planning.plan import Plan
 from ..planning.svd import check_values
 
@@ -140,6 +141,33 @@ def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
             raise ValueError(
                 f"{name}.{label}: its gradient hooks cannot be moved to the new parameter; remove them"
             )
+
+
+def check_accepted(name: str, new: Tensor, old: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError if an optimizer holds one of `old` and none accepts the parameter `name` that replaces it."""
+    if any(accepts(optimizer, new) for optimizer in optimizers):
+        return
+    ids = {id(p) for p in old}
+    for optimizer in optimizers:
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{name}: its shape is {'×'.join(map(str, new.shape))}, but {type(optimizer).__name__} takes matrices "
+                "only; pass a second optimizer, such as AdamW, in a list with it, or leave this layer unchanged"
+            )
+
+
+def check_layer_accepted(
+    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer], back: bool = False
+) -> None:
+    """`check_accepted` for all parameters of a layer that becomes low-rank, or dense if `back`."""
+    matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
+    for name, parts in FactorMap(matrices, low_rank.ranks, {}, {}).targets.items():
+        weight, factors = dense.get_parameter(name), [low_rank.get_parameter(part) for part in parts]
+        if back:
+            check_accepted(f"{layer}.{name}", weight, factors, optimizers)
+            continue
+        for part, factor in zip(parts, factors, strict=True):
+            check_accepted(f"{layer}.{part}", factor, [weight], optimizers)
 
 
 class UsedGradients:

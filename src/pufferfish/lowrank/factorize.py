@@ -25,7 +25,14 @@ from ..planning import svd
 from ..planning.candidates import expert_entries
 from ..planning.plan import Entry, Plan, check_is_plan
 from ..planning.planner import plan, resolve
-from .checks import check_hooks, check_plan, check_unwrapped, find_compiled, replaced_parameters
+from .checks import (
+    check_hooks,
+    check_layer_accepted,
+    check_plan,
+    check_unwrapped,
+    find_compiled,
+    replaced_parameters,
+)
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -41,7 +48,8 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     Args:
         model: Model without wrappers: factorize it before DDP and `torch.compile`.
         plan: From `pufferfish.plan`. Rank rules in it are resolved with the current weights.
-        optimizer: One or several. Their parameter groups and states are updated.
+        optimizer: One or several. Their parameter groups and states are updated. New parameters go where the old one
+            was; what Muon does not take (factors that are stacks, as in recurrent layers) goes to another optimizer.
 
     Returns:
         The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer.
@@ -145,6 +153,8 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
     Args:
         carry: whether optimizer state is carried over to the new parameters, or dropped.
     """
+    optimizers = as_list(optimizer)
+    check_optimizers(optimizers)
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -155,9 +165,8 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
                 matrices_of(type(module), dense, module.ranks), module.ranks, dense
             )
             check_hooks(name, module, replaced)
+            check_layer_accepted(name, module, dense, optimizers, back=True)
             paths.append(path)
-    optimizers = as_list(optimizer)
-    check_optimizers(optimizers)
     carrier = Carrier(optimizers, model, carry)
     for path in paths:  # keep no reference to a replaced layer, so that it is freed at once
         low_rank = model.get_submodule(path)
@@ -234,6 +243,8 @@ def replace_layers_(
     paths = {name: path for name, path, _ in named_modules(model)}
     # All structures first, on the meta device: the constructor of a registered layer type may raise.
     structures = {layer: _structure(model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()}
+    for layer, low_rank in structures.items():
+        check_layer_accepted(layer, low_rank, model.get_submodule(paths[layer]), optimizers)
     errors: dict[str, float | None] = {}
     for layer, low_rank in structures.items():
         dense, ranks = model.get_submodule(paths[layer]), low_rank.ranks

@@ -27,7 +27,7 @@ _KINDS = {
 _NUMBERS = {"step", "mu_product"}
 _SUPPORTED = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam,
-    optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta,
+    optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Muon,
 )  # fmt: skip
 _REFUSED = (optim.LBFGS, optim.SparseAdam)
 
@@ -61,8 +61,16 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
             )
 
 
+def accepts(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the optimizer can update a parameter of this shape: Muon takes matrices only."""
+    return parameter.dim() == 2 or not isinstance(optimizer, optim.Muon)
+
+
 class Carrier:
     """Replaces parameters in optimizers and carries their state, layer by layer. Call `finish` at the end.
+
+    New parameters go into the group of the old one. Those that its optimizer does not accept go without state into
+    another optimizer: into the first group with a matrix or filter, or else into the first one.
 
     `finish` restores the model's parameter order in the groups. Without `carry`, replaced parameters start
     without state.
@@ -89,32 +97,59 @@ class Carrier:
 
     def to_factors(self, params: FactorMap) -> None:
         """Replace the dense parameters of a layer by the low-rank ones."""
-        for optimizer in self.optimizers:
-            for source, targets in params.targets.items():
-                old = params.dense[source]
-                new = [params.low_rank[t] for t in targets]
-                if any(p is old for p in new) or not replace_parameters(optimizer, [old], new):
-                    continue
-                state = optimizer.state.pop(old, {})
-                if self.carries(optimizer, state):
-                    for target, carried in factor_state(params, source, state).items():
-                        optimizer.state[params.low_rank[target]] = carried
-                else:
-                    self.reset_state(optimizer, new)
+        for source, targets in params.targets.items():
+            old = params.dense[source]
+            new = [params.low_rank[t] for t in targets]
+            if any(p is old for p in new) or (optimizer := self.replace([old], new)) is None:
+                continue
+            state = optimizer.state.pop(old, {})
+            if self.carries(optimizer, state):
+                for target, carried in factor_state(params, source, state).items():
+                    self.set_state(optimizer, params.low_rank[target], carried)
+            else:
+                self.reset_state(optimizer, new)
 
     def to_dense(self, params: FactorMap) -> None:
         """Replace the low-rank parameters of a layer by the dense ones."""
-        for optimizer in self.optimizers:
-            for target, names in params.targets.items():
-                new = params.dense[target]
-                old = [params.low_rank[name] for name in names]
-                if any(p is new for p in old) or not replace_parameters(optimizer, old, [new]):
-                    continue
-                states = {name: optimizer.state.pop(p, {}) for name, p in zip(names, old, strict=True)}
-                if all(states.values()) and all(self.carries(optimizer, s) for s in states.values()):
-                    optimizer.state[new] = dense_state(params, target, states)
-                else:
-                    self.reset_state(optimizer, [new])
+        for target, names in params.targets.items():
+            new = params.dense[target]
+            old = [params.low_rank[name] for name in names]
+            if any(p is new for p in old) or (optimizer := self.replace(old, [new])) is None:
+                continue
+            states = {name: optimizer.state.pop(p, {}) for name, p in zip(names, old, strict=True)}
+            if all(states.values()) and all(self.carries(optimizer, s) for s in states.values()):
+                self.set_state(optimizer, new, dense_state(params, target, states))
+            else:
+                self.reset_state(optimizer, [new])
+
+    def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> optim.Optimizer | None:
+        """Put `new` in the place of the first of `old` that an optimizer has, and remove the others of `old`.
+
+        Returns:
+            The optimizer that had it, with its state; None if no optimizer has one of `old`.
+        """
+        holders = self._holders(old)
+        if not holders:
+            return None
+        home = holders[0]
+        replace_parameters(home, old, [p for p in new if accepts(home, p)])
+        for other in holders[1:]:
+            replace_parameters(other, old, [])
+            for p in old:
+                other.state.pop(p, None)
+        for p in new:
+            if not accepts(home, p):
+                another = next(o for o in self.optimizers if accepts(o, p))  # see `check_accepted`
+                groups = another.param_groups
+                group = next((g for g in groups if any(x.dim() > 1 for x in g["params"])), groups[0])
+                group["params"] = [*group["params"], p]
+                self.reset_state(another, [p])
+        return home
+
+    def _holders(self, parameters: Sequence[Tensor]) -> list[optim.Optimizer]:
+        """Optimizers that have at least one of the parameters, in the order of the parameters."""
+        owners = [(o, {id(p) for group in o.param_groups for p in group["params"]}) for o in self.optimizers]
+        return list(dict.fromkeys(o for p in parameters for o, ids in owners if id(p) in ids))
 
     def finish(self, stacklevel: int = 4) -> None:
         """Restore parameter order and names in the groups, and warn about state that was not carried."""
@@ -139,6 +174,11 @@ class Carrier:
         if not supported:
             self._reset.add(type(optimizer).__name__)
         return supported
+
+    def set_state(self, optimizer: optim.Optimizer, parameter: Tensor, state: State) -> None:
+        """Set the state of a new parameter, unless it has gone to another optimizer."""
+        if accepts(optimizer, parameter):
+            optimizer.state[parameter] = state
 
     def reset_state(self, optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
         """Start without state. Adagrad's state must exist from its construction on."""
@@ -276,7 +316,7 @@ def _norms(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
 
-def replace_parameters(optimizer: optim.Optimizer, old: list[Tensor], new: list[Tensor]) -> bool:
+def replace_parameters(optimizer: optim.Optimizer, old: Sequence[Tensor], new: list[Tensor]) -> bool:
     """Put `new` in the place of the first of `old` and remove the others. Returns False if none is present."""
     old_ids = {id(p) for p in old}
     replaced = False

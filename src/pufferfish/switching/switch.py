@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from ..distributed import shared_svd
 from ..distributed.job import Job
@@ -24,7 +24,7 @@ from .decision import Decision
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
 from .preview import Preview, preview
-from .switch_report import Report
+from .switch_report import Report, factors_by_optimizer
 from .switch_settings import Evaluate, SwitchSettings
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
@@ -267,7 +267,9 @@ class Switch:
     ) -> None:
         if not job.sharded:  # shards differ between workers
             job.workers.check_equal(job.inner.parameters())
-        self.report = Report(plan, at, None, self.settings.max_jump)
+        mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
+        places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
+        self.report = Report(plan, at, None, self.settings.max_jump, optimizers=places)
         self._decision.gradients.stop()
         self._scale_rates(optimizers)
         after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from ..layers.names import own_name
 from ..planning.plan import LITTLE, Entry, Plan
 from ..planning.table import format_table, obstacles
 from .moments import Position
@@ -20,12 +25,18 @@ class Report:
     loss: tuple[float, float] | None = None  # of `evaluate`, before and after
     max_jump: float | None = None  # the limit of the switch
     merged: Position | None = None  # position at which the model became full-rank again
+    optimizers: str = ""  # which optimizer has how many factors, if one of several is Muon
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
         switched = {"at": vars(self.position), "loss": self.loss, "max_jump": self.max_jump}
         merged = self.merged and vars(self.merged)
-        return {"plan": self.plan.to_json(), "switched": switched, "merged": merged}
+        return {
+            "plan": self.plan.to_json(),
+            "switched": switched,
+            "merged": merged,
+            "optimizers": self.optimizers,
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Report | None:
@@ -35,8 +46,9 @@ class Report:
         loss = tuple(switched["loss"]) if switched["loss"] else None
         merged = data["merged"] and Position(**data["merged"])
         return Report(
-            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, switched["max_jump"], merged
-        )
+            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, switched["max_jump"], merged,
+            data.get("optimizers", ""),
+        )  # fmt: skip
 
     @property
     def energy(self) -> dict[str, float]:
@@ -95,6 +107,8 @@ class Report:
             lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
         if self.max_jump is not None:
             lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
+        if self.optimizers:
+            lines.append(self.optimizers)
         rows = [["worst layers", "rank", "energy kept", "relative error"]]
         rows += [[e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst]
         return "\n".join([*lines, format_table(rows, left=(0,))] if self.worst else lines)
@@ -105,6 +119,21 @@ class Report:
         dense = [e.name for e in self.plan if e.asked and not e.rank]
         changes = {"ranks raised": raised, "left dense": dense}
         return "; ".join(f"{k}: {_first_five(v)}" for k, v in changes.items() if v) or "no rank was raised"
+
+
+def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> str:
+    """One line: which optimizer has how many factors, and which of them are not matrices; "" if one has all."""
+    parameters = {own_name(name): p for name, p in model.named_parameters()}
+    owner = {id(p): type(o).__name__ for o in optimizers for group in o.param_groups for p in group["params"]}
+    names = [
+        f"{e.layer}.{factor}" for e in plan if e.matrix and e.rank for factor in (e.matrix.down, e.matrix.up)
+    ]
+    counts = Counter(owner.get(id(parameters[name]), "no optimizer") for name in names)
+    if len(counts) < 2:
+        return ""
+    stacks = [name for name in names if parameters[name].dim() != 2]
+    why = f"; not matrices, which Muon requires: {_first_five(stacks)}" if stacks else ""
+    return "factors by optimizer: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()) + why
 
 
 def _first_five(texts: list[str]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class TimedModel:
         self,
         method: TrainingMethod,
         model: nn.Module,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        optimizer: Callable[[nn.Module], Any],
         loss: Callable[[nn.Module], Tensor],
         transform: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
         clip: float | None = None,

@@ -24,7 +24,7 @@ class Workload:
     build: Callable[[], nn.Module]  # builds the same model on each call
     batch: Callable[[], Any]  # the next batch of this worker
     loss: Callable[[nn.Module, Any], Tensor]
-    optimizer: Callable[[nn.Module], optim.Optimizer]
+    optimizer: Callable[[nn.Module], Any]  # an optimizer or an `OptimizerList`
     keep: Sequence[str] = ()  # layers that stay full-rank
     rank: float = 0.25
     steps: int | None = None  # of the whole run

@@ -30,7 +30,7 @@ def bench_method(text: str) -> BenchMethod:
     BenchMethod(method=TrainingMethod(name='narrow@time', ...), optimizer='lars', lr=1.6)
     >>> bench_method("dense@lion")
     Traceback (most recent call last):
-    ValueError: method 'dense@lion': expected sgd, adam, adamw, lars, lamb or sam after the @, optionally with =LR
+    ValueError: method 'dense@lion': expected sgd, adam, adamw, muon, lars, lamb or sam after the @, optionally with =LR
     """
     word, at, suffix = text.rpartition("@")
     of_narrow = suffix.partition("+")[0] == "time" and narrow_method(f"{word}@time")

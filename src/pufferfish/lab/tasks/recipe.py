@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
-OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb", "sam")
+OPTIMIZERS = ("sgd", "adam", "adamw", "muon", "lars", "lamb", "sam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Recipe:
     floor: float = 0.0  # final learning rate as a fraction of `lr`
     milestones: tuple[float, ...] = ()  # fractions of the run
     plateau: float = 0.25  # factor of the "plateau" schedule
-    optimizer: str = "sgd"  # or "adam", "adamw", "lars", "lamb", "sam" (with SGD)
+    optimizer: str = "sgd"  # or "adam", "adamw", "muon" (with AdamW), "lars", "lamb", "sam" (with SGD)
     momentum: float = 0.9  # for SGD, LARS and SAM
     nesterov: bool = False  # for SGD, LARS and SAM
-    betas: tuple[float, float] = (0.9, 0.999)  # for Adam, AdamW and LAMB
+    betas: tuple[float, float] = (0.9, 0.999)  # for Adam, AdamW (also beside Muon) and LAMB
     trust: float = 0.01  # trust coefficient η of LARS
     rho: float = 0.05  # neighborhood size ρ of SAM
     weight_decay: float = 0.0  # of matrices and filters

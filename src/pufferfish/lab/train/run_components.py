@@ -24,6 +24,7 @@ class RunComponents:
     Args:
         model: wrapped by DDP if there are several processes.
         module: the model without wrappers.
+        optimizer: of torch, or an `OptimizerList`.
         hook: compresses gradients between processes, or None.
         worker: number of this worker, from 0.
         world_size: real or simulated workers.
@@ -35,7 +36,7 @@ class RunComponents:
     data: Any
     model: Any
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     scaler: torch.amp.GradScaler
     hook: Any
     worker: int

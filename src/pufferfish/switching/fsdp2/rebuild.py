@@ -13,6 +13,7 @@ from ...compression.fsdp2_hook import find_fsdp2_hook
 from ...distributed.shared_svd import broadcast_factors, owners
 from ...distributed.workers import Workers
 from ...layers.names import named_modules, own_name, unwrap
+from ...lowrank.checks import check_accepted
 from ...lowrank.factorize import reshape_, svd_factors
 from ...optim.carry import Carrier, Optimizers, as_list, check_optimizers
 from ...planning.plan import Plan
@@ -56,6 +57,10 @@ def rebuild(
         dense = outline(model, build)
         routes = find_routes(dense, plan)
         reshape_(dense, plan)
+        new = parameters(dense)
+        for name, p in parameters(model).items():
+            for target in routes[name].targets:
+                check_accepted(target, new[target], [p], optimizers)
         return dense, routes
 
     # In two steps: `shard` may call collectives, so all workers must get there.

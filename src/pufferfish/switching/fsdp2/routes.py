@@ -14,7 +14,6 @@ from ...optim.carry import (
     Carrier,
     State,
     project,
-    replace_parameters,
     square_to_variance,
     state_kinds,
     variance_to_square,
@@ -94,13 +93,11 @@ def transfer(old: nn.Parameter, route: Route, factors: Factors, new: NewParamete
             new.fill(name, full[index])
         del full
     parameters = {name: new.get(name) for name in route.targets}
-    for optimizer in carrier.optimizers:
-        if not replace_parameters(optimizer, [old], list(parameters.values())):
-            continue
+    if (optimizer := carrier.replace([old], list(parameters.values()))) is not None:
         state = optimizer.state.pop(old, {})
         if carrier.carries(optimizer, state):
             for name, carried in _factor_states(state, route, factors, parameters).items():
-                optimizer.state[parameters[name]] = carried
+                carrier.set_state(optimizer, parameters[name], carried)
         else:
             carrier.reset_state(optimizer, list(parameters.values()))
     old.grad = None
