@@ -77,6 +77,52 @@ def sequential(
     return workers[0]
 
 
+def streaming(
+    size: int,
+    split: list[list[str]],
+    h: int,
+    delay: int,
+    mixing: float,
+    steps: int,
+    make: Make,
+    *,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    pairs: int = 1,
+) -> list[nn.Module]:
+    """Streaming DiLoCo: send fragment p at t ≡ h·p/k (mod h), apply it at t + delay, all workers one after the other.
+
+    Each worker has the batches of `pairs` processes.
+    """
+    workers = [build() for _ in range(size)]
+    optimizers = [make(worker.parameters()) for worker in workers]
+    anchor = floats(workers[0])
+    trained = dict(workers[0].named_parameters()).keys()
+    v = {name: torch.zeros_like(a) for name, a in anchor.items()}
+    flights: list[tuple[int, dict[str, Tensor]]] = []
+    for t in range(1, steps + 1):
+        for i, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            if pairs > 1:
+                worker[1].eval()
+            batches = [batch(t - 1, pairs * i + j) for j in range(pairs)]
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            nn.functional.cross_entropy(worker(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, names in enumerate(split):
+            if t % h == h * p // len(split):
+                ends = {n: torch.stack([worker.state_dict()[n] for worker in workers]) for n in names}
+                flights.append((t + delay, {n: anchor[n] - end.mean(0) for n, end in ends.items()}))
+        for delta in [delta for lands, delta in flights if lands == t]:
+            for n, d in delta.items():
+                v[n] = momentum * v[n] + d
+                anchor[n] = anchor[n] - (lr * (d + momentum * v[n]) if n in trained else d)
+                for worker in workers:
+                    x = worker.state_dict()[n]
+                    x.copy_(mixing * x + (1 - mixing) * anchor[n])
+    return workers
+
+
 def train(
     local: LocalSteps, model: nn.Module, optimizer: optim.Optimizer, steps: range, rank: int
 ) -> list[int]:

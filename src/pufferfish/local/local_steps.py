@@ -269,8 +269,8 @@ class LocalSteps:
             check_shapes(params, resumed["anchor"], "was saved", "build the model as it was saved")
         elif self.updates or any(fragment.flight for fragment in self._rounds.fragments):
             raise ValueError(
-                f"LocalSteps: {self.updates} updates since the last average would be lost; call local.sync(model) "
-                "before start, and before parameters are replaced"
+                f"LocalSteps: {self.updates} updates since the last average, and averages on their way, would be lost; "
+                "call local.sync(model) before start, and before parameters are replaced"
             )
         else:
             self._split(model)
