@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from pufferfish.compression import NoCompression, Settings, Simulated
+from pufferfish.compression.settings import Methods
 from pufferfish.local.local_steps import LocalSteps
 
 SAMPLES = 4  # per worker and step
@@ -89,11 +91,13 @@ def streaming(
     lr: float = 1.0,
     momentum: float = 0.0,
     pairs: int = 1,
+    method: Methods | None = None,
 ) -> list[nn.Module]:
     """Streaming DiLoCo: send fragment p at t ≡ h·p/k (mod h), apply it at t + delay, all workers one after the other.
 
-    Each worker has the batches of `pairs` processes.
+    Each worker has the batches of `pairs` processes. `method` compresses parameters, not buffers.
     """
+    engines = [Simulated(Settings(method or NoCompression()), size) for _ in split]
     workers = [build() for _ in range(size)]
     optimizers = [make(worker.parameters()) for worker in workers]
     anchor = floats(workers[0])
@@ -111,8 +115,12 @@ def streaming(
             optimizer.zero_grad()
         for p, names in enumerate(split):
             if t % h == h * p // len(split):
-                ends = {n: torch.stack([worker.state_dict()[n] for worker in workers]) for n in names}
-                flights.append((t + delay, {n: anchor[n] - end.mean(0) for n, end in ends.items()}))
+                ends = [{n: anchor[n] - worker.state_dict()[n] for n in names} for worker in workers]
+                delta = {n: torch.stack([end[n] for end in ends]).mean(0) for n in names}
+                if method is not None:
+                    ends = [{n: x for n, x in end.items() if n in trained} for end in ends]
+                    delta |= engines[p].average(ends)[0]
+                flights.append((t + delay, delta))
         for delta in [delta for lands, delta in flights if lands == t]:
             for n, d in delta.items():
                 v[n] = momentum * v[n] + d

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from nested import equal
 from processes import in_processes, same_everywhere
-from pufferfish.compression import BlockInt8, TopK
+from pufferfish.compression import BlockInt8, PowerSGD, TopK
 from pufferfish.local.local_steps import LocalSteps
 from pufferfish.local.split_by_depth import split_by_depth
 
@@ -56,6 +56,17 @@ def equals_a_sequential_implementation(rank: int, size: int, folder: str) -> Non
         assert not local.sync(model)
         for name, x in model.state_dict().items():
             assert same_everywhere(x), name
+
+
+def compression_equals_simulated_workers(rank: int, size: int, folder: str) -> None:
+    """Methods with one message and with two, which depend on each other; error feedback belongs to the fragment."""
+    for method in (TopK(0.05), BlockInt8(64), PowerSGD(2)):
+        model = build()
+        local = LocalSteps(4, outer=diloco, method=method, fragments=2, delay=3)
+        local.start(model)
+        train(local, model, sgd(model.parameters()), range(13), rank)
+        reference = streaming(size, fragments_of(2), 4, 3, 0.5, 13, sgd, **NESTEROV, method=method)
+        close(model, reference[rank])
 
 
 def a_worker_does_not_wait_for_slower_ones(rank: int, size: int, folder: str) -> None:
@@ -116,6 +127,22 @@ def checkpointed_while_averages_are_on_their_way(rank: int, size: int, folder: s
                 checkpoint.save(step=stop)
         ends.append((model.state_dict(), local.state_dict()))
     equal(ends[0], ends[1])
+
+
+def fewer_workers_apply_what_was_on_its_way(rank: int, size: int, folder: str) -> None:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    model = build()
+    local = LocalSteps(4, outer=diloco, fragments=2, delay=3)
+    optimizer = adamw(model.parameters())
+    local.start(model)
+    train(local, model, optimizer, range(6), rank)
+    alone = LocalSteps(4, outer=diloco, fragments=2, delay=3, group=group)
+    alone.load_state_dict(local.state_dict())
+    before = {name: x.clone() for name, x in local.state_dict()["anchor"].items()}
+    assert train(alone, model, optimizer, range(6, 9), rank) == [7, 9]
+    after = alone.state_dict()["anchor"]
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    assert all(same_everywhere(x) for x in after.values())
 
 
 def a_switch_while_averages_are_on_their_way(rank: int, size: int, folder: str) -> None:
@@ -330,9 +357,11 @@ def wrong_groups_are_refused(rank: int, size: int, folder: str) -> None:
 
 CASES = [
     equals_a_sequential_implementation,
+    compression_equals_simulated_workers,
     a_worker_does_not_wait_for_slower_ones,
     resumes_exactly,
     checkpointed_while_averages_are_on_their_way,
+    fewer_workers_apply_what_was_on_its_way,
     a_switch_while_averages_are_on_their_way,
     what_is_not_finite_is_discarded,
     workers_with_other_updates_are_out_of_step,
