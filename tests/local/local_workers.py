@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from pufferfish.compression import NoCompression, Settings, Simulated
+from pufferfish.compression.settings import Methods
 from pufferfish.local.local_steps import LocalSteps
 
 SAMPLES = 4  # per worker and step
@@ -75,6 +77,58 @@ def sequential(
             for worker in workers:
                 worker.load_state_dict(anchor, strict=False)
     return workers[0]
+
+
+def streaming(
+    size: int,
+    split: list[list[str]],
+    h: int,
+    delay: int,
+    mixing: float,
+    steps: int,
+    make: Make,
+    *,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    pairs: int = 1,
+    method: Methods | None = None,
+) -> list[nn.Module]:
+    """Streaming DiLoCo: send fragment p at t ≡ h·p/k (mod h), apply it at t + delay, all workers one after the other.
+
+    Each worker has the batches of `pairs` processes. `method` compresses parameters, not buffers.
+    """
+    engines = [Simulated(Settings(method or NoCompression()), size) for _ in split]
+    workers = [build() for _ in range(size)]
+    optimizers = [make(worker.parameters()) for worker in workers]
+    anchor = floats(workers[0])
+    trained = dict(workers[0].named_parameters()).keys()
+    v = {name: torch.zeros_like(a) for name, a in anchor.items()}
+    flights: list[tuple[int, dict[str, Tensor]]] = []
+    for t in range(1, steps + 1):
+        for i, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            if pairs > 1:
+                worker[1].eval()
+            batches = [batch(t - 1, pairs * i + j) for j in range(pairs)]
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            nn.functional.cross_entropy(worker(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, names in enumerate(split):
+            if t % h == h * p // len(split):
+                ends = [{n: anchor[n] - worker.state_dict()[n] for n in names} for worker in workers]
+                delta = {n: torch.stack([end[n] for end in ends]).mean(0) for n in names}
+                if method is not None:
+                    ends = [{n: x for n, x in end.items() if n in trained} for end in ends]
+                    delta |= engines[p].average(ends)[0]
+                flights.append((t + delay, delta))
+        for delta in [delta for lands, delta in flights if lands == t]:
+            for n, d in delta.items():
+                v[n] = momentum * v[n] + d
+                anchor[n] = anchor[n] - (lr * (d + momentum * v[n]) if n in trained else d)
+                for worker in workers:
+                    x = worker.state_dict()[n]
+                    x.copy_(mixing * x + (1 - mixing) * anchor[n])
+    return workers
 
 
 def train(

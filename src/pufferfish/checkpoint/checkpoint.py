@@ -27,6 +27,7 @@ from .checkpoint_folder import newest_checkpoint
 from .expected_structure import expected_structure, known_plan, restructure_
 from .folder_owner import FolderOwner
 from .rng_state import rng_state, seed_rng, set_rng_state
+from .sharded_tensors import is_sharded, unsharded
 from .sigterm import Sigterm
 
 
@@ -257,10 +258,11 @@ class Checkpoint:
                 "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
             },
         } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
+        own = model_per_worker and not is_sharded(inner)  # every worker saves and reads its shards in any case
         worker_state = {
             "random": rng_state(),
-            "buffers": {name: x for name, x in weights.items() if worker and name in differing},
-            "optimizers": optimizers if worker and model_per_worker else None,
+            "buffers": unsharded({n: x for n, x in weights.items() if worker and n in differing}),
+            "optimizers": optimizers if worker and own else None,
             "parts": _state_dicts(self._worker_parts),
         }
         return write_files(hidden, worker, job_states, worker_state)

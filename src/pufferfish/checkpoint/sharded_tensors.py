@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -48,6 +48,16 @@ def local_shards(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
         if all(x.device_mesh.get_local_rank(i) == 0 for i in replicated):
             shards[key], offsets[key] = x.to_local(), list(offset)
     return shards, offsets
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the model has sharded parameters."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def unsharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are not sharded."""
+    return {name: x for name, x in tensors.items() if not isinstance(x, DTensor)}
 
 
 class ShardReader:

@@ -1,25 +1,35 @@
 """`LocalSteps`: each worker makes h updates on its own, then all average their models (local SGD, DiLoCo)."""
 
 import copy
-import glob
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from ..compression import Engine, Meter, NoCompression, Settings
+from ..compression import Meter, NoCompression, Settings
 from ..compression.exchange import Group
 from ..compression.settings import Methods
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
-from ..optim.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
-from .averaged_tensors import averaged_buffers, check_model, check_shapes, trainable_parameters
+from .anchor import Anchor, Outer
+from .averaged_tensors import (
+    averaged_buffers,
+    check_model,
+    check_shapes,
+    inside_groups,
+    local_part,
+    trainable_parameters,
+)
+from .flight import separate_group
+from .fragment import Fragment, move_engine_states
+from .rounds import UPDATES, Rounds
+from .schedule import Schedule
+from .split_by_depth import Pattern, split_by_depth
 
-#: Creates the outer optimizer for the given parameters.
-Outer = Callable[[list[nn.Parameter]], optim.Optimizer]
+T = TypeVar("T")
 
 
 class LocalSteps:
@@ -31,11 +41,17 @@ class LocalSteps:
     mean of the models (local SGD); with Nesterov momentum, as in the example, this is DiLoCo. The state of the
     inner optimizer is not averaged.
 
+    With `fragments` and `delay` this is Streaming DiLoCo: each fragment of the model is averaged every h updates, at a
+    moment of its own, and sent while training continues. The average is applied `delay` updates later: the outer
+    optimizer updates the fragment of the anchor, and the worker continues from
+    mixing · (its own parameters) + (1 − mixing) · anchor.
+
     Floating-point buffers in the state dict, such as the running statistics of a batch norm, are averaged. Other
     buffers are broadcast from worker 0 at the start and not synchronized afterwards.
 
     If the model of any worker is not finite, the round is discarded: all workers return to the anchor, with a
-    warning. The state of that worker's optimizer is not repaired; `pf.FiniteGuard` skips such updates before.
+    warning. Finite averages that are on their way are still applied. The state of that worker's optimizer is not
+    repaired; `pf.FiniteGuard` skips such updates before.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
     before a switch, which needs equal weights; call `start` after the switch:
@@ -44,13 +60,21 @@ class LocalSteps:
         if switch.step(model, optimizer, epoch=epoch):
             local.start(model)
 
+    Several workers may train each replica of the model together, by DDP or FSDP2 (`fully_shard`) on groups of their
+    own. Pass that model to all methods, and as `group` the workers with the same position in all replicas.
+
     Args:
-        h: number of updates between two averages.
-        outer: creates the outer optimizer from the list of all parameters. After `start` it is `local.outer`.
+        h: number of updates between two averages of a tensor.
+        outer: creates the outer optimizer from the list of all parameters. After `start` it is `local.outer`. It
+            updates one fragment at a time: parameters without a gradient must stay unchanged.
         method: compression method of the averages, or a mapping from name patterns to methods, as in `Settings`.
-        group: process group (default: all processes, or this one if there is no group). Where the processes of a
-            machine train one model by DDP on a group of their own, pass `ddp.module` as the model and, as the
-            group, the processes with the same local rank on all machines.
+        group: process group (default: all processes, or this one if there is no group).
+        fragments: number of parts of about equal size that are averaged one after the other. At most h.
+        delay: number of updates from sending a fragment to applying its average. Below h. With a delay, all workers
+            of the group create the object together: averages have a process group of their own.
+        mixing: share of the worker's own parameters that it keeps when a delayed average is applied.
+            Default: 0.5 with a delay, 0 without.
+        pattern: "strided": every fragment has blocks of all depths. "sequential": neighbouring blocks.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -74,20 +98,20 @@ class LocalSteps:
         outer: Outer | None = None,
         method: Methods | None = None,
         group: dist.ProcessGroup | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float | None = None,
+        pattern: Pattern = "strided",
     ) -> None:
-        if isinstance(h, bool) or not isinstance(h, int) or h < 1:
-            raise ValueError(f"LocalSteps: h={h!r} is not a number of updates; pass an int of at least 1")
+        mixing = (0.5 if delay else 0.0) if mixing is None else mixing
+        self.schedule = Schedule(h=h, fragments=fragments, delay=delay, mixing=mixing, pattern=pattern)
         if outer is not None and not callable(outer):
             raise TypeError(
                 f"LocalSteps: outer is a {type(outer).__name__}; pass a function that creates the optimizer, such as "
                 "lambda params: torch.optim.SGD(params, lr=0.7)"
             )
-        self.h = h
         self.method: Methods = NoCompression() if method is None else method
-        self._group = Group(group)
-        self._group.operation = "LocalSteps.sync"
         self._settings = Settings(self.method)
-        self.engine = Engine(self._settings, self._group)
         for one in self._settings.by_pattern.values():
             if one.kind == "vote" and outer is None:
                 name = type(one).__name__
@@ -95,17 +119,39 @@ class LocalSteps:
                     f"LocalSteps: {name} sends signs without magnitudes; pass an outer optimizer with a small lr"
                 )
         self._make_outer: Outer = outer or (lambda params: optim.SGD(params, lr=1.0))
-        self.outer: optim.Optimizer | None = None
-        self.updates = 0  # number since the last average
-        self.lost = 0  # number of rounds discarded because they were not finite
-        self._anchor: dict[str, nn.Parameter] = {}  # in fp32 or wider
-        self._buffers: dict[str, Tensor] = {}  # the anchor's
+        self._transport = Group(group)
+        if delay:
+            self._transport = Group(separate_group(self._transport.group))
+        self._transport.operation = "LocalSteps.sync"
+        self._rounds = Rounds(self.schedule, self._transport)
+        self._phase = 0  # number of updates since `start` or `sync`, modulo h
+        self._anchor: Anchor | None = None
         self._resumed: dict[str, Any] | None = None  # loaded state, until the next `start`
 
     @property
+    def outer(self) -> optim.Optimizer | None:
+        """The outer optimizer; None before `start`."""
+        return None if self._anchor is None else self._anchor.outer
+
+    @property
+    def lost(self) -> int:
+        """Number of averages discarded because they were not finite."""
+        return self._rounds.lost
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which this worker waited for averages instead of training."""
+        return self._rounds.waited
+
+    @property
     def meter(self) -> Meter:
-        """Bytes sent by the averages so far. The broadcast in `start` is not counted."""
-        return self.engine.meter
+        """Bytes sent by the averages so far, one step for each fragment. The broadcast in `start` is not counted."""
+        return self._transport.meter
+
+    @property
+    def updates(self) -> int:
+        """Number of updates since the last average; of fragments, the largest number."""
+        return max((fragment.since for fragment in self._rounds.fragments), default=0)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
@@ -115,194 +161,164 @@ class LocalSteps:
         state of the outer optimizer and of the compression method for replaced parameters is dropped.
         """
         resumed, workers, inner = self._resumed, self._workers(model, "start"), unwrap(model)
-        anchor, outer = workers.run_on_all(lambda: self._prepare(model, resumed))
+        workers.run_on_all(lambda: check_model(model, self._transport.group))
+        self._rounds.inside = [Workers(g, workers.device, "LocalSteps.start") for g in inside_groups(model)]
+        anchor = self._run_on_all(workers, lambda: self._prepare(model, resumed))
         tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
-        layout = [(own_name(name), tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors.items()]
-        facts = (self.h, self.method, self.updates, resumed is None, layout)
-        workers.agree(repr(facts), 0, "h, method, model (names, shapes, dtypes) or loaded state")
+        layout = [
+            (own_name(name), local_part(x).shape, x.dtype, x.requires_grad) for name, x in tensors.items()
+        ]
+        facts = (self.schedule, self.method, self._phase, resumed is None, layout)
+        about = "h, the other arguments, the model (names, shapes, dtypes) or loaded state"
+        self._run_on_all(None, lambda: workers.agree(repr(facts), 0, about))
         if resumed is None:
-            for x in tensors.values():
+            for x in map(local_part, tensors.values()):
                 x.copy_(workers.broadcast_tensor(x.to(workers.device).contiguous(), 0))
-            values, buffers = trainable_parameters(model), averaged_buffers(model)
+            anchor.fill(_local_parts(trainable_parameters(model)), averaged_buffers(model), workers.device)
         else:
-            values, buffers = resumed["anchor"], resumed["buffers"]
-        for name, a in anchor.items():
-            a.copy_(values[name])
-        self._anchor = anchor
-        self._buffers = {name: _at_least_fp32(b).to(workers.device, copy=True) for name, b in buffers.items()}
-        self.outer = outer if self.outer is None else _with_params_of(self.outer, outer)
-        if resumed is not None:
-            load_optimizer(self.outer, _names(anchor), resumed["outer"])
-        exact = {glob.escape(name): NoCompression() for name in self._buffers}
-        self.engine.use(Settings(exact | self._settings.by_pattern))
+            anchor.fill(resumed["anchor"], resumed["buffers"], workers.device)
+            anchor.load_outer_state(resumed["outer"])
+        self._anchor = self._rounds.anchor = anchor
         self._resumed = None
+        self._make_fragments(model, anchor, resumed)
 
+    @torch.no_grad()
     def step(self, model: nn.Module) -> bool:
-        """Count one update and average if it is the h-th. Call it after every update, on all workers.
+        """Count one update and average what is due. Call it after every update, on all workers.
 
         Returns:
-            Whether the models were averaged.
+            Whether an average was applied to the model, or to a fragment of it.
         """
         if self._resumed is not None:
             self.start(model)
-        due = self.updates + 1 >= self.h
-        if not due:
-            self._local_tensors(model)  # raises at once if parameters were replaced
-        self.updates += 1
-        return due and self.sync(model)
+        phase = (self._phase + 1) % self.schedule.h
+        due = [self._rounds.fragments[p] for p in self.schedule.due(phase)] if self._rounds.fragments else []
+        if self.schedule.delay or not due:
+            tensors = self._local_tensors(model)  # raises at once if parameters were replaced
+        self._phase = phase
+        landing = self._rounds.count_update()
+        if not self.schedule.delay:
+            return bool(due) and self._average(model, due)
+        for fragment in due:
+            self._rounds.send(fragment, tensors, repr((phase, fragment.since)))
+        self._rounds.land(landing, tensors)
+        return bool(landing)
 
     @torch.no_grad()
     def sync(self, model: nn.Module) -> bool:
-        """Average now, on all workers. Returns False if there was no update since the last average."""
+        """Average now, on all workers. Returns False if there was no update since the last average.
+
+        Averages on their way are applied first. Then all workers have the same model, and the schedule starts again.
+        """
         if self._resumed is not None:
             self.start(model)
-        workers = self._workers(model, "sync")
-        tensors = workers.run_on_all(lambda: self._local_tensors(model))
-        workers.agree(repr(self.updates), 0, "the number of updates since the last average")
-        if self.updates == 0:
-            return False
-        anchor: dict[str, Tensor] = {**self._anchor, **self._buffers}
-        differences = {name: _difference(anchor[name], x) for name, x in tensors.items()}
-        means = self.engine.average(differences)
-        self.updates = 0
-        if _finite(means):
-            self._outer_step(means)
-        else:
-            self.lost += 1
-            source = "another worker" if _finite(differences) else "this worker"
-            warnings.warn(
-                f"LocalSteps, average {self.engine.steps}: the model of {source} is not finite; all workers "
-                "return to the last averaged model",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        for name, x in tensors.items():
-            x.copy_(anchor[name])
-        return True
+        averaged = self._average(model, self._rounds.fragments)
+        self._phase = 0
+        return averaged
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors, numbers and strings, by parameter name.
+        """Return the state as tensors, numbers and strings, by parameter name. Waits for averages on their way.
 
         Between two averages models and optimizers differ between workers: save them on each of them, as
         `pf.Checkpoint(…, compressor=local)` does.
         """
-        engine = self.engine.state_dict()
         if self._resumed is not None:
-            return self._resumed | {"engine": engine}
+            return self._resumed
+        anchor = self._anchor.state_dict() if self._anchor else dict.fromkeys(("anchor", "buffers", "outer"))
         return {
-            "updates": self.updates,
+            "h": self.schedule.h,
+            "delay": self.schedule.delay,
+            "phase": self._phase,
             "lost": self.lost,
-            "anchor": {name: a.detach() for name, a in self._anchor.items()},
-            "buffers": dict(self._buffers),
-            "outer": self.outer and optimizer_state(self.outer, _names(self._anchor)),
-            "engine": engine,
+            "fragments": [fragment.state_dict() for fragment in self._rounds.fragments],
+            **anchor,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state; it takes effect at the next `start` or `step`, on all workers."""
-        missing = {"updates", "lost", "anchor", "buffers", "outer", "engine"} - state.keys()
+        missing = {"h", "delay", "phase", "lost", "anchor", "buffers", "outer", "fragments"} - state.keys()
         if missing:
             raise ValueError(f"not a state of LocalSteps: missing {', '.join(sorted(missing))}")
-        self.engine.load_state_dict(state["engine"])
-        own = copy.deepcopy({key: value for key, value in state.items() if key != "engine"})
-        self.updates, self.lost = own["updates"], own["lost"]
-        self._resumed = own if own["anchor"] else None
+        saved, now = state["fragments"], self.schedule
+        if saved and len(saved) != now.fragments:
+            raise ValueError(f"LocalSteps: saved with fragments={len(saved)}, now fragments={now.fragments}")
+        if (state["h"], state["delay"]) != (now.h, now.delay) and any(f["flight"] for f in saved):
+            raise ValueError(
+                f"LocalSteps: saved with h={state['h']}, delay={state['delay']} and averages on their way, now h={now.h}, "
+                f"delay={now.delay}; resume with the same values, or call local.sync(model) before saving"
+            )
+        self._phase, self._rounds.lost = state["phase"] % now.h, state["lost"]
+        self._resumed = copy.deepcopy(dict(state)) if state["anchor"] else None
 
     def _workers(self, model: nn.Module, method: str) -> Workers:
+        self._rounds.wait()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return Workers(self._group.group, device, f"LocalSteps.{method}")
+        return Workers(self._transport.group, device, f"LocalSteps.{method}")
 
-    def _prepare(
-        self, model: nn.Module, resumed: Mapping[str, Any] | None
-    ) -> tuple[dict[str, nn.Parameter], optim.Optimizer]:
-        """Check the model, and return its anchor and an outer optimizer for it. Changes nothing."""
-        check_model(model)
-        params = trainable_parameters(model)
+    def _run_on_all(self, workers: Workers | None, work: Callable[[], T]) -> T:
+        """Run `work`; an error on one worker is raised on all of `workers` and of its replica."""
+        for some in [workers, *self._rounds.inside] if workers else self._rounds.inside:
+            work = partial(some.run_on_all, work)
+        return work()
+
+    def _prepare(self, model: nn.Module, resumed: Mapping[str, Any] | None) -> Anchor:
+        """Check what does not fit the model, and return an anchor for it, still without values. Changes nothing."""
+        params = _local_parts(trainable_parameters(model))
         self._settings.check_patterns(params)
         if resumed is not None:
             check_shapes(params, resumed["anchor"], "was saved", "build the model as it was saved")
-        elif self.updates:
+        elif self.updates or any(fragment.flight for fragment in self._rounds.fragments):
             raise ValueError(
-                f"LocalSteps: {self.updates} updates since the last average would be lost; call local.sync(model) "
-                "before start, and before parameters are replaced"
+                f"LocalSteps: {self.updates} updates since the last average, and averages on their way, would be lost; "
+                "call local.sync(model) before start, and before parameters are replaced"
             )
-        anchor = {name: _anchor_for(self._anchor.get(name), p) for name, p in params.items()}
-        outer = self._make_outer(list(anchor.values()))
-        kind = type(outer).__name__
-        if not isinstance(outer, optim.Optimizer) or isinstance(outer, optim.LBFGS):
-            raise TypeError(
-                f"LocalSteps: outer= created a {kind}, which is not an optimizer that steps without a closure"
-            )
-        groups = group_names(outer, _names(anchor))
-        for name in anchor.keys() - {name for group in groups for name in group}:
-            raise ValueError(f"LocalSteps: the outer {kind} does not have {name}; pass it all parameters")
-        for one in self._settings.by_pattern.values():
-            if one.has_momentum and any(g.get("momentum") or "betas" in g for g in outer.param_groups):
-                name = type(one).__name__
-                raise ValueError(
-                    f"LocalSteps: {name} and the outer {kind} both have momentum; use it in one of them"
-                )
-        if self.outer is not None and len(self.outer.param_groups) != len(groups):
-            raise ValueError(
-                f"LocalSteps: the outer {kind} has {len(groups)} parameter groups, before it had "
-                f"{len(self.outer.param_groups)}; outer= must create the same groups"
-            )
+        else:
+            self._split(model)
+        anchor = Anchor(self._make_outer, params, self._settings, self._anchor)
         if resumed is not None:
-            check_optimizer(resumed["outer"], kind, groups)
-        return anchor, outer
+            anchor.check_outer_state(resumed["outer"])
+        return anchor
+
+    def _split(self, model: nn.Module) -> list[list[str]]:
+        tensors = {**trainable_parameters(model), **averaged_buffers(model)}
+        sizes = {name: x.numel() for name, x in tensors.items()}  # of a DTensor, that of all shards
+        return split_by_depth(sizes, self.schedule.fragments, self.schedule.pattern)
+
+    def _make_fragments(self, model: nn.Module, anchor: Anchor, resumed: Mapping[str, Any] | None) -> None:
+        """Divide the model. Error feedback goes along with tensors that move to another fragment."""
+        saved = resumed["fragments"] if resumed else [f.state_dict() for f in self._rounds.fragments]
+        split = [f["names"] for f in saved] if resumed else self._split(model)
+        self._rounds.fragments = [Fragment(n, self._settings, anchor.buffers, self._transport) for n in split]
+        shapes = {name: x.shape for name, x in anchor.tensors().items()}
+        for fragment, state in zip(self._rounds.fragments, saved, strict=False):
+            if not resumed:
+                mine = {name: shapes[name] for name in fragment.names}
+                state = state | {"engine": move_engine_states([f["engine"] for f in saved], mine)}
+            fragment.load_state_dict(state)
 
     def _local_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of this model to average; ValueError if they differ in shape from the anchor."""
-        if not self._anchor:
+        if self._anchor is None:
             raise ValueError("LocalSteps: call local.start(model) on all workers, before the first update")
         buffers = {own_name(name): b for name, b in unwrap(model).named_buffers()}
-        buffers = {name: b for name, b in buffers.items() if name in self._buffers}
-        tensors: dict[str, Tensor] = {**trainable_parameters(model), **buffers}
+        buffers = {name: b for name, b in buffers.items() if name in self._anchor.buffers}
+        tensors = _local_parts({**trainable_parameters(model), **buffers})
         remedy = "call local.sync(model) before parameters are replaced, and local.start(model) after"
-        check_shapes(tensors, {**self._anchor, **self._buffers}, "was started", remedy)
+        check_shapes(tensors, self._anchor.tensors(), "was started", remedy)
         return tensors
 
-    def _outer_step(self, means: Mapping[str, Tensor]) -> None:
-        """Update the anchor: its parameters by the outer optimizer, its buffers to the mean."""
-        assert self.outer is not None
-        for name, b in self._buffers.items():
-            b.sub_(means[name])
-        for name, a in self._anchor.items():
-            a.grad = means[name]
-        self.outer.step()
-        self.outer.zero_grad()
+    def _average(self, model: nn.Module, fragments: Sequence[Fragment]) -> bool:
+        """Average fragments and wait for it, after those on their way. False: no update since the last time."""
+        rounds, workers = self._rounds, self._workers(model, "sync")
+        tensors = self._run_on_all(workers, lambda: self._local_tensors(model))
+        facts = repr([self._phase, *(fragment.since for fragment in rounds.fragments)])
+        self._run_on_all(None, lambda: workers.agree(facts, 0, UPDATES))
+        flying = [fragment for fragment in fragments if fragment.flight is not None]
+        rounds.land(flying, tensors)
+        fragments = [fragment for fragment in fragments if fragment.since]
+        rounds.average(fragments, tensors)
+        return bool(flying or fragments)
 
 
-def _with_params_of(outer: optim.Optimizer, new: optim.Optimizer) -> optim.Optimizer:
-    """Return `outer`, which a scheduler may refer to, with the parameters of `new`."""
-    for group, other in zip(outer.param_groups, new.param_groups, strict=True):
-        group["params"] = other["params"]
-    present = {p for group in outer.param_groups for p in group["params"]}
-    for p in outer.state.keys() - present:
-        del outer.state[p]
-    return outer
-
-
-def _anchor_for(anchor: nn.Parameter | None, p: nn.Parameter) -> nn.Parameter:
-    """Return the anchor of a parameter: the present one, to which outer optimizer state belongs, or a new one."""
-    wide = _at_least_fp32(p)
-    if anchor is not None and (anchor.shape, anchor.dtype, anchor.device) == (p.shape, wide.dtype, p.device):
-        return anchor
-    return nn.Parameter(wide.clone())
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _difference(anchor: Tensor, x: Tensor) -> Tensor:
-    """Return anchor − x, without the rounding error that the worker's copy of the anchor started with."""
-    return anchor.to(x.dtype).to(anchor.dtype) - x.to(anchor.device)
-
-
-def _finite(tensors: Mapping[str, Tensor]) -> bool:
-    return bool(torch.stack([x.isfinite().all() for x in tensors.values()]).all())
-
-
-def _names(anchor: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    return {id(a): name for name, a in anchor.items()}
+def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local_part(x) for name, x in tensors.items()}
