@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu or cuda (default: cpu)")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = "of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: eager)"
-    add("--mode", choices=modes, default="eager", help=text)
+    text = "of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
+    add("--mode", choices=modes, default="auto", help=text)
     add("--target", type=number, metavar="X", help="also report the time to this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
     add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")

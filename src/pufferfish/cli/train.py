@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = "torch.compile, whole updates as a CUDA graph, or both; auto: the fastest that works on a GPU (default: eager)"
-    add("--mode", choices=modes, default="eager", help=text)
+    text = "torch.compile, whole updates as a CUDA graph, or both; auto: the fastest that works on a GPU (default: auto)"
+    add("--mode", choices=modes, default="auto", help=text)
     add("--workers", type=whole, metavar="N", help="processes on this machine")
     add("--simulate", action="store_true", help="simulate --workers N in one process; predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"

@@ -68,7 +68,7 @@ class BenchSettings:
     simulate: bool = False
     device: str = "cpu"
     precision: str = "fp32"
-    mode: str = "eager"
+    mode: str = "auto"
     equal: str = "steps"
     stretch: float = 4.0
 

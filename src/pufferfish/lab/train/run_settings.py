@@ -54,7 +54,7 @@ class RunSettings:
     device: str = "cpu"
     precision: str = "fp32"
     accumulate: int = 1
-    mode: str = "eager"
+    mode: str = "auto"
     save_every: int | None = None
     simulate: int | None = None
     network: str = "10gbit"
