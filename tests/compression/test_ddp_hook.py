@@ -315,8 +315,8 @@ def saved_by_two_resumed_by_four(rank: int, size: int, folder: Path) -> None:
     assert state["shared"]["middle.weight"]["Q"].any()
     assert state["own"] == {}
     before = weights(single)
-    local.updates = 1  # as if each worker had made an update that changed nothing
     local.start(single)
+    local.step(single)  # as if each worker had made an update that changed nothing
     local.sync(single)
     torch.testing.assert_close(weights(single), before)
 
