@@ -20,6 +20,7 @@ from .engine import Engine, Step
 from .exchange import Group
 from .fsdp2_modules import (
     check_replicas,
+    check_saved,
     choose_settings,
     group_of,
     layout_of,
@@ -215,6 +216,8 @@ class FSDP2Hook:
                 ok = bad == 0
             for part in averaged:
                 part.commit(ok)
+        if stream is not None:  # the state may be saved or moved next
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by sharded module. Every worker has its own: save it on all of them."""
@@ -229,19 +232,13 @@ class FSDP2Hook:
 
         A state that has none of this model's sharded modules raises ValueError.
         """
-        missing = {"shard", "shards", "modules"} - state.keys()
-        if missing:
-            raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
-        if state["modules"] and not state["modules"].keys() & self._parts.keys():
-            raise ValueError(
-                f"this compression state belongs to another model, with {', '.join(list(state['modules'])[:3])} …; here "
-                f"are {', '.join(list(self._parts)[:3])} …; load the state that was saved with this model"
-            )
-        mine = (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
+
+        def is_mine() -> bool:
+            check_saved(state, self._parts)
+            return (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
+
         self._peers.operation = "hook.load_state_dict"
-        same = all(
-            self._peers.gather(lambda: mine)
-        )  # or none: what methods share must be equal on all replicas
+        same = all(self._peers.gather(is_mine))  # on all replicas or none: methods may share a part of it
         dropped = []
         for name, part in self._parts.items():
             saved = state["modules"].get(name)
@@ -292,10 +289,11 @@ class _ModuleHook:
             self.unreduced = None
         numel = self.rows.numel if self.rows.matrix else self.numel if self.engine.state.has_tensors else None
         if numel not in (None, flat.numel()):
-            known = "instead of" if self.rows.matrix else "after one of"
+            why = "after one of {:,}: other parameters were used than before, and the state does not fit"
+            if self.rows.matrix:
+                why = "instead of {:,}: not all parameters were used, so nobody knows which matrices they are of"
             raise ValueError(
-                f"{self.name}: a shard of {flat.numel():,} gradients, {known} {numel:,}: other parameters were used than "
-                "before, and the method's matrices or state do not fit. Call set_reduce_scatter_unused_params(True) on the "
+                f"{self.name}: a shard of {flat.numel():,} gradients, {why.format(numel)}. Call set_reduce_scatter_unused_params(True) on the "
                 "model, or use a method without state, such as BFloat16; after freezing parameters, call attach(model) of "
                 "the hook"
             )

@@ -1,7 +1,7 @@
 """Modules that FSDP2 was applied to: their names, flat shards, optimizers and methods."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,3 +118,16 @@ def check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None
     others = here & set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
     if others:
         raise ValueError(f"compress: rank {min(others)} holds another shard of this replica; {wanted}")
+
+
+def check_saved(state: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Raise ValueError if `state` is none of this hook's, or has none of the sharded modules of this model."""
+    missing = {"shard", "shards", "modules"} - state.keys()
+    if missing:
+        raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
+    saved, here = list(state["modules"]), list(modules)
+    if saved and not set(saved) & set(here):
+        raise ValueError(
+            f"this compression state belongs to another model, with {', '.join(saved[:3])} …; here are "
+            f"{', '.join(here[:3])} …; load the state that was saved with this model"
+        )

@@ -21,7 +21,7 @@ class _Place(NamedTuple):
 
     begin: int
     shape: tuple[int, ...] | None  # None: the whole shard
-    ids: set[int]  # of its sharded parameters, as optimizers hold them
+    parameters: list[Any]  # FSDP's, whose gradients it holds
 
 
 class Rows:
@@ -50,16 +50,14 @@ class Rows:
         place = "[{}/{}]".format(*shard)  # part of the names: every shard draws its own random numbers
         rows: dict[str, _Place] = {}
         self._padded: dict[str, tuple[int, ...]] = {}
-        for p in group_of(module).fsdp_params:
-            if not p.sharded_param.requires_grad:
-                continue
+        trainable = [p for p in group_of(module).fsdp_params if p.sharded_param.requires_grad]
+        for p in trainable:
             key = join_name(paths[id(p._module_info.module)], p._module_info.param_name) + place
             if p.sharded_size.numel():
-                rows[key] = _Place(self.numel, p.sharded_size, {id(p.sharded_param)})
+                rows[key] = _Place(self.numel, p.sharded_size, [p])
             self._padded[key] = p.padded_sharded_param_size
             self.numel += p.padded_sharded_param_size.numel()
-        everything = {id(p.sharded_param) for p in group_of(module).fsdp_params}
-        whole = {name + place: _Place(0, (1,) if self.matrix else None, everything)}
+        whole = {name + place: _Place(0, (1,) if self.matrix else None, trainable)}
         self._places = rows if self.matrix and rows else whole
 
     @property
@@ -86,8 +84,9 @@ class Rows:
         """
         units = {}
         for name, place in self._places.items():
-            mine = {rate for rate, ids in rates if ids & place.ids} or {1.0}
-            rate = mine.pop() if len(mine) == 1 else 0.0
+            mine = {id(p.sharded_param) for p in place.parameters}
+            known = {rate for rate, ids in rates if ids & mine} or {1.0}
+            rate = known.pop() if len(known) == 1 else 0.0
             units[name] = scale / rate if rate else 0.0
         return units
 
