@@ -13,6 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from pufferfish.compression import (
     DGC,
     QSGD,
+    Accordion,
+    AlternatingPowerSGD,
+    Atomo,
     BFloat16,
     BlockFP8,
     BlockInt8,
@@ -23,10 +26,13 @@ from pufferfish.compression import (
     Int4,
     LoCo,
     NoCompression,
+    OneBitSGD,
+    PowerSGD,
     RandomK,
     Settings,
     SignSGD,
     Signum,
+    SparseLoCo,
     TernGrad,
     Threshold,
     TopK,
@@ -57,6 +63,19 @@ METHODS: dict[str, Any] = {
 }
 
 
+#: Methods for matrices, in settings for matrices of a few rows.
+MATRIX_METHODS: dict[str, Any] = {
+    "powersgd": PowerSGD(1),
+    "alternating": AlternatingPowerSGD(1),
+    "atomo": Atomo(1),
+    "onebit": OneBitSGD(),
+    "accordion": Accordion(PowerSGD(2), PowerSGD(1), every=1),
+    "accordion, elements": Accordion(TopK(0.5), TopK(0.1), every=1),
+    "sparseloco": SparseLoCo(k=4, chunk=16),
+    "powersgd and topk": {"b?": PowerSGD(1), "*": TopK(0.1)},
+}
+
+
 class Net(nn.Module):
     """Sizes are not multiples of two shards; `maybe` is used where the call says so."""
 
@@ -79,6 +98,18 @@ class Net(nn.Module):
         return self.head(self.maybe(x) if maybe else x)
 
 
+class MatrixNet(Net):
+    """Of two shards, one has more rows of most parameters; the second one has none of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.maybe
+        conv = nn.Sequential(nn.Linear(11, 12), nn.Unflatten(1, (3, 4)), nn.Conv1d(3, 7, 2), nn.Flatten())
+        self.b0 = checkpoint_wrapper(conv)
+        self.b1 = nn.Sequential(nn.LayerNorm(21), nn.Linear(21, 5))
+        self.head = nn.Linear(5, 1)
+
+
 def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> Net:
     net = Net() if net is None else net
     assert isinstance(net, Net)
@@ -88,8 +119,10 @@ def sharded(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> N
     return net
 
 
-def hooked(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, FSDP2Hook]:
-    model = sharded(mesh["shard"])
+def hooked(
+    mesh: DeviceMesh, method: Any, net: nn.Module | None = None, **options: Any
+) -> tuple[Net, FSDP2Hook]:
+    model = sharded(mesh["shard"], net)
     return model, compress_fsdp2(model, lambda: Settings(method, **options), mesh["replicate"].get_group())
 
 

@@ -20,13 +20,17 @@ from .engine import Engine, Step
 from .exchange import Group
 from .fsdp2_modules import (
     check_replicas,
-    choose_methods,
+    check_saved,
+    choose_settings,
     group_of,
     layout_of,
+    module_paths,
     optimizer_groups,
     sharded_modules,
 )
+from .fsdp2_rows import Rows, move_engine
 from .meter import Meter
+from .method import Method
 from .settings import Methods, Settings
 
 T = TypeVar("T")
@@ -44,13 +48,16 @@ def compress_fsdp2(
 
     Of a mesh (replicate, shard), pass `mesh["shard"]` alone to `fully_shard`, and the other dimension here. FSDP reduces
     inside a replica. Its result, one flat shard for each module it was applied to, is averaged between the replicas
-    during the backward pass. Such a shard has neither names nor shapes: methods for matrices raise ValueError, and biases and
-    norms are compressed with the rest. The replicas must start from the same weights.
+    during the backward pass. Methods for matrices, such as PowerSGD, compress each worker's own rows of each matrix, so
+    that every shard has factors of its own; vectors are sent uncompressed, and all parameters of a module must be used
+    in every backward pass. To other methods a shard is one vector: biases and norms are compressed with the rest. The
+    replicas must start from the same weights.
 
     Args:
         model: Sharded by `fully_shard` over a 1-D mesh, compiled or not.
         settings: Makes the settings; an error on one worker is raised on all. Name patterns match sharded modules, the
-            outermost of which is called "(root)". With nonfinite="nan" a shard that is not finite on one replica becomes NaN
+            outermost of which is called "(root)". `smallest` is for methods for matrices: the number of elements of this
+            worker's rows. With nonfinite="nan" a shard that is not finite on one replica becomes NaN
             on all of them, and nothing of this backward pass is kept for any module; `GradScaler` and
             `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it becomes zero, and the step
             continues with the others.
@@ -69,14 +76,16 @@ def compress_fsdp2(
 
     def checked() -> Settings:
         chosen = settings()
-        if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=1024, overlap=None):
+        matrices = any(method.matrix for method in chosen.by_pattern.values())
+        smallest = chosen.smallest if matrices else 1024
+        if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=smallest, overlap=None):
             raise ValueError(
-                "compress: scope, hierarchy, smallest and overlap are for DDP; FSDP2's shards have no layers, are sent one "
-                "by one and are averaged inside a replica already"
+                "compress: scope, hierarchy and overlap are for DDP, smallest also for methods for matrices; FSDP2's shards "
+                "have no layers, are sent one by one and are averaged inside a replica already"
             )
-        return replace(chosen, smallest=0)
+        return chosen
 
-    hook._attach(modules, hook._run_on_all(checked))
+    hook._attach(modules, module_paths(model), hook._run_on_all(checked))
     return hook
 
 
@@ -112,6 +121,7 @@ class FSDP2Hook:
             mesh.get_group(), device, "compress"
         )  # those that hold the others of this replica
         self._parts: dict[str, _ModuleHook] = {}
+        self._paths: Mapping[int, str] = {}  # names of the model's modules, by id
         self._averaged: list[_ModuleHook] = []  # in this backward pass, not committed yet
         self._scale: float | None = None  # loss scale of this backward pass
 
@@ -135,7 +145,7 @@ class FSDP2Hook:
         settings = self._run_on_all(
             lambda: replace(self.settings, method=method, error_feedback=error_feedback)
         )
-        self._attach({name: part.module for name, part in self._parts.items()}, settings)
+        self._attach({name: part.module for name, part in self._parts.items()}, self._paths, settings)
 
     def attach(self, model: nn.Module) -> None:
         """Continue with this model, after a rebuild or after parameters were frozen. Call it on all workers.
@@ -146,16 +156,15 @@ class FSDP2Hook:
         modules, mesh = sharded_modules(model)
         if dist.get_process_group_ranks(mesh.get_group()) != dist.get_process_group_ranks(self._shards.group):
             raise ValueError("compress: this model is sharded over other workers than the one before")
-        self._attach(modules, self.settings)
+        self._attach(modules, module_paths(model), self.settings)
 
-    def _attach(self, modules: Mapping[str, Any], settings: Settings) -> None:
+    def _attach(self, modules: Mapping[str, Any], paths: Mapping[int, str], settings: Settings) -> None:
         """Give every module its hook. Everything that can fail comes first, on all workers alike."""
 
         def checked() -> dict[str, Settings]:
             for name, module in modules.items():
                 _refuse_other_hook(name, group_of(module)._all_reduce_hook, self)
-            methods = choose_methods(modules, settings, self.optimizers)
-            return {name: replace(settings, method=method) for name, method in methods.items()}
+            return choose_settings(modules, settings, self.optimizers)
 
         chosen = self._run_on_all(checked)
         layouts = {name: layout_of(group_of(module)) for name, module in modules.items()}
@@ -166,15 +175,21 @@ class FSDP2Hook:
         here = f"{facts}, shard {self._shards.rank} of {self._shards.size}"
         self._shards.run_on_all(lambda: self._peers.agree(here, 0, about))
         self._shards.agree(facts, 0, about)
-        parts = {}
+        parts: dict[str, _ModuleHook] = {}
+        used: set[Method] = set()
         for name, module in modules.items():
+            rows = Rows(name, module, chosen[name], paths, (self._shards.rank, self._shards.size))
             engine = known[name].engine if name in known else Engine(chosen[name], self._transport)
+            if name in known and known[name].rows.matrix != rows.matrix:
+                engine = move_engine(engine, known[name].rows, rows)
             engine.use(chosen[name])
-            parts[name] = _ModuleHook(self, name, layouts[name], module, engine)
+            used |= rows.compressed
+            parts[name] = _ModuleHook(self, name, layouts[name], module, engine, rows)
             if name in known:
                 parts[name].numel, parts[name].unreduced = known[name].numel, known[name].unreduced
             module.set_all_reduce_hook(parts[name])
-        self.settings, self._parts = settings, parts
+        self.settings, self._parts, self._paths = settings, parts, paths
+        settings.warn_unused(used, stacklevel=5)
 
     def _run_on_all(self, check: Callable[[], T]) -> T:
         """`Workers.run_on_all` over all shards of all replicas."""
@@ -201,11 +216,13 @@ class FSDP2Hook:
                 ok = bad == 0
             for part in averaged:
                 part.commit(ok)
+        if stream is not None:  # the state may be saved or moved next
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, by sharded module. Every worker has its own: save it on all of them."""
         modules = {
-            name: {"layout": part.layout, "state": part.engine.state_dict()}
+            name: {"layout": part.layout, "matrix": part.rows.matrix, "state": part.engine.state_dict()}
             for name, part in self._parts.items()
         }
         return {"shard": self._shards.rank, "shards": self._shards.size, "modules": modules}
@@ -215,19 +232,18 @@ class FSDP2Hook:
 
         A state that has none of this model's sharded modules raises ValueError.
         """
-        missing = {"shard", "shards", "modules"} - state.keys()
-        if missing:
-            raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
-        if state["modules"] and not state["modules"].keys() & self._parts.keys():
-            raise ValueError(
-                f"this compression state belongs to another model, with {', '.join(list(state['modules'])[:3])} …; here "
-                f"are {', '.join(list(self._parts)[:3])} …; load the state that was saved with this model"
-            )
-        same = (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
+
+        def is_mine() -> bool:
+            check_saved(state, self._parts)
+            return (state["shard"], state["shards"]) == (self._shards.rank, self._shards.size)
+
+        self._peers.operation = "hook.load_state_dict"
+        same = all(self._peers.gather(is_mine))  # on all replicas or none: methods may share a part of it
         dropped = []
         for name, part in self._parts.items():
             saved = state["modules"].get(name)
-            if same and saved is not None and saved["layout"] == part.layout:
+            fits = saved is not None and saved["layout"] == part.layout
+            if same and fits and saved.get("matrix", False) == part.rows.matrix:
                 part.engine.load_state_dict(saved["state"])
             else:
                 dropped.append(name)
@@ -237,7 +253,8 @@ class FSDP2Hook:
         if dropped:
             warnings.warn(
                 f"compression: {', '.join(dropped[:5])}{' …' if len(dropped) > 5 else ''} starts with empty error "
-                f"feedback: the saved one is that of shard {state['shard']} of {state['shards']}, or of other parameters",
+                f"feedback: the saved one is that of shard {state['shard']} of {state['shards']}, of other parameters, or "
+                "of a method for matrices where this one is not, or the reverse",
                 stacklevel=2,
             )
 
@@ -251,15 +268,11 @@ class _ModuleHook:
     layout: str
     module: Any
     engine: Engine
+    rows: Rows
     numel: int | None = None  # of the last shard
     unreduced: Tensor | None = None  # sum of passes that were not to be averaged yet
     step: Step | None = None  # averaged, not committed yet
     stream: torch.cuda.Stream | None = None
-
-    @property
-    def key(self) -> str:
-        """Name for the random generators: every shard has its own."""
-        return f"{self.name}[{self.hook._shards.rank}/{self.hook._shards.size}]"
 
     @torch.no_grad()
     def __call__(self, flat: Tensor) -> None:
@@ -274,10 +287,13 @@ class _ModuleHook:
         if self.unreduced is not None:
             flat += self.unreduced
             self.unreduced = None
-        if self.engine.state.has_tensors and self.numel not in (None, flat.numel()):
+        numel = self.rows.numel if self.rows.matrix else self.numel if self.engine.state.has_tensors else None
+        if numel not in (None, flat.numel()):
+            why = "after one of {:,}: other parameters were used than before, and the state does not fit"
+            if self.rows.matrix:
+                why = "instead of {:,}: not all parameters were used, so nobody knows which matrices they are of"
             raise ValueError(
-                f"{self.name}: a shard of {flat.numel():,} gradients, after one of {self.numel:,}: other parameters were "
-                "used than before, and the state does not fit. Call set_reduce_scatter_unused_params(True) on the "
+                f"{self.name}: a shard of {flat.numel():,} gradients, {why.format(numel)}. Call set_reduce_scatter_unused_params(True) on the "
                 "model, or use a method without state, such as BFloat16; after freezing parameters, call attach(model) of "
                 "the hook"
             )
@@ -285,10 +301,11 @@ class _ModuleHook:
         if self.step is not None:  # left by a backward pass that raised
             self.hook._averaged.remove(self)
         units = self._units() if self.engine.keeps_units or self.engine.state.has_error else {}
-        self.engine.arrange({self.key: flat})
+        gradients = self.rows.views(flat)
+        self.engine.arrange(gradients)
         self.step = self.engine.begin(units, self.hook._scale or 1.0)
-        self.step.add({self.key: flat})
-        self.step.finish({self.key: flat})
+        self.step.add(gradients)
+        self.step.finish(gradients)
         self.hook._averaged.append(self)
         Variable._execution_engine.queue_callback(self.hook._commit)  # the first call commits all
 
@@ -305,17 +322,15 @@ class _ModuleHook:
         self.step = None
 
     def _units(self) -> dict[str, float]:
-        """Loss scale over learning rate; 0 where the module's parameters have several rates."""
-        rates = {
-            float(group["lr"])
+        """Loss scale over learning rate, by name of the engine's tensors."""
+        rates = [
+            (float(group["lr"]), {id(p) for p in group["params"]})
             for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
             if isinstance(optimizer, optim.SGD)
-        }
+        ]
         if not rates and self.hook.scaler is None:
             return {}
-        scale = self.hook._loss_scale()
-        rate = 1.0 if not rates else rates.pop() if len(rates) == 1 else 0.0
-        return {self.key: scale / rate if rate else 0.0}
+        return self.rows.units(rates, self.hook._loss_scale())
 
 
 def _refuse_other_hook(name: str, present: Any, hook: FSDP2Hook) -> None:

@@ -1,7 +1,8 @@
 """Modules that FSDP2 was applied to: their names, flat shards, optimizers and methods."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..layers.names import own_name, unwrap
-from .method import Method
 from .settings import Settings, matches
 
 #: Name of the outermost module.
@@ -54,6 +54,11 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
     return found, meshes[0]
 
 
+def module_paths(model: nn.Module) -> dict[int, str]:
+    """Return the names of all modules, by id."""
+    return {id(module): own_name(path) for path, module in unwrap(model).named_modules()}
+
+
 def group_of(module: Any) -> Any:
     """FSDP's parameter group of a module, which holds its parameters and hook."""
     return module._get_fsdp_state()._fsdp_param_group
@@ -78,16 +83,11 @@ def optimizer_groups(
     return [(optimizer, group) for optimizer, group in groups if any(id(p) in mine for p in group["params"])]
 
 
-def choose_methods(
+def choose_settings(
     modules: Mapping[str, Any], settings: Settings, optimizers: Sequence[optim.Optimizer]
-) -> dict[str, Method]:
-    """Return the method of every sharded module; raise ValueError if one cannot work there."""
-    for pattern, method in settings.by_pattern.items():
-        if method.matrix:
-            raise ValueError(
-                f"compress: {type(method).__name__} compresses matrices, and FSDP's flat shards have no shapes; use an "
-                "elementwise method, such as TopK, BlockInt8 or BFloat16"
-            )
+) -> dict[str, Settings]:
+    """Return the settings, with one method, of every sharded module; raise ValueError if it cannot work there."""
+    for pattern in settings.by_pattern:
         if not any(matches(name, pattern) for name in modules):
             raise ValueError(
                 f"compress: the pattern {pattern!r} matches no module that fully_shard was applied to; there are "
@@ -101,7 +101,11 @@ def choose_methods(
                     f"{name}: {type(method).__name__} has its own momentum, and so does the {type(optimizer).__name__} of "
                     "its parameters; use an optimizer without"
                 )
-    return chosen
+    # A flat shard has no small tensors.
+    return {
+        name: replace(settings, method=method, smallest=settings.smallest if method.matrix else 0)
+        for name, method in chosen.items()
+    }
 
 
 def check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None:
@@ -114,3 +118,16 @@ def check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None
     others = here & set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
     if others:
         raise ValueError(f"compress: rank {min(others)} holds another shard of this replica; {wanted}")
+
+
+def check_saved(state: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Raise ValueError if `state` is none of this hook's, or has none of the sharded modules of this model."""
+    missing = {"shard", "shards", "modules"} - state.keys()
+    if missing:
+        raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
+    saved, here = list(state["modules"]), list(modules)
+    if saved and not set(saved) & set(here):
+        raise ValueError(
+            f"this compression state belongs to another model, with {', '.join(saved[:3])} …; here are "
+            f"{', '.join(here[:3])} …; load the state that was saved with this model"
+        )

@@ -53,14 +53,23 @@ class State:
         """
         named = self.named() if named is None else named
         methods = self.methods()
-        self._release_unsent(named, batches)
+        self._release_unsent(named, {name: key for b in batches for name, key in _method_keys(b).items()})
         for batch in batches:
             _fill(batch, named, methods, device)
         self.batches, self._loaded = list(batches), None
 
-    def _release_unsent(self, named: Named, batches: Sequence[Batch]) -> None:
-        """Add what a method has not sent yet to the error feedback where another method takes over."""
-        after = {name: key for batch in batches for name, key in _method_keys(batch).items()}
+    def errors(self) -> dict[str, Tensor]:
+        """Error feedback by name, with what the methods have not sent yet."""
+        named = self.named()
+        self._release_unsent(named, dict.fromkeys(named))
+        return {name: state[ERROR] for name, state in named.items() if ERROR in state}
+
+    def start_with(self, errors: Mapping[str, Tensor], units: Mapping[str, float]) -> None:
+        """Begin with this error feedback, of tensors that had other names or shapes before."""
+        self._loaded, self.units = {name: {ERROR: x} for name, x in errors.items()}, dict(units)
+
+    def _release_unsent(self, named: Named, after: Mapping[str, Any]) -> None:
+        """Add what a method has not sent yet to the error feedback where another method, in `after`, takes over."""
         for batch in self.batches if self._loaded is None else ():
             for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
                 if name in named and after.get(name, key) != key:

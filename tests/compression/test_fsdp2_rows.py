@@ -1,0 +1,444 @@
+"""Methods for matrices between FSDP2 replicas, in four real processes on gloo: two replicas of two shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded_state
+import torch
+import torch.distributed as dist
+from sharding import MATRIX_METHODS, MatrixNet, Net, grads, hooked, loss, sharded, train, weights
+from test_fsdp2_hook import on_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from training import momentum
+
+import pufferfish as pf
+from processes import in_processes, same_everywhere
+from pufferfish.compression import (
+    DGC,
+    Engine,
+    NoCompression,
+    PowerSGD,
+    Settings,
+    Simulated,
+    StepContext,
+    TopK,
+)
+from pufferfish.compression.fsdp2_hook import FSDP2Hook
+from pufferfish.layers.names import own_name
+
+
+def matrices(mesh: DeviceMesh, method: Any, **options: Any) -> tuple[Net, FSDP2Hook]:
+    return hooked(mesh, method, MatrixNet(), **({"smallest": 0} | options))
+
+
+def kept(hook: FSDP2Hook, key: str = "error") -> dict[str, Tensor]:
+    """State under one key, by name of the tensors."""
+    states = [module["state"] for module in hook.state_dict()["modules"].values()]
+    parts = [state[part] for state in states for part in ("shared", "own")]
+    return {name: x[key] for part in parts for name, x in part.items() if key in x}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+class SlowPowerSGD:
+    """The paper's loop for one matrix of all replicas, in double precision; plain averages where it saves nothing."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+        self.Q: Tensor | None = None
+        self.errors: list[Tensor] | None = None
+
+    def average(self, gradients: list[Tensor]) -> Tensor:
+        M = [g.double().reshape(len(g), -1) for g in gradients]
+        (m, n), r, size = M[0].shape, self.rank, len(M)
+        if gradients[0].dim() < 2 or r * (m + n) >= m * n:
+            return sum(g.double() for g in gradients) / size
+        if self.errors is not None:
+            M = [x + e for x, e in zip(M, self.errors, strict=True)]
+        if self.Q is None:
+            rng = StepContext(0, size, 0, (self.name,)).shared_rng
+            self.Q = torch.randn(1, n, r, generator=rng)[0].double()
+        P = torch.linalg.qr(sum(x @ self.Q for x in M) / size).Q
+        own = [x.T @ P for x in M]
+        self.Q = sum(own) / size
+        self.errors = [x - P @ q.T for x, q in zip(M, own, strict=True)]
+        return (P @ self.Q.T).view(gradients[0].shape)
+
+
+def power_sgd_is_the_papers_loop_on_rows(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Gradients of each replica from one plain model, cut into rows, averaged by a loop over matrices."""
+    model, hook = matrices(mesh, PowerSGD(1))
+    shard, plain = mesh["shard"].get_local_rank(), MatrixNet()
+    params = {own_name(name): p for name, p in plain.named_parameters()}
+    slow = {name: SlowPowerSGD(f"{name}[{shard}/2]", 1) for name in params}
+    for step in range(5):
+        replicas = []
+        for first in (0, 2):
+            plain.zero_grad()
+            ((loss(plain, step, first) + loss(plain, step, first + 1)) / 2).backward()
+            replicas.append({name: p.grad.clone() for name, p in params.items()})
+        model.zero_grad()
+        loss(model, step, rank).backward()
+        for name, g in grads(model).items():
+            name = own_name(name)
+            mine = [torch.chunk(g[name], 2) for g in replicas]
+            if shard >= len(mine[0]):
+                assert name.startswith("head")
+                assert g.numel() == 0
+                continue
+            expected = slow[name].average([chunks[shard] for chunks in mine])
+            torch.testing.assert_close(g.double(), expected, rtol=1e-3, atol=1e-6)
+    errors = kept(hook)
+    assert {n.split("[")[0] for n in errors} == {
+        "first.weight", "b0.0.weight", "b0.2.weight", "b1.1.weight"
+    }  # fmt: skip
+    for key, error in errors.items():
+        theirs = slow[key.split("[")[0]].errors[mesh["replicate"].get_local_rank()]
+        torch.testing.assert_close(error.double().flatten(1), theirs, rtol=1e-3, atol=1e-6)
+
+
+def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
+    """A slow reference: both replicas get both shards, cut them into rows and simulate two workers."""
+    group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule) or path == "b1.1":
+            continue
+        mine = method
+        if isinstance(method, dict):
+            mine = method["b?" if path.startswith("b") else "*"]
+        outer = own_name(path) or "(root)"
+        blocks = {"b1.0": ["b1.0", "b1.1"], "(root)": ["head"]}.get(outer, [outer])
+        params = {
+            own_name(n): p for n, p in model.named_parameters() if own_name(n).startswith(tuple(blocks))
+        }
+        simulated = Simulated(Settings(mine, **({"smallest": 0} | options)), 2)
+
+        def average(flat: Tensor, params: Any = params, simulated: Any = simulated, mine: Any = mine,
+                    outer: str = outer) -> None:  # fmt: skip
+            everyone = [torch.empty_like(flat) for _ in range(2)]
+            dist.all_gather(everyone, flat, group=group)
+            if not mine.matrix:
+                key = f"{outer}[{shard}/2]"
+                flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
+                return
+            begin, places = 0, {}
+            for name, p in params.items():
+                local, by_rows = p.to_local().shape, p.placements[0].dim == 0
+                if local.numel():
+                    places[f"{name}[{shard}/2]"] = slice(begin, begin + local.numel()), local
+                begin += math.ceil(p.shape[0] / 2) * p.shape[1:].numel() if by_rows else local.numel()
+            assert begin == len(flat)
+            if places:
+                rows = [{k: x[s].view(shape) for k, (s, shape) in places.items()} for x in everyone]
+                for key, mean in simulated.average(rows)[0].items():
+                    flat[places[key][0]] = mean.flatten()
+
+        module.set_all_reduce_hook(average)
+
+
+def gradients_are_those_of_simulated_workers(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
+    """Bit for bit, with error feedback: two terms have one sum."""
+    model, _ = matrices(mesh, MATRIX_METHODS[name], seed=3, **options)
+    reference = sharded(mesh["shard"], MatrixNet())
+    by_simulated_workers(reference, mesh, MATRIX_METHODS[name], seed=3, **options)
+    for step in range(4):
+        for x in (model, reference):
+            x.zero_grad()
+            loss(x, step, rank).backward()
+        expected = grads(reference)
+        for n, g in grads(model).items():
+            assert torch.equal(g, expected[n]), (name, step, n)
+
+
+def small_matrices_are_sent_uncompressed(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Elements of a shard count: 6×11, 6×6 and 3×21 here, less there."""
+    gradients_are_those_of_simulated_workers(mesh, rank, "powersgd", smallest=60)
+    model, hook = matrices(mesh, PowerSGD(1), smallest=60)
+    train(model, momentum(model), range(1), rank)
+    shard = mesh["shard"].get_local_rank()
+    names = ["b0.0.weight", "b1.1.weight"] if shard == 0 else ["b0.0.weight"]
+    assert sorted(kept(hook)) == [f"{name}[{shard}/2]" for name in names]
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=9\) compresses nothing here"):
+        hook.use({"b0": PowerSGD(1), "*": PowerSGD(9)})
+
+
+def columns(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Sharded over the second dimension: a worker's part has all rows and some columns."""
+    nets = []
+    for _ in range(2):
+        net = MatrixNet()
+        fully_shard(
+            net, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.shape == (11, 6) else None
+        )
+        nets.append(net)
+    pf.compress(nets[0], PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
+    assert nets[0].first.weight.to_local().shape == (11, 3)
+    simulated = Simulated(Settings(PowerSGD(1), smallest=0), 2)
+    key = f"first.weight[{mesh['shard'].get_local_rank()}/2]"
+    for step in range(3):
+        for net in nets:
+            net.zero_grad()
+            loss(net, step, rank).backward()
+        everyone = [torch.empty(11, 3) for _ in range(2)]
+        dist.all_gather(everyone, grads(nets[1])["first.weight"], group=mesh["replicate"].get_group())
+        mean = simulated.average([{key: x} for x in everyone])[0][key]
+        assert torch.equal(grads(nets[0])["first.weight"], mean)
+
+
+def bytes_are_those_of_each_shard(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """r (m + n) for m rows of each matrix, vectors uncompressed, and a flag for each tensor and each module."""
+    model, hook = matrices(mesh, PowerSGD(1))
+    train(model, momentum(model), range(3), rank)
+    if mesh["shard"].get_local_rank() == 0:
+        first, b0, b1 = (6 + 6) + 6, (6 + 11) + 6 + (4 + 6) + 4, 11 + 11 + (3 + 21) + 3
+        head, flags = 5 + 1, 3 + 5 + 5 + 3
+        elements = 36 + 6 + 66 + 6 + 24 + 4 + 11 + 11 + 63 + 3 + 5 + 1
+    else:
+        first, b0, b1 = (5 + 6) + 5, (6 + 11) + 6 + (3 + 6) + 3, 10 + 10 + (2 + 21) + 2
+        head, flags = 1, 3 + 5 + 5 + 2  # one zero of the head's padding
+        elements = 30 + 5 + 66 + 6 + 18 + 3 + 10 + 10 + 42 + 2 + 1
+    sent = hook.meter.collective_bytes
+    assert sent == {**dict.fromkeys(sent, 0), "all_reduce": 3 * 4 * (first + b0 + b1 + head + flags)}
+    assert hook.meter.gradient_bytes == 3 * 4 * elements
+    assert hook.meter.steps == 3 * 4
+
+
+def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    model, hook = matrices(mesh, PowerSGD(1))
+    for step, bad in enumerate([True, False, True, False]):
+        before, factors = kept(hook), kept(hook, "Q")
+        model.zero_grad()
+        loss(model, step, rank, spoil=math.inf if bad and rank == 3 else 1.0).backward()
+        poisoned = bad and mesh["shard"].get_local_rank() == 0
+        assert bool(grads(model)["first.weight"].isnan().all()) == poisoned
+        unchanged = all(torch.equal(x, before.get(n, torch.zeros_like(x))) for n, x in kept(hook).items())
+        assert unchanged == bad
+        assert same(kept(hook, "Q"), factors) == bad
+
+
+def other_precisions(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Reduced in bf16: error feedback and factors are in fp32. Offloaded to the CPU: bit-identical."""
+    ends = []
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {},
+    ):
+        model = sharded(mesh["shard"], MatrixNet(), **options)
+        hook = pf.compress(model, PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
+        train(model, momentum(model), range(3), rank)
+        assert {x.dtype for key in ("error", "Q") for x in kept(hook, key).values()} == {torch.float32}
+        assert same_everywhere(weights(model))
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0.05, atol=0.02)
+    assert torch.equal(ends[1], ends[2])
+
+
+def unused_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """`maybe` is not used, and nobody can tell whose gradients are missing."""
+    model, _ = hooked(mesh, PowerSGD(1), smallest=0)
+    with pytest.raises(
+        ValueError, match=r"\(root\): a shard of 12 gradients, instead of 30: .*_unused_params"
+    ):
+        loss(model, 0, rank).backward()
+    model, _ = hooked(mesh, PowerSGD(1), smallest=0)
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.12 or 2.13 on
+        model.set_reduce_scatter_unused_params(True)
+        train(model, momentum(model), range(2), rank)
+        assert same_everywhere(weights(model))
+
+
+def resumes(mesh: DeviceMesh, rank: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        sharded_state.resumes(mesh, rank, name, MatrixNet, smallest=0)
+
+
+def resumes_from_a_checkpoint(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    ends = []
+    for stop, name in ((4, "straight"), (2, "stopped"), (4, "stopped")):
+        model, hook = matrices(mesh, {"b?": PowerSGD(1), "*": TopK(0.1)})
+        optimizer = momentum(model)
+        with pf.Checkpoint(folder / name, model, optimizer, compressor=hook, every=1) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                train(model, optimizer, range(step, step + 1), rank)
+                checkpoint.step(step=step + 1)
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[2])
+
+
+def state_of_other_workers(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """Of other replicas Q is kept, of other shards nothing, and of that all replicas have the same."""
+    model, hook = matrices(mesh, PowerSGD(1))
+    train(model, momentum(model), range(2), rank)
+    factors, state = kept(hook, "Q"), hook.state_dict()
+    for module in state["modules"].values():
+        module["state"]["size"] = 3
+    with pytest.warns(UserWarning, match="starts with empty error feedback"):
+        hook.load_state_dict(state)
+    assert not kept(hook)
+    assert same(kept(hook, "Q"), factors)
+    train(model, momentum(model), range(2, 3), rank)
+    assert same_everywhere(weights(model))
+    state = hook.state_dict() | ({"shard": 1} if rank == 2 else {})  # which is shard 0 now
+    if rank % 2 == 0:
+        with pytest.warns(UserWarning, match="starts with empty error feedback"):
+            hook.load_state_dict(state)
+        assert not kept(hook, "Q")
+    else:
+        hook.load_state_dict(state)
+        assert kept(hook, "Q")
+    train(model, momentum(model), range(3, 5), rank)
+    assert same_everywhere(weights(model))
+    state = hook.state_dict()
+    hook.use(TopK(0.1))
+    with pytest.warns(UserWarning, match="of a method for matrices where this one is not"):
+        hook.load_state_dict(state)
+    train(model, momentum(model), range(5, 6), rank)
+    assert same_everywhere(weights(model))
+
+
+def error_feedback_goes_along_to_other_methods(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """From one vector to rows and back, bit for bit, also what DGC has not sent; rescaled as before."""
+    for method in (TopK(0.1), DGC(0.9)):
+        model = sharded(mesh["shard"], MatrixNet())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replicas = mesh["replicate"].get_group()
+        hook = pf.compress(model, method, replicas=replicas, optimizer=optimizer)
+        train(model, optimizer, range(2), rank)
+        key = "error" if method == TopK(0.1) else "v"
+        before = kept(hook, key)
+        hook.use(PowerSGD(1))
+        rows = kept(hook)
+        shard = mesh["shard"].get_local_rank()
+        first = before[f"first[{shard}/2]"]
+        n = 36 if shard == 0 else 30
+        assert torch.equal(rows[f"first.weight[{shard}/2]"].flatten(), first[:n])
+        assert torch.equal(rows[f"first.bias[{shard}/2]"], first[36 : 36 + n // 6])
+        assert {module["state"]["steps"] for module in hook.state_dict()["modules"].values()} == {2}
+        hook.use(TopK(0.1))
+        assert same(kept(hook), before)
+        hook.use(PowerSGD(1))
+        optimizer.param_groups[0]["lr"] = 0.01
+        (0 * loss(model, 0, rank)).backward()  # zeros: error feedback waits
+        for name, x in kept(hook).items():
+            torch.testing.assert_close(x, rows[name] * 10)
+        optimizer.zero_grad()
+        hook.use(NoCompression())
+        train(model, optimizer, range(2, 3), rank)
+        assert not kept(hook)  # it was sent
+        assert same_everywhere(weights(model))
+
+
+def each_parameter_has_its_units(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    model = sharded(mesh["shard"], MatrixNet())
+    named = {own_name(n): p for n, p in model.named_parameters()}
+    conv = named.pop("b0.2.weight")
+    optimizer = torch.optim.SGD([{"params": [conv], "lr": 1.0}, {"params": [*named.values()], "lr": 0.1}])
+    replicas = mesh["replicate"].get_group()
+    hook = pf.compress(model, PowerSGD(1), replicas=replicas, optimizer=optimizer, smallest=0)
+    loss(model, 0, rank).backward()
+    before = kept(hook)
+    optimizer.param_groups[0]["lr"] = 0.5
+    (0 * loss(model, 0, rank)).backward()
+    for name, x in kept(hook).items():
+        torch.testing.assert_close(x, before[name] * (2 if name.startswith("b0.2") else 1))
+
+
+def through_the_switch(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    """State stays with unchanged modules, and the factors of the others are compressed by rows."""
+    model: nn.Module
+    model, hook = matrices(mesh, PowerSGD(1))
+    optimizer, switch = momentum(model), pf.Switch(rank=2, when=pf.AtStep(2), keep=["first"])
+    for step in range(4):
+        before = kept(hook)
+        model, optimizer = switch.rebuild(
+            model, optimizer, build=MatrixNet, shard=lambda net: sharded(mesh["shard"], net), step=step
+        )
+        if step == 2:
+            assert any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+            assert same(kept(hook), {n: x for n, x in before.items() if n.startswith("first")})
+        train(model, optimizer, range(step, step + 1), rank)
+    assert any(".down." in name or ".up." in name for name in kept(hook))
+    assert same_everywhere(weights(model))
+
+
+def single_worker(rank: int, size: int, device: str) -> None:
+    """One replica of one shard, in which rows are whole matrices: the gradients of an engine, through a change of method."""
+    mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("replicate", "shard"))
+    plain, model = MatrixNet().to(device), sharded(mesh["shard"], MatrixNet().to(device))
+    hook = pf.compress(model, PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
+    engine = Engine(Settings(PowerSGD(1), smallest=0))
+    for step in range(4):
+        for net in (model, plain):
+            net.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(device)
+            net(x).square().mean().backward()
+        expected = engine.average({f"{own_name(n)}[0/1]": p.grad for n, p in plain.named_parameters()})
+        for n, g in grads(model).items():
+            torch.testing.assert_close(g, expected[f"{own_name(n)}[0/1]"], rtol=1e-3, atol=1e-5)
+    errors = kept(hook)
+    hook.use(TopK(0.1))
+    hook.use(PowerSGD(1))
+    assert all(torch.equal(x, kept(hook)[name]) for name, x in errors.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_on_a_gpu() -> None:
+    in_processes(single_worker, 1, "cuda", backend="nccl")
+
+
+def every_method(mesh: DeviceMesh, rank: int) -> None:
+    for name in MATRIX_METHODS:
+        gradients_are_those_of_simulated_workers(mesh, rank, name)
+
+
+@pytest.mark.timeout(180)  # against deadlocks
+def test_every_method_for_matrices() -> None:
+    in_processes(on_mesh, 4, every_method)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("powersgd", "sparseloco"),
+        pytest.param(
+            tuple(MATRIX_METHODS.keys() - {"powersgd", "sparseloco"}), marks=pytest.mark.slow, id="others"
+        ),
+    ],
+    ids=", ".join,
+)
+def test_resumes(names: tuple[str, ...]) -> None:
+    in_processes(on_mesh, 4, resumes, names)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        (power_sgd_is_the_papers_loop_on_rows, small_matrices_are_sent_uncompressed, columns),
+        (bytes_are_those_of_each_shard, bad_steps_leave_no_trace, other_precisions, unused_parameters),
+        (state_of_other_workers, error_feedback_goes_along_to_other_methods, each_parameter_has_its_units),
+        (resumes_from_a_checkpoint, through_the_switch),
+    ],
+    ids=lambda cases: ", ".join(case.__name__ for case in cases),
+)
+def test_rows_of_two_replicas(cases: tuple[Callable[..., None], ...], tmp_path: Path) -> None:
+    in_processes(on_mesh, 4, all_of, cases, tmp_path)
+
+
+def all_of(mesh: DeviceMesh, rank: int, cases: tuple[Callable[..., None], ...], folder: Path) -> None:
+    for case in cases:
+        case(mesh, rank, folder)
