@@ -11,13 +11,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import pufferfish as pf
+from processes import in_processes
 from pufferfish.layers import LowRankLinear, SharedInput
 from pufferfish.layers.fused_product import fused_product
 from pufferfish.layers.recompute import recompute_
@@ -60,10 +64,8 @@ def check_kernel(device: str, dtype: torch.dtype) -> None:
 def test_the_kernel_interpreted() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-    }  # read when triton is imported, so in a process of its own
+    # Read when triton is imported, so in a process of its own.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
 
 
@@ -198,6 +200,31 @@ def test_meta_tensors_and_macs() -> None:
     assert counter.get_total_flops() == 2 * 10 * 16 * (64 + 48 + 48 + 80)
 
 
+def workers(rank: int, size: int) -> None:
+    """DDP and FSDP2 average the gradients that the operator computes for each worker's batch."""
+    torch.manual_seed(1)
+    batches = [batch(torch.float32, grad=False) for _ in range(size)]
+    exact = plain(build(torch.float32)).double()
+    (sum(exact(x.double()).square().sum() for x in batches) / size).backward()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for kind in ("ddp", "fsdp2"):
+        model = build(torch.float32)
+        wrapped = DDP(model) if kind == "ddp" else fully_shard(model, mp_policy=policy)
+        with Used() as used, torch.autocast("cpu", torch.bfloat16, enabled=kind == "ddp"):
+            output = wrapped(batches[rank])
+        assert used.count == 2
+        output.double().square().sum().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            grad = ours.grad.full_tensor() if kind == "fsdp2" else ours.grad
+            assert grad.dtype == torch.float32
+            assert error(grad, theirs.grad) < 0.02
+    dist.barrier()
+
+
+def test_several_workers() -> None:
+    in_processes(workers, 2)
+
+
 # When layers compute with the two factors instead.
 
 
@@ -230,6 +257,8 @@ def test_other_factors() -> None:
 
 def test_other_dtypes_ranks_and_inputs() -> None:
     assert calls(build(), batch()) == 2
+    with torch.inference_mode():
+        assert calls(build(), batch(grad=False)) == 2
     for dtype in (torch.float32, torch.float64):
         assert calls(build(dtype), batch(dtype)) == 0
     with torch.autocast("cpu", torch.bfloat16):

@@ -48,9 +48,9 @@ def test_outputs_and_gradients(rank: int, autocast: bool, compiled: bool) -> Non
     context = torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext()
     with torch.profiler.profile() as profile, context:
         ours = results(model, x, call)
-    assert any(event.key == "_kernel" for event in profile.key_averages())
+    assert any(event.key == "two_products_kernel" for event in profile.key_averages())
     assert [g.dtype for g in ours[1:]] == [dtype] * 7
-    assert_close(ours, results(exact, x.detach().double().requires_grad_()))
+    assert_close(ours, results(exact, x.detach().double().requires_grad_()), 0.03)
 
 
 def test_a_cuda_graph() -> None:
@@ -89,5 +89,5 @@ def test_few_rows() -> None:
     x = batch(torch.bfloat16)
     with torch.profiler.profile() as profile:
         few = model(x[:1])
-    assert all(event.key != "_kernel" for event in profile.key_averages())
+    assert all(event.key != "two_products_kernel" for event in profile.key_averages())
     assert_close([few], [model(x)[:1]])

@@ -16,7 +16,7 @@ def two_products_in_one_kernel(
     (rows, n), (m, r) = x.shape, second.shape
     y, t = x.new_empty(rows, m), x.new_empty(rows, r)
     with torch.cuda.device_of(x):
-        _kernel[(triton.cdiv(rows, ROWS),)](
+        two_products_kernel[(triton.cdiv(rows, ROWS),)](
             x, first, second, y if bias is None else bias, t, y, rows,
             *x.stride(), *first.stride(), *second.stride(),
             N=n, R=r, M=m, ROWS=ROWS, TILE_N=_tile(n, 64), TILE_R=triton.next_power_of_2(r), TILE_M=_tile(m, 128),
@@ -39,7 +39,7 @@ def _load(pointers, inside, PADDED: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def two_products_kernel(  # type: ignore[no-untyped-def]
     x, first, second, bias, t_out, y_out, rows,
     x_row, x_column, first_row, first_column, second_row, second_column,
     N: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
