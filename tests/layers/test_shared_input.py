@@ -109,6 +109,13 @@ def test_activation_checkpointing():
     assert_same(gradients(grouped, x, call=rerun), gradients(alone, x))
 
 
+def test_functional_calls():
+    """With tensors that are no parameters."""
+    grouped, alone, x = pair()
+    other = {name: 2 * p.detach() for name, p in grouped.named_parameters()}
+    assert_same(*([torch.func.functional_call(model, other, (x,))] for model in (grouped, alone)))
+
+
 def test_other_inputs():
     """Layers that are called alone, in another order, twice, or with other tensors."""
     grouped, alone, x = pair()

@@ -31,7 +31,8 @@ from .names import named_modules
 
 _aten = torch.ops.aten
 
-#: Products, with the position of their left factor; the right one follows it.
+#: Products, with the position of their left factor; the right one follows it. Not `two_products`: to keep its narrow output
+#: is to keep the wide one too, and to read its input again costs little.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.addmm.default: 1,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .linear import LowRankLinear
+from .linear import LowRankLinear, is_plain
 
 
 class SharedInput:
@@ -23,6 +23,7 @@ class SharedInput:
     Args:
         layers: At least two layers with equally many inputs.
 
+    >>> from torch import nn
     >>> q, k = (LowRankLinear(nn.Linear(8, 8), {"": 2}).to_empty(device="cpu") for _ in range(2))
     >>> x = torch.randn(3, 8)
     >>> alone = k(x)
@@ -47,11 +48,11 @@ class SharedInput:
     def first_product(self, layer: LowRankLinear, input: Tensor) -> Tensor | None:
         """Output of the layer's first factor; None if the layer has to compute it alone."""
         place = next((i for i, other in enumerate(self.active) if other is layer), None)
-        if place is None or not all(_is_plain(other.down, input) for other in self.active):
+        if place is None or not all(is_plain(other.down, input) for other in self.active):
             return None  # `layer` is a replica of DataParallel, or a module has changed
         mode = _mode(input)
         if place not in self._outputs or self._input is not input or self._mode != mode:
-            weights = [other.down.get_parameter("weight") for other in self.active]
+            weights = [cast(Tensor, other.down.weight) for other in self.active]
             parts = _product(input, weights).split([len(w) for w in weights], -1)
             self._input, self._mode, self._outputs = input, mode, dict(enumerate(parts))
         output = self._outputs.pop(place)
@@ -74,19 +75,6 @@ def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         weights = [w.to(dtype) for w in weights]  # before they are joined: half of the bytes to copy
     return F.linear(input, torch.cat(list(weights)))
-
-
-def _is_plain(first: nn.Module, input: Tensor) -> bool:
-    """Whether a first factor can be computed together with others, without calling it."""
-    weight = first._parameters.get("weight")
-    return (
-        type(first) is nn.Linear
-        and weight is not None
-        and type(weight) in (Tensor, nn.Parameter)
-        and weight.device == input.device
-        and not (first._forward_hooks or first._forward_pre_hooks)
-        and not (first._backward_hooks or first._backward_pre_hooks)
-    )
 
 
 def _mode(input: Tensor) -> tuple[Any, ...]:

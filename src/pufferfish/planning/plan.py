@@ -94,6 +94,7 @@ class Entry:
     positions: int | None = None  # number of vectors multiplied by the matrix in the example
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
     ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
+    fused: bool = False  # whether one kernel computes both products: it was faster when measured
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
 
     def __post_init__(self) -> None:
@@ -131,23 +132,22 @@ class Entry:
 
     def keep_dense(self, reason: str) -> Entry:
         """Return the entry without a rank."""
-        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
+        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="", fused=False)
 
     def with_rule(self, rule: Rule) -> Entry:
         """Return the entry with a rule that chooses its rank later."""
-        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
+        return dataclasses.replace(
+            self, rank=None, rule=rule, reason="", note=rule.note(self.name), fused=False
+        )
 
-    def with_rank(self, rank: int) -> Entry:
+    def with_rank(self, rank: int, fused: bool = False) -> Entry:
         """Return the entry with this rank."""
-        return dataclasses.replace(self, rank=rank, rule=None, reason="")
+        return dataclasses.replace(self, rank=rank, rule=None, reason="", fused=fused)
 
     def as_json(self) -> dict[str, Any]:
-        data = _without_defaults(self)
-        if self.matrix:
-            data["matrix"] = _without_defaults(self.matrix)
-        if self.rule:
-            data["rule"] = self.rule.as_json()
-        return data
+        matrix = {"matrix": _without_defaults(self.matrix)} if self.matrix else {}
+        rule = {"rule": self.rule.as_json()} if self.rule else {}
+        return _without_defaults(self) | matrix | rule
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Entry:

@@ -46,7 +46,7 @@ def _layers(plan: Plan) -> str:
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
-        rows.append([*row, f"{share:.1%}", e.reason or e.note])
+        rows.append([*row, f"{share:.1%}", e.reason or e.note or "fused kernel" * e.fused])
     return format_table(rows, left=(0, 1, 2, len(head) - 1))
 
 
