@@ -12,6 +12,7 @@ from torch import nn
 import pufferfish as pf
 from paper import COUNTS
 from pufferfish.cli import COMMANDS, main
+from pufferfish.lab.models import REFERENCES
 
 FACTORIES = """
 import torch
@@ -68,6 +69,19 @@ def test_built_in_names_print_the_papers_hybrid_plan(name: str, capsys: pytest.C
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters"))
     before, after = COUNTS[name]
     assert line.split()[1:3] == [f"{before:,}", f"{after:,}"]
+
+
+def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {module.__name__.rpartition('.')[2]} " in out for module in COMMANDS)
+
+
+def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    listed = capsys.readouterr().out.partition("reference model:")[2].partition("or a function")[0]
+    assert [name.strip() for name in listed.split(",")[:-1]] == [*REFERENCES]
 
 
 def test_gpt_plan_and_options(capsys: pytest.CaptureFixture[str]) -> None:

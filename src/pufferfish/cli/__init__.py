@@ -1,7 +1,8 @@
 """The `pufferfish` command: parses arguments, calls the library, prints results; one file per command.
 
 A command's module has a docstring, which is its description; `HELP`, one line for the list of commands;
-`add_arguments(parser)`; and `run(arguments)`, which returns the exit code, or None for 0.
+`add_arguments(parser)`; and `run(arguments)`, which returns the exit code, or None for 0. At its top it imports
+nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
 """
 
 import argparse
@@ -18,7 +19,11 @@ _NO_COMPUTE = ("report", "fetch", "network")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for invalid input, with a one-line message on stderr."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
         print(f"pufferfish: {warning}", file=sys.stderr)
     try:
@@ -37,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "Low-rank training and gradient compression for PyTorch."
     parser = argparse.ArgumentParser(prog="pufferfish", description=what)
     parser.add_argument("--version", action="version", version=f"pufferfish {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for module in COMMANDS:
         name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
         # Descriptions of several lines hold examples, which must not be wrapped.

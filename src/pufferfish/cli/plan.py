@@ -2,7 +2,8 @@
 Nothing is trained or changed.
 
 MODEL is a built-in reference model:
-%s,
+  vgg19, vgg19_one_fc, resnet18, resnet50, wide_resnet50_2, lstm, transformer,
+  gpt, llama,
 or a function that builds a model: file.py:function or package.module:function.
 The function returns one of
 
@@ -22,7 +23,6 @@ slower: name the mode that the job runs in. Times are kept in the cache folder.
 
 import argparse
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,6 @@ HELP = "show which layers low rank changes and what it saves"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..lab.models import REFERENCES  # imports names only; no model is built
-
-    names = textwrap.fill(", ".join(REFERENCES), 72, initial_indent="  ", subsequent_indent="  ")
-    parser.description = (parser.description or "") % names
     add = parser.add_argument
     add("model", metavar="MODEL", help="name of a model, or function that builds one")
     rank = "0.25 (of the full rank), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
