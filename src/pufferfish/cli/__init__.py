@@ -6,20 +6,33 @@ nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
-from . import advise, bench, convert, demo, fetch, merge, methods, network, plan, report, train
+from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
 
-COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network)
+COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network, env)
 #: Commands that run no model, so the AMX check is not needed.
 _NO_COMPUTE = ("report", "fetch", "network")
+
+EPILOG = """\
+`pufferfish COMMAND --help` describes a command.
+
+completion with the tab key, in the start file of a shell:
+  bash, zsh   eval "$(register-python-argcomplete pufferfish)"
+  fish        register-python-argcomplete --shell fish pufferfish | source
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for invalid input, with a one-line message on stderr."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell when the user presses tab
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
@@ -40,9 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     from .. import __version__
 
     what = "Low-rank training and gradient compression for PyTorch."
-    parser = argparse.ArgumentParser(prog="pufferfish", description=what)
+    parser = argparse.ArgumentParser(
+        prog="pufferfish",
+        description=what,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"pufferfish {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in COMMANDS:
         name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
         # Descriptions of several lines hold examples, which must not be wrapped.

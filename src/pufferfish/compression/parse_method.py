@@ -1,4 +1,4 @@
-"""`parse_method`: methods from text, as on a command line: `TopK(0.001)`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
+"""`parse_method`: methods from text, as on a command line: `topk-0.001`, `Accordion(PowerSGD(4), PowerSGD(1), every=500)`, `file.py:Mine`."""
 
 import ast
 import dataclasses
@@ -17,23 +17,35 @@ from typing import Any
 from .method import Method
 
 _CALL = r"[^\W\d]\w*\s*(?:\(.*\))?"
-_FORMS = "write Name, Name(setting=value), file.py:Name(…) or package.module:Name(…)"
+_FORMS = "write Name, Name(setting=value), name-4, file.py:Name(…) or package.module:Name(…)"
+#: Names by which the literature calls a method; other names are those of the classes, in any case and with hyphens.
+_ALIASES = {
+    "bf16": "BFloat16",
+    "fp16": "Float16",
+    "fp8": "BlockFP8",
+    "int8": "BlockInt8",
+    "none": "NoCompression",
+}
 
 
 def parse_method(text: str) -> Method:
     """Parse a method. Text is never evaluated; a file or module that it names is imported.
 
     A name alone means the defaults. In `file.py:Mine(PowerSGD(2))` names may come from the file or from this package.
+    This package's names may be written in any case and with hyphens, and their first setting after a hyphen.
 
-    >>> parse_method("PowerSGD(2)"), parse_method("BFloat16")
-    (PowerSGD(rank=2), BFloat16())
+    >>> parse_method("PowerSGD(2)"), parse_method("powersgd-2"), parse_method("alternating-powersgd")
+    (PowerSGD(rank=2), PowerSGD(rank=2), AlternatingPowerSGD(rank=4))
+    >>> parse_method("BFloat16"), parse_method("bf16"), parse_method("top-k-0.001")
+    (BFloat16(), BFloat16(), TopK(k=0.001, sample=1.0))
     >>> parse_method("Accordion(PowerSGD(rank=4), PowerSGD(rank=1), every=500)").low
     PowerSGD(rank=4)
     >>> parse_method("PowerSDG(rank=2)")
     Traceback (most recent call last):
     ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); there are ...
     """
-    parts = re.fullmatch(rf"(?:(?P<place>.+?):)??(?P<call>{_CALL})", text.strip(), re.DOTALL)
+    written = short_form(text) or text.strip()
+    parts = re.fullmatch(rf"(?:(?P<place>.+?):)??(?P<call>{_CALL})", written, re.DOTALL)
     if parts is None:
         raise ValueError(f"method {text!r}: {_FORMS}")
     try:
@@ -48,6 +60,22 @@ def parse_method(text: str) -> Method:
     except (ValueError, TypeError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"method {text!r}: {error}") from error
+
+
+def short_form(text: str) -> str | None:
+    """A short form such as `powersgd-4` as a call, `PowerSGD(4)`; None if the text is not a short form.
+
+    >>> short_form("powersgd-4"), short_form("Int8"), short_form("PowerSGD(4)")
+    ('PowerSGD(4)', 'BlockInt8', None)
+    """
+    names = {name.lower(): name for name in method_classes()} | _ALIASES
+    whole = re.fullmatch(r"([\w-]+?)(?:-(\d[\d.]*(?:e-?\d+)?))?", text.strip())
+    if whole is None:
+        return None
+    for name, setting in ((whole[0], None), whole.groups()):
+        if found := names.get(re.sub("[-_]", "", name).lower()):
+            return found if setting is None else f"{found}({setting})"
+    return None
 
 
 def method_classes() -> dict[str, type[Method]]:
@@ -122,7 +150,7 @@ def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
 
 
 def _class(name: str, names: Mapping[str, Any]) -> type[Method]:
-    found = names.get(name)
+    found = names.get(name) or names.get(short_form(name) or "")
     if found is None:
         methods = {n.lower(): n for n, x in names.items() if _is_method(x) and x is not Method}
         close = difflib.get_close_matches(name.lower(), methods, n=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compression import Method
-from ...compression.parse_method import method_classes, parse_method
+from ...compression.parse_method import parse_method, short_form
 from ...switching.moments import AtEpoch
 from ...switching.switch import Switch
 from ..rivals.pruning_by_name import PRUNING_METHODS, is_pruning_method
@@ -15,7 +15,6 @@ from .narrow_method import NarrowMethod, narrow_method
 
 #: Unchanged model; low rank by the paper's recipe; low rank chosen from the weights.
 MODELS = ("dense", "pufferfish", "auto")
-_SHORT = {"bf16": "BFloat16", "fp16": "Float16", "int8": "BlockInt8", "fp8": "BlockFP8"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ def training_method(text: str) -> TrainingMethod:
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
     model, plus, compression = text.strip().partition("+")
+    model = model.lower() if model.lower() in MODELS else model
     if model in MODELS or is_pruning_method(model) or narrow_method(model):
         if plus and not compression:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
@@ -75,14 +75,9 @@ def training_method(text: str) -> TrainingMethod:
 
 
 def _compression(word: str, text: str) -> Method:
-    """Parse a compression method, also in lower case with its first setting after a hyphen."""
-    short = re.fullmatch(r"([a-z][a-z0-9]*)(?:-([\d.]+))?", word)
-    if short is None:
-        return parse_method(word)
-    names = {name.lower(): name for name in method_classes()} | _SHORT
-    if short[1] not in names:
-        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, *_SHORT, "powersgd-4", "topk-0.01"])
+    if re.fullmatch(r"[\w.-]+", word) and short_form(word) is None:
+        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, "bf16", "int8", "powersgd-4", "topk-0.01"])
         raise ValueError(
-            f"method {text!r}: there is no {short[1]}; there are {examples} … (`pufferfish methods`)"
+            f"method {text!r}: there is no {word}; there are {examples} … (`pufferfish methods`)"
         )
-    return parse_method(names[short[1]] + (f"({short[2]})" if short[2] else ""))
+    return parse_method(word)
