@@ -140,7 +140,7 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
     ("text", "error", "says"),
     [
         ("PowerSDG(rank=2)", ValueError, r"no PowerSDG \(did you mean PowerSGD\?\); there are .*TopK"),
-        ("topk", ValueError, r"did you mean TopK"),
+        ("topkk", ValueError, r"did you mean TopK"),
         ("Nonsense", ValueError, r"there is no Nonsense; there are Accordion, "),
         ("PowerSGD(rnk=2)", ValueError, r"unexpected keyword argument 'rnk'; write PowerSGD\(rank=4\)"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,16 @@ from ..planning.plan import LITTLE, Entry, Plan
 from ..planning.table import format_table, obstacles
 from .moments import Position
 
+#: Shares by which the held-out loss may rise: a rise that a few steps of training make up, and one that an epoch or
+#: two usually do.
+FINE_RISE, USUAL_RISE = 0.1, 1.0
+#: Mean energy kept: hardly a change, and what a quarter of the full rank keeps of weights after a short warm-up.
+FINE_ENERGY, USUAL_ENERGY = 0.9, 0.4
+
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a switch."""
+    """Result of a switch. `str` gives a summary that ends with a `verdict`."""
 
     plan: Plan  # with ranks and errors
     position: Position
@@ -109,9 +116,55 @@ class Report:
             lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
         if self.optimizers:
             lines.append(self.optimizers)
-        rows = [["worst layers", "rank", "energy kept", "relative error"]]
-        rows += [[e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst]
-        return "\n".join([*lines, format_table(rows, left=(0,))] if self.worst else lines)
+        if self.worst:
+            rows = [["worst layers", "rank", "energy kept", "relative error"]]
+            rows += [
+                [e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst
+            ]
+            lines.append(format_table(rows, left=(0,)))
+        return "\n".join([*lines, f"verdict: {self.verdict}"] if self.verdict else lines)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the switch has lost too much, in words; "" if no layer was changed, or all are full-rank again.
+
+        The loss decides, where `evaluate=` has measured it: a rise by up to 10 % is fine, one by up to 100 % is
+        usual. Energy, the share of ‖W‖² that is kept, is a weaker sign: from 90 % on average it is fine, from 40 % usual.
+
+        >>> import torch, pufferfish as pf
+        >>> model, losses = torch.nn.Sequential(torch.nn.Linear(64, 64)), iter([1.0, 1.8])
+        >>> switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), evaluate=lambda model: next(losses))
+        >>> if switch.step(model, None, epoch=0):
+        ...     print(switch.report.verdict)
+        usual. The held-out loss rises by 80%; one or two epochs usually make that up.
+        """
+        kept = [*self.energy.values()]
+        if not kept or self.merged is not None:
+            return ""
+        remedy = "raise the rank, leave the worst layers dense, or switch later"
+        if self.loss is not None:
+            before, after = self.loss
+            rise = (after - before) / abs(before) if before else after * math.inf if after else 0.0
+            if not math.isfinite(after):
+                return f"failed. The held-out loss is {after} after the switch; {remedy}."
+            if rise <= FINE_RISE:
+                how = f"rises by {rise:.0%}" if rise >= 0.005 else "does not rise"
+                return f"fine. The held-out loss {how}."
+            if rise <= USUAL_RISE:
+                return (
+                    f"usual. The held-out loss rises by {rise:.0%}; one or two epochs usually make that up."
+                )
+            return (
+                f"large. The held-out loss rises from {before:.4g} to {after:.4g}. If two epochs do not make that up, "
+                f"{remedy}; max_jump= limits the rise."
+            )
+        mean = sum(kept) / len(kept)
+        text = f"{mean:.0%} of the energy is kept on average"
+        if mean >= FINE_ENERGY:
+            return f"fine. {text}."
+        if mean >= USUAL_ENERGY:
+            return f"usual. {text}, which training usually makes up; pass evaluate= to see the loss."
+        return f"low. {text}. Pass evaluate= to see the loss; if two epochs do not make it up, {remedy}."
 
     def _raised(self) -> str:
         """Ranks that `max_jump` raised and layers that it left dense."""
