@@ -8,7 +8,8 @@ import io
 import socket
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, Download, read_files
 from pufferfish.lab.data.fetch import fetch
+from pufferfish.planning.progress import display_progress
 
 pytestmark = pytest.mark.timeout(60)
 CONTENT = bytes(range(256)) * 2000
@@ -170,17 +172,19 @@ def test_no_network(server: Server, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_progress_only_on_a_terminal(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Screen(io.StringIO):
-        def __init__(self, terminal: bool) -> None:
-            super().__init__()
-            self.isatty = lambda: terminal  # type: ignore[method-assign]
+def test_progress_is_reported(server: Server, tmp_path: Path) -> None:
+    shown: list[object] = []
 
-    for terminal in (True, False):
-        screen = Screen(terminal)
-        monkeypatch.setattr("sys.stderr", screen)
-        fetch(server.dataset(), tmp_path / str(terminal))
-        assert ("100 %" in screen.getvalue()) == terminal
+    @contextmanager
+    def display(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        shown.append((text.partition(" ")[0], total))
+        yield shown.append
+
+    with display_progress(display):
+        fetch(server.dataset(), tmp_path)
+    (head, *amounts) = shown
+    assert head == ("it.bin", len(CONTENT))
+    assert sum(amounts) == len(CONTENT)  # type: ignore[arg-type]
 
 
 def test_an_archive_is_read_as_it_came(server: Server, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
+from .terminal import progress_bars
 
 COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network, env)
 #: Commands that run no model, so the AMX check is not needed.
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pufferfish: {warning}", file=sys.stderr)
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
-        return run(arguments) or 0
+        with progress_bars():
+            return run(arguments) or 0
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import check_output_file, number, whole
+from .terminal import show
 
 HELP = "show which layers low rank changes and what it saves"
 
@@ -53,12 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link = "network of each worker, such as 1gbit: a layer is low-rank if time plus sending gets shorter"
     add("--link", metavar="RATE", help=link)
     add("--device", default="cpu", help="device for the measurement (default: cpu)")
+    add("--wide", action="store_true", help="print one row per layer, with all columns")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--out", type=Path, metavar="FILE", help="save the plan as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..lab.models.plan_by_name import plan_by_name
+    from ..planning.table import plan_parts
 
     check_output_file(arguments.out)
     measured = arguments.measure or (arguments.device.startswith("cuda") and not arguments.no_measure)
@@ -80,9 +83,12 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.out:
         plan.save(arguments.out)
-    print(plan.to_json() if arguments.json else plan)
-    for remark in remarks:
-        print(f"\n{remark}", file=sys.stderr if arguments.json else sys.stdout)
+    if arguments.json or arguments.wide:
+        print(plan.to_json() if arguments.json else plan)
+        for remark in remarks:
+            print(f"\n{remark}", file=sys.stderr if arguments.json else sys.stdout)
+    else:
+        show([*plan_parts(plan), *remarks])
 
 
 def _parse_link(text: str) -> float:

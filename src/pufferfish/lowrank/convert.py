@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..planning.plan import Plan, check_is_plan
+from ..planning.progress import track
 from .files import DENSE_FILES, LOW_RANK, MANIFEST, new_folder, read_manifest, sync, write_manifest
 from .optimizer_state_dict import convert_optimizer
 from .state_dict import LazyTensor, Source, factorized, merged, resolve
@@ -217,7 +218,7 @@ def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, An
         except ValueError as error:
             problem = str(error)
             continue
-        converted = {m.name: m.make() for m in lazy}
+        converted = {m.name: m.make() for m in track(lazy, "converting weights")}
         others = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         if place is None:
             return plan, {**converted, **others}

@@ -13,6 +13,7 @@ from ..layers.names import own_keys
 from ..planning import svd
 from ..planning.plan import Entry, Plan, check_is_plan
 from ..planning.planner import apply_rules, matrix_spectrum
+from ..planning.progress import track
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ def resolve(source: Source, plan: Plan) -> Plan:
     """The plan with all ranks; rank rules are resolved with the weights of the state dict."""
     keys = keys_by_name(source)
     spectra = {}
-    for e in plan.entries:
-        if e.rule is not None and e.matrix is not None:
-            spectra[e.name] = matrix_spectrum(e, source.get(_find(keys, e, e.matrix.weight)))
+    for e in track(
+        [e for e in plan.entries if e.rule is not None and e.matrix is not None], "choosing ranks"
+    ):
+        assert e.matrix is not None
+        spectra[e.name] = matrix_spectrum(e, source.get(_find(keys, e, e.matrix.weight)))
     return apply_rules(plan, spectra) if spectra else plan
 
 

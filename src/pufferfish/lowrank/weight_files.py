@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..planning.json_file import read_json, write_text
+from ..planning.progress import progress
 from .state_dict import LazyTensor, Source
 
 #: Size in bytes from which weights are split into several files.
@@ -171,9 +172,10 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> None:
         header[m.name] = {"dtype": _NAMES[m.dtype], "shape": list(m.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with naming(path), path.open("wb") as file:
+    with naming(path), path.open("wb") as file, progress("writing weights", end) as advance:
         file.write(struct.pack("<Q", len(text)) + text)
         for m in tensors:
             value = m.make().contiguous()
             assert value.shape == m.shape and value.dtype == m.dtype, m.name  # noqa: PT018
             file.write(value.view(-1).view(torch.uint8).numpy().data)
+            advance(m.nbytes)

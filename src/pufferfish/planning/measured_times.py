@@ -15,6 +15,7 @@ from ..layers import LowRank, LowRankLinear, SharedInput, low_rank_type
 from ..layers.fused_product import MIN_ROWS, fits
 from .plan import Entry, Plan
 from .profile import Call, Example, Profile, autocast_dtype
+from .progress import track
 from .rules import align
 from .time_cache import TimeCache, Times
 from .timing import Mode, Together, measure_layer, measure_step
@@ -45,7 +46,7 @@ def with_measured_times(
     ranks = _ranks(plan)
     entries: dict[str, Entry] = {}
     with torch.random.fork_rng(devices={p.device for p in model.parameters() if p.is_cuda}):
-        for names in _groups(plan, ranks, profiled.calls):
+        for names in track(_groups(plan, ranks, profiled.calls), "measuring layers"):
             group = [e for e in plan.entries if e.layer in names]
             known = all(e.rule is None for e in group)
             found = _measure_group(names, ranks, modules, profiled.calls, mode, cache, known)

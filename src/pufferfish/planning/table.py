@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from .folded_rows import folded_rows
 from .measured_times import speedup
 from .plan import LITTLE, Entry, Plan
 
 
 def plan_table(plan: Plan) -> str:
     """Format the layers, the totals before and after, and remarks on what the plan does not cover."""
-    parts = [_layers(plan), _totals(plan), _expected(plan), *_remarks(plan)]
+    parts = [_layers(plan), str(_totals(plan)), _expected(plan), *_remarks(plan)]
     return "\n\n".join(part for part in parts if part)
+
+
+def plan_parts(plan: Plan) -> list[str | Table]:
+    """The same in a form that fits a terminal: repeated blocks are one row, and reasons are numbered notes."""
+    parts = [*_folded_layers(plan), _totals(plan), _expected(plan), *_remarks(plan)]
+    return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, the first of which has the heads of the columns; `str` aligns them."""
+
+    rows: Sequence[Sequence[str]]
+    left: Sequence[int]  # columns aligned to the left
+    spare: Sequence[
+        str
+    ] = ()  # heads of columns to leave out, the first one first, where the table is too wide
+
+    def fitted(self, width: int) -> Table:
+        """The table without as many spare columns as make it wider than `width`.
+
+        >>> table = Table([["layer", "MACs", "note"], ["conv1", "4.83 G", "1"]], left=(0, 2), spare=("MACs", "note"))
+        >>> print(table.fitted(14))
+        layer  note
+        conv1  1
+        """
+        table = self
+        for head in self.spare:
+            if max(map(len, str(table).splitlines())) <= width:
+                break
+            table = table._without(head)
+        return table
+
+    def _without(self, head: str) -> Table:
+        columns = [*zip(*self.rows, strict=True)]
+        kept = [i for i, column in enumerate(columns) if column[0] != head]
+        left = [new for new, old in enumerate(kept) if old in self.left]
+        return Table([*zip(*(columns[i] for i in kept), strict=True)], left, self.spare)
+
+    def __str__(self) -> str:
+        return format_table(self.rows, self.left)
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
@@ -50,6 +93,42 @@ def _layers(plan: Plan) -> str:
     return format_table(rows, left=(0, 1, 2, len(head) - 1))
 
 
+def _folded_layers(plan: Plan) -> tuple[Table, str]:
+    rows, times, notes = folded_rows(plan.entries), _layer_times(plan), dict[str, int]()
+    total = plan.after.gradient_bytes or 1
+    columns: dict[str, list[str]] = {
+        name: []
+        for name in ("layer", "n", "shape", "rank", "weights", "MACs", "ms", "error", "bytes", "note")
+    }
+    for row in rows:
+        entries, e = row.entries, row.entries[0]
+        reason = e.reason or e.note or "fused kernel" * e.fused
+        number = notes.setdefault(reason, len(notes) + 1) if reason else ""
+        macs = [sum(x.macs(low_rank)[0] for x in entries if x.positions) for low_rank in (False, True)]
+        layers = dict.fromkeys(x.layer for x in entries)
+        ms = [sum(both) for both in zip(*(times.pop(name) for name in layers if name in times), strict=True)]
+        errors = sorted({f"{x.error:.3f}" for x in entries if x.error is not None})
+        sent = sum(x.after * x.itemsize for x in entries if x.trainable)
+        cells = {
+            "layer": row.name,
+            "n": str(len(entries)) if len(rows) < len(plan.entries) else "",
+            "shape": _shape(e),
+            "rank": str(e.rule or e.rank or "–"),
+            "weights": _arrow(sum(x.before for x in entries), sum(x.after for x in entries), format_count),
+            "MACs": _arrow(macs[0], macs[1], format_count) if macs[0] else "",
+            "ms": "→".join(map(_ms, ms)),
+            "error": "–".join(dict.fromkeys([errors[0], errors[-1]])) if errors else "",
+            "bytes": f"{sent / total:.1%}",
+            "note": str(number),
+        }
+        for name, cell in cells.items():
+            columns[name].append(cell)
+    shown = [[name, *column] for name, column in columns.items() if any(column)]
+    left = [i for i, column in enumerate(shown) if column[0] in ("layer", "shape")]
+    table = Table([*zip(*shown, strict=True)], left, spare=("MACs", "error", "shape", "bytes", "n"))
+    return table, "\n".join(f"{number}: {reason}" for reason, number in notes.items())
+
+
 def _layer_times(plan: Plan) -> dict[str, list[float]]:
     """Times to show: of all matrices of a layer, and of all layers measured together, at the first of them."""
     times = {e.layer: list(e.ms) for e in plan.entries if e.ms}
@@ -86,7 +165,7 @@ def _arrow(before: float, after: float, show: Callable[[float], str] = _full) ->
     return show(before) if before == after else f"{show(before)}→{show(after)}"
 
 
-def _totals(plan: Plan) -> str:
+def _totals(plan: Plan) -> Table:
     before, after = plan.before, plan.after
     rows = [["", "before", "after", ""]]
 
@@ -102,7 +181,7 @@ def _totals(plan: Plan) -> str:
     add("FSDP2 bytes", before.wire_bytes("fsdp2"), after.wire_bytes("fsdp2"))
     add("memory, SGD momentum", before.memory(1), after.memory(1))
     add("memory, Adam", before.memory(2), after.memory(2))
-    return format_table(rows, left=(0, 3))
+    return Table(rows, left=(0, 3))
 
 
 def _expected(plan: Plan) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.client
-import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from ...lowrank.files import sha256, sync
+from ...planning.progress import progress
 from .dataset import Dataset, Download
 
 TIMEOUT = 60.0  # seconds without data
@@ -73,11 +72,12 @@ def _receive(download: Download, part: Path) -> int | None:
             raise OSError("the server sent a different byte range than requested")
         length = reply.headers.get("Content-Length")
         total = done + int(length) if length else download.size
-        with part.open("ab" if done else "wb") as file, _Progress(download.file, total) as progress:
+        size = f" ({total / 1e6:,.1f} MB)" if total else ""
+        with part.open("ab" if done else "wb") as file, progress(download.file + size, total) as advance:
+            advance(done)
             while chunk := reply.read(_CHUNK):
                 file.write(chunk)
-                done += len(chunk)
-                progress.show(done)
+                advance(len(chunk))
     return total
 
 
@@ -107,30 +107,3 @@ def _describe(error: Exception) -> str:
     if isinstance(error, urllib.error.URLError):
         return f"not reachable ({error.reason})"
     return f"the connection failed ({error or type(error).__name__})"
-
-
-class _Progress:
-    """Progress bar of a download; shown only on a terminal."""
-
-    def __init__(self, name: str, total: int | None) -> None:
-        self._name, self._total = name, total
-        self._terminal = sys.stderr.isatty()
-        self._shown = 0.0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def show(self, done: int) -> None:
-        now = time.monotonic()
-        if not self._terminal or (now - self._shown < 0.1 and done != self._total):
-            return
-        self._shown = now
-        line = f"{self._name}  {done / 1e6:,.1f} MB"
-        if self._total:
-            filled = 30 * done // self._total
-            line += f" of {self._total / 1e6:,.1f}  {'━' * filled}{'╌' * (30 - filled)} {100 * done // self._total:3} %"
-        print(f"\r{line}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            print(file=sys.stderr)

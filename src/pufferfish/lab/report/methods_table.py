@@ -7,17 +7,20 @@ import torch
 from ...compression import Accordion, Engine, Meter, Method, NoCompression, PowerSGD, Settings
 from ...compression.parse_method import method_classes, parse_method
 from ...compression.simulated import OneWorker
-from ...planning.table import format_table
+from ...planning.progress import track
+from ...planning.table import Table
 
 SHAPE = (1024, 1024)
 #: Standard deviation of the gradients: 1 % of the elements exceed the default τ = 0.001 of Threshold.
 SIGMA = 1e-3 / 2.5758
 
 NOTE = f"""\
-Counted in the first step, for a {SHAPE[0]}×{SHAPE[1]} gradient of normal random numbers with σ = {SIGMA:.2g}. "bits per element"
-is what one of {{}} workers passes to the collectives. The columns on the right are compression ratios: bytes on the wire
-of an fp32 ring all-reduce divided by those of the method (below 1: the method sends more). The ratio of Threshold
-depends on the gradients, that of low-rank methods on the shape. Accordion is in its low-communication phase."""
+Counted in the first step, for a {SHAPE[0]}×{SHAPE[1]} gradient of normal random numbers
+with σ = {SIGMA:.2g}. "bits per element" is what one of {{}} workers passes to the
+collectives. The columns on the right are compression ratios: bytes on the wire
+of an fp32 ring all-reduce divided by those of the method (below 1: the method
+sends more). The ratio of Threshold depends on the gradients, that of low-rank
+methods on the shape. Accordion is in its low-communication phase."""
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
@@ -43,18 +46,24 @@ def methods_table(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)
     <BLANKLINE>
     Counted in the first step, ...
     """
+    return "\n\n".join(map(str, methods_parts(methods, workers)))
+
+
+def methods_parts(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)) -> list[str | Table]:
+    """The table and the note below it."""
     for size in workers:
         if size < 2:
             raise ValueError(f"--workers {size}: one worker sends nothing; pass 2 or more")
     rows = [["method", "error feedback", "bits per element", *(f"{size} workers" for size in workers)]]
-    for method in methods:
+    for method in track(methods, "compressing a gradient"):
         meters = [step_traffic(method, size) for size in workers]
         ratios = [_ring_bytes(size) / meter.wire_bytes for meter, size in zip(meters, workers, strict=True)]
         feedback = "yes" if Settings(method).has_error_feedback(method) else "no"
         feedback = "own" if method.kind == "own" else feedback
         bits = _bits_per_element(meters[0], workers[0])
         rows.append([repr(method), feedback, bits, *(f"{x:.3g}" for x in ratios)])
-    return f"{format_table(rows, left=(0, 1, 2))}\n\n{NOTE.format(workers[0])}"
+    table = Table(rows, left=(0, 1, 2), spare=("bits per element",))
+    return [table, NOTE.format(workers[0])]
 
 
 def step_traffic(method: Method, size: int, shape: tuple[int, int] = SHAPE) -> Meter:
