@@ -6,8 +6,10 @@ import contextlib
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,8 @@ def test_the_best_are_run_on_emulated_hosts(
 def command_in_a_job(rank: int, size: int, factory: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     measured_work._MAX_STEPS, timing_rounds.MAX_STEPS = 5, 2
+    module: Any = sys.modules["pufferfish.lab.advise.advise"]
+    module.MIN_ROUNDS = module.MAX_ROUNDS = 3
     settings = AdviseSettings(task=factory, network="real", methods=["bf16"], check=True, out=out, json=True)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         run_advise(settings)

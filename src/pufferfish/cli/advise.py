@@ -24,6 +24,7 @@ import os
 from pathlib import Path
 
 from .arguments import check_output_file, settings_from, whole
+from .terminal import show
 
 HELP = "recommend how to train on a given network"
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
     add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
+    add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
     add("--json", action="store_true", help="print the result as JSON")
     add("--check", action="store_true", help="run the three best and decide by measured times")
 
@@ -62,4 +64,5 @@ def run(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() and not emulated else "cpu")
     methods = None if arguments.methods is None else arguments.methods.split(",")
     task = with_tokenizer(arguments.task, arguments.data)
-    run_advise(settings_from(AdviseSettings, arguments, task=task, device=device, methods=methods))
+    settings = settings_from(AdviseSettings, arguments, task=task, device=device, methods=methods)
+    run_advise(settings, lambda advice: show(advice.parts(), wide=arguments.wide))

@@ -82,6 +82,7 @@ def progress_bars(console: Console | None = None) -> Iterator[None]:
             console=console or Console(stderr=True),
             transient=True,
             redirect_stdout=False,
+            refresh_per_second=2,  # a loop may be timing something
         )
         stack.callback(shown.stop)
         with shown:

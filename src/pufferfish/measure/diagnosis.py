@@ -66,7 +66,7 @@ class Diagnosis:
             kind="", name="current", step=self.predicted, speedup=1.0, run_speedup=1.0, hours=self.hours,
             wire_bytes=self.wire_bytes,
         )  # fmt: skip
-        yield estimate_table([current, *self.options])
+        yield str(estimate_table([current, *self.options]))
         yield ""
         if all(e.run_speedup < MIN_SPEEDUP for e in self.options):
             yield "No option makes the run 5 % shorter: keep the current setup."

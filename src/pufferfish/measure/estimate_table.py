@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ..planning.table import format_table
+from ..planning.table import Table
 from .speedup_estimate import SpeedupEstimate
 
 
-def estimate_table(estimates: Sequence[SpeedupEstimate]) -> str:
-    """Format one row per estimate, with columns for measured times and the run's time if any estimate has them.
+def estimate_table(estimates: Sequence[SpeedupEstimate]) -> Table:
+    """One row per estimate, with columns for measured times, intervals and the run's time if any estimate has them.
 
     >>> dense = SpeedupEstimate(
     ...     kind="", name="dense", step=0.1, speedup=1, run_speedup=1, hours=0.25, wire_bytes=1e6, measured=0.11
@@ -19,7 +19,9 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> str:
     kinds = any(e.kind for e in estimates)
     measured = any(e.measured is not None for e in estimates)
     timed = any(e.hours is not None for e in estimates)
-    head = ["ms/step", *["measured", "error"] * measured, "MB sent", "step", "run", *["time"] * timed, ""]
+    repeated = any(e.interval is not None for e in estimates)
+    head = ["ms/step", *["measured", "error"] * measured, "MB sent", "step", "run"]
+    head += [*["range"] * repeated, *["time"] * timed, "note"]
     rows = [[*[""] * kinds, "", *head]]
     for e in estimates:
         check = ["", ""]
@@ -28,9 +30,17 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> str:
         rows.append([
             *[e.kind] * kinds, e.name, f"{1e3 * e.step:.4g}", *(check if measured else []),
             f"{e.wire_bytes / 1e6:.3g}", f"{e.speedup:.2f}×", f"{e.run_speedup:.2f}×",
-            *[format_hours(e.hours)] * timed, e.note,
+            *[_range(e)] * repeated, *[format_hours(e.hours)] * timed, e.note,
         ])  # fmt: skip
-    return format_table(rows, left=(0, kinds, len(rows[0]) - 1))
+    if not any(e.note for e in estimates):
+        rows = [row[:-1] for row in rows]
+    left = [0, *[1] * kinds, *[len(rows[0]) - 1] * (rows[0][-1] == "note")]
+    return Table(rows, left, spare=("note", "MB sent", "error", "measured"))
+
+
+def _range(e: SpeedupEstimate) -> str:
+    ends = [f"{x:.2f}" for x in e.interval or ()]
+    return "–".join(ends) if len(set(ends)) == 2 else ""
 
 
 def format_hours(hours: float | None) -> str:

@@ -23,6 +23,7 @@ class SpeedupEstimate:
     wire_bytes: float  # sent by a worker in a step
     note: str = ""
     measured: float | None = None  # seconds of a step, if the option was run
+    interval: tuple[float, float] | None = None  # of `run_speedup`, if the measurement was repeated
 
 
 @dataclass(frozen=True, kw_only=True)

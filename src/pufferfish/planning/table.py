@@ -18,7 +18,8 @@ def plan_table(plan: Plan) -> str:
 
 def plan_parts(plan: Plan) -> list[str | Table]:
     """The same in a form that fits a terminal: repeated blocks are one row, and reasons are numbered notes."""
-    parts = [*_folded_layers(plan), _totals(plan), _expected(plan), *_remarks(plan)]
+    layers, notes = _folded_layers(plan)
+    parts: list[str | Table] = [layers, notes, _totals(plan), _expected(plan), *_remarks(plan)]
     return [part for part in parts if part]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import statistics
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,6 +14,8 @@ from ...measure.measure_compute import COMPUTE_PARTS
 from ...measure.option_builder import as_code
 from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
 from ...planning.plan import Plan
+from ...planning.table import Table
+from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
 from .method_name import NODE, parse_method_name, warm_up_name
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
@@ -36,6 +40,8 @@ class Advice:
     rank_seconds: dict[float, float] = field(default_factory=dict)
     warm_up: float = WARM_UP_FRACTION
     checked: str = ""  # which methods were run; "": none
+    rounds: int = 1  # how often the compute was measured
+    busy: str = ""  # why the machine seems to be busy; "": it does not
 
     @property
     def best(self) -> SpeedupEstimate:
@@ -61,25 +67,36 @@ class Advice:
         others = sorted(self.estimates, key=lambda e: -e.run_speedup)
         return [self.best, *(e for e in others if e is not self.best)][:n]
 
-    def with_measurements(self, steps: Mapping[str, float]) -> Advice:
-        """Replace predictions by measurements.
+    def with_measurements(self, steps: Mapping[str, Sequence[float]]) -> Advice:
+        """Replace predictions by the medians of measurements.
 
         Args:
-            steps: seconds of a step by method: dense, other methods, and what each of them uses in its warm-up.
+            steps: seconds of a step in each round, by method: dense, other methods, and what each of them uses in its
+                warm-up.
         """
         dense = self.estimates[0]
-        reference = steps[dense.name]
+        medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
+
+        def run_seconds(e: SpeedupEstimate, step: Mapping[str, float]) -> float:
+            return self.warm_up * step[warm_up_name(e.name)] + (1 - self.warm_up) * step[e.name]
 
         def measured(e: SpeedupEstimate) -> SpeedupEstimate:
-            seconds = steps[e.name]
-            mean = self.warm_up * steps[warm_up_name(e.name)] + (1 - self.warm_up) * seconds
-            hours = None if dense.hours is None else dense.hours * mean / (dense.measured or dense.step)
+            mean = run_seconds(e, medians)
+            rounds = [dict(zip(steps, seconds, strict=True)) for seconds in zip(*steps.values(), strict=True)]
             return replace(
-                e, measured=seconds, speedup=reference / seconds, run_speedup=reference / mean, hours=hours
+                e,
+                measured=medians[e.name],
+                speedup=medians[dense.name] / medians[e.name],
+                run_speedup=medians[dense.name] / mean,
+                interval=median_interval([r[dense.name] / run_seconds(e, r) for r in rounds]),
+                hours=None if dense.hours is None else dense.hours * mean / (dense.measured or dense.step),
             )
 
         estimates = [measured(e) if e.name in steps else e for e in self.estimates]
-        return replace(self, estimates=estimates, checked=f"{len(steps)} methods were run, interleaved")
+        rounds = len(steps[dense.name])
+        checked = f"{len(steps)} methods were run, interleaved"
+        busy = busy_reason(steps[dense.name]) if rounds > 1 else ""
+        return replace(self, estimates=estimates, checked=checked, rounds=rounds, busy=busy)
 
     def as_dict(self) -> dict[str, Any]:
         """The advice for JSON, without the plans."""
@@ -96,11 +113,32 @@ class Advice:
             "choices": [asdict(e) for e in self.estimates],
             "ranks": self.rank_seconds,
             "checked": self.checked,
+            "rounds": self.rounds,
+            "stable": is_stable(self.best),
+            "busy": self.busy,
         }
 
-    def __str__(self) -> str:
+    def parts(self) -> list[str | Table]:
+        """The summary as paragraphs and a table."""
         rows = [self.estimates[0], *sorted(self._table_rows(), key=lambda e: -e.run_speedup)]
-        return "\n".join([*self._header(), "", estimate_table(rows), "", *self._recommendation()])
+        return ["\n".join(self._header()), estimate_table(rows), "\n".join(self._recommendation())]
+
+    def text(self, width: int) -> str:
+        """The summary in lines of at most `width` characters, if the names of the methods allow that."""
+        lines: list[str] = []
+        for part in self.parts():
+            fitted = part if isinstance(part, str) else str(part.fitted(width))
+            wrap = isinstance(part, str)
+            lines += [
+                each
+                for line in fitted.splitlines()
+                for each in (textwrap.wrap(line, width) if wrap else [line])
+            ]
+            lines.append("")
+        return "\n".join(lines[:-1])
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.parts()))
 
     def _table_rows(self) -> Iterator[SpeedupEstimate]:
         """All methods that were run; of the others the better of flat and hierarchical, to keep the table short."""
@@ -135,7 +173,11 @@ class Advice:
             reason = ""
             if best.run_speedup != max(e.run_speedup for e in self._considered):
                 reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
-            yield f"Use {best.name}: {best.speedup:.2f}× per step, {best.run_speedup:.2f}× for the run{hours}.{reason}"
+            low, high = best.interval or (best.run_speedup, best.run_speedup)
+            between = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
+            speedups = f"{best.speedup:.2f}× per step, {best.run_speedup:.2f}×{between} for the run"
+            yield f"Use {best.name}: {speedups}{hours}.{reason}"
+        yield from self._trust()
         if self.engine == "ddp" and (code := [*self._code()]):
             yield f"In your code: {', '.join(code)}."
         if self.plan is not None:
@@ -149,7 +191,22 @@ class Advice:
                 f"low-rank step takes {format_seconds(self.rank_seconds[low])} to {format_seconds(self.rank_seconds[high])}."
             )
         checked = f" {self.checked}; their speedups are measured." if self.checked else ""
-        yield f"Step times are predicted from measured compute and dry runs.{checked} Model quality is not considered."
+        kind = "95 % intervals" if self.rounds >= 5 else "from the lowest to the highest"
+        rounds = (
+            f" Figures are medians of {self.rounds} rounds, ranges are {kind}." if self.rounds > 1 else ""
+        )
+        yield f"Step times are predicted from measured compute and dry runs.{checked}{rounds}"
+        yield "Model quality is not considered."
+
+    def _trust(self) -> Iterator[str]:
+        """How far the figures can be relied on."""
+        if not is_stable(self.best):
+            yield (
+                f"Not stable: after {self.rounds} rounds of measurements the speedup is still uncertain by more than "
+                f"{STABLE:.0%}. Run the command again on a quiet machine."
+            )
+        if self.busy:
+            yield f"This machine seems busy: {self.busy}. Compute times are those of a busy machine."
 
     def _code(self) -> Iterator[str]:
         """The advised method as calls in a user's training loop."""

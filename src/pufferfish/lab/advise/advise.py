@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,27 @@ from ...compression import NoCompression
 from ...compression.method import Method
 from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
-from ...measure.measure_compute import COMPUTE_PARTS
 from ...measure.option_builder import OptionBuilder, TrainingOption
 from ...measure.select_layers import select_layers
 from ...measure.speedup_estimate import SpeedupEstimator
 from ...measure.step_messages import probe_bytes, trainable_parameters, with_ddp_messages, with_fsdp2_messages
 from ...planning.plan import Plan
 from ...planning.planner import plan
+from ...planning.progress import progress, track
 from ..train.training_method import training_method
 from .advice import Advice
 from .build_timed_model import build_timed_model
-from .measured_work import measured_work, slowest_coding
+from .combine_rounds import MAX_ROUNDS, MAX_SECONDS, MIN_ROUNDS, busy_reason, combine_rounds, is_stable
+from .measured_work import (
+    compute_seconds,
+    measured_work,
+    repeated_seconds,
+    slowest_coding,
+    with_compute_seconds,
+)
 from .method_name import LOW_RANK, NODE, parse_method_name, warm_up_name
-from .timing_rounds import step_times
+from .timed_model import TimedModel
+from .timing_rounds import step_times, steps_per_round
 from .workload import Workload
 
 #: Compression methods that are tried by default, the simplest first.
@@ -32,6 +41,7 @@ METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
 #: Fractions of the full rank for which the time of a low-rank step is shown.
 RANK_RANGE = (0.125, 0.5)
 _NOTE = "after a full-rank warm-up"
+DENSE = "dense"
 
 
 def advise(
@@ -58,7 +68,7 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
     """Run dense training and the best methods in this job, with their warm-ups, and return advice by measured times.
 
     Args:
-        rounds: rounds in which the methods are timed, interleaved.
+        rounds: least number of rounds in which the methods are timed, interleaved.
         best: how many methods to run; None: all.
     """
     candidates = advice.estimates if best is None else advice.top(best)
@@ -67,9 +77,18 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
     for name in names:
         method, hierarchy = parse_method_name(name)
         models[name] = build_timed_model(workload, method, advice.plans.get(name), hierarchy)
-    times = step_times(models, rounds)
-    medians = Workers.of_job("advise").mean([statistics.median(seconds) for seconds in times.values()])
-    return advice.with_measurements(dict(zip(times, medians, strict=True)))
+    workers, times = Workers.of_job("advise"), dict[str, list[float]]({name: [] for name in models})
+    steps = steps_per_round(models)
+    with progress("running the best methods", rounds) as advance:
+        while True:
+            for name, seconds in step_times(models, 1, steps, len(times[DENSE])).items():
+                times[name] += workers.mean(seconds)
+            advance(1)
+            count = len(times[DENSE])
+            if count >= rounds:
+                measured = advice.with_measurements(times)
+                if workers.broadcast_object(count >= MAX_ROUNDS or is_stable(measured.best)):
+                    return measured
 
 
 class _Advisor:
@@ -91,29 +110,80 @@ class _Advisor:
         dense = build_timed_model(workload, training_method("dense"))
         self.model = dense.inner
         self.workers.run_on_all(self._check_loss)
-        first = measured_work(dense)
         self.layer_times = self._measure_layers(workload.rank)
-        self.compute = _faster(first, measured_work(dense))
         link = link or probe(device=workload.device, largest=probe_bytes(self.model))
         self.costs = CostModel(link=link)
-        self.dense = self._with_plain_messages(self.compute, trainable_parameters(self.model))
-        self.plans: dict[str, Plan] = {}
-        self._builders: dict[str, OptionBuilder] = {}  # of low-rank models, by the hash of their plan
+        # Models that are timed, and their work: dense, and low-rank by the hash of their plan.
+        self.models: dict[str, TimedModel] = {DENSE: dense}
+        self.works: dict[str, Work] = {DENSE: measured_work(dense)}
+        self.seconds: dict[str, list[float]] = {DENSE: []}  # of a step without communication, in each round
+        self._plan_by_hash: dict[str, Plan] = {}
+        self._use_work({})
+        self.plans = self._select_plans()
+        self._build_low_rank_models()
 
     def advice(self, network: str) -> Advice:
+        """Repeat the measurements until the best estimate is stable, and return the medians."""
+        rounds: list[list[SpeedupEstimate]] = []
+        rank_seconds: list[dict[float, float]] = []
+        start = time.monotonic()
+        with progress("measuring steps", MIN_ROUNDS) as advance:
+            while True:
+                self._use_work({name: self._repeat(name) for name in self.models})
+                rounds.append(self._estimates())
+                rank_seconds.append(self._rank_seconds())
+                advance(1)
+                advice = self._advice_of(network, rounds, rank_seconds)
+                late = time.monotonic() - start > MAX_SECONDS and len(rounds) >= 3
+                done = late or (len(rounds) >= MIN_ROUNDS and is_stable(advice.best))
+                if self.workers.broadcast_object(done or len(rounds) == MAX_ROUNDS):
+                    return advice
+
+    def _advice_of(
+        self,
+        network: str,
+        rounds: Sequence[Sequence[SpeedupEstimate]],
+        rank_seconds: Sequence[Mapping[float, float]],
+    ) -> Advice:
+        estimates = combine_rounds(rounds)
+        compute = with_compute_seconds(self.works[DENSE], statistics.median(self.seconds[DENSE]))
+        return Advice(
+            workload=self.workload.name, network=network, nodes=self.nodes, per_node=self.per_node,
+            engine=self.engine, link=self.costs.link, compute=compute, estimates=estimates,
+            plans=self.plans, ceiling=estimates[0].step / compute_seconds(compute),
+            rank_seconds={rank: statistics.median(r[rank] for r in rank_seconds) for rank in rank_seconds[0]},
+            warm_up=self.workload.warm_up, rounds=len(rounds),
+            busy=busy_reason(self.seconds[DENSE]) if len(rounds) > 1 else "",
+        )  # fmt: skip
+
+    def _repeat(self, name: str) -> float:
+        """Time a few more steps of a model."""
+        seconds = repeated_seconds(self.models[name], compute_seconds(self.works[name]))
+        self.seconds[name].append(seconds)
+        return seconds
+
+    def _use_work(self, seconds: Mapping[str, float]) -> None:
+        """Use the compute of one round for the next estimates: its seconds, by model."""
+        works = {
+            name: with_compute_seconds(work, seconds[name]) if name in seconds else work
+            for name, work in self.works.items()
+        }
+        self.compute = works.pop(DENSE)
+        self.dense = self._with_plain_messages(self.compute, trainable_parameters(self.model))
+        self._builder = OptionBuilder(self.model, self.dense, self.size, None, self.layer_times, _NOTE)
+        self._builders = {
+            key: OptionBuilder(self.model, self.dense, self.size, None, self._plan_by_hash[key], _NOTE, work)
+            for key, work in works.items()
+        }
+
+    def _estimates(self) -> list[SpeedupEstimate]:
         step = self.costs.predict(self.dense, self.size).step
         estimator = SpeedupEstimator(
             costs=self.costs, current=self.dense, size=self.size, warm_up=self.workload.warm_up,
             hours=None if self.workload.steps is None else self.workload.steps * step / 3600,
         )  # fmt: skip
-        dense = TrainingOption(kind="", name="dense", work=self.dense)
-        estimates = [estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())]
-        return Advice(
-            workload=self.workload.name, network=network, nodes=self.nodes, per_node=self.per_node,
-            engine=self.engine, link=self.costs.link, compute=self.compute, estimates=_by_simplicity(estimates),
-            plans=self.plans, ceiling=step / sum(getattr(self.compute, part) for part in COMPUTE_PARTS),
-            rank_seconds=self._rank_seconds(), warm_up=self.workload.warm_up,
-        )  # fmt: skip
+        dense = TrainingOption(kind="", name=DENSE, work=self.dense)
+        return _by_simplicity([estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())])
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that is not finite: compression skips such steps, which makes them faster."""
@@ -125,34 +195,37 @@ class _Advisor:
 
     def _options(self) -> Iterator[TrainingOption]:
         """All methods but dense, under their names on the command line."""
-        builder = OptionBuilder(self.model, self.dense, self.size, None, self.layer_times, _NOTE)
-        methods = self.methods if self.size > 1 else {}
-        compressed = {name: self._compressed(builder, name, method) for name, method in methods.items()}
-        dense_bytes = max(1, sum(n for _, n in self.dense.messages))
-        shares = {LOW_RANK: 1.0} | {
-            f"{LOW_RANK}+{name}": sum(n for _, n in option.work.messages) / dense_bytes
-            for name, option in compressed.items()
-        }
-        plans = {
-            name: select_layers(self.layer_times, self.dense, self.costs, self.size, share)
-            for name, share in shares.items()
-        }
-        self.plans = {name: selected for name, selected in plans.items() if selected.ranks}
-        self._measure_low_rank([*self.plans.values(), *self._rank_plans().values()])
         if LOW_RANK in self.plans:
             yield replace(self._low_rank(self._builders[self.plans[LOW_RANK].hash]), name=LOW_RANK)
-        for name, option in compressed.items():
+        for name, option in self._compressed_options().items():
             yield option
             both = f"{LOW_RANK}+{name}"
             if both in self.plans:
                 yield replace(self._combined(self._builders[self.plans[both].hash], option), name=both)
         if 1 < self.per_node < self.size and self.engine == "ddp":
-            yield from self._hierarchical_options(builder)
+            yield from self._hierarchical_options()
 
-    def _hierarchical_options(self, builder: OptionBuilder) -> Iterator[TrainingOption]:
+    def _compressed_options(self) -> dict[str, TrainingOption]:
+        methods = self.methods if self.size > 1 else {}
+        return {name: self._compressed(self._builder, name, method) for name, method in methods.items()}
+
+    def _select_plans(self) -> dict[str, Plan]:
+        """The layers that each low-rank method should change, by its name."""
+        dense_bytes = max(1, sum(n for _, n in self.dense.messages))
+        shares = {LOW_RANK: 1.0} | {
+            f"{LOW_RANK}+{name}": sum(n for _, n in option.work.messages) / dense_bytes
+            for name, option in self._compressed_options().items()
+        }
+        plans = {
+            name: select_layers(self.layer_times, self.dense, self.costs, self.size, share)
+            for name, share in shares.items()
+        }
+        return {name: selected for name, selected in plans.items() if selected.ranks}
+
+    def _hierarchical_options(self) -> Iterator[TrainingOption]:
         """The same methods and plans with a hierarchy of machines."""
         for name, method in {"dense": NoCompression(), **self.methods}.items():
-            option = builder.compressed_option(method, per_node=self.per_node)
+            option = self._builder.compressed_option(method, per_node=self.per_node)
             yield replace(option, kind="", name=name + NODE)
             both = LOW_RANK if name == "dense" else f"{LOW_RANK}+{name}"
             if both in self.plans:
@@ -160,13 +233,13 @@ class _Advisor:
                 combined = self._builders[self.plans[both].hash].combined_option(option, self.per_node)
                 yield replace(combined, kind="", name=both + NODE)
 
-    def _measure_low_rank(self, plans: Sequence[Plan]) -> None:
-        """Measure the compute of each low-rank model twice, interleaved, and keep the faster: noise only adds time."""
-        models = {p.hash: build_timed_model(self.workload, training_method(LOW_RANK), p) for p in plans}
-        first, second = ({key: measured_work(model) for key, model in models.items()} for _ in range(2))
-        for p in plans:
-            compute = _faster(first[p.hash], second[p.hash])
-            self._builders[p.hash] = OptionBuilder(self.model, self.dense, self.size, None, p, _NOTE, compute)
+    def _build_low_rank_models(self) -> None:
+        """Build a model for each plan, and measure its work once."""
+        self._rank_plans = self._plans_of_other_ranks()
+        self._plan_by_hash = {p.hash: p for p in (*self.plans.values(), *self._rank_plans.values())}
+        for key, selected in track(self._plan_by_hash.items(), "measuring low-rank models"):
+            self.models[key] = build_timed_model(self.workload, training_method(LOW_RANK), selected)
+            self.works[key], self.seconds[key] = measured_work(self.models[key]), []
 
     def _compressed(self, builder: OptionBuilder, name: str, method: Method) -> TrainingOption:
         if self.engine == "fsdp2":
@@ -204,7 +277,7 @@ class _Advisor:
 
         return Plan.from_json(self.workers.broadcast_object(self.workers.run_on_all(measure)))
 
-    def _rank_plans(self) -> dict[float, Plan]:
+    def _plans_of_other_ranks(self) -> dict[float, Plan]:
         """The plan of low rank without compression, at the ranks of `RANK_RANGE`."""
         if LOW_RANK not in self.plans:
             return {}
@@ -214,7 +287,7 @@ class _Advisor:
 
     def _rank_seconds(self) -> dict[float, float]:
         seconds = {}
-        for fraction, p in self._rank_plans().items():
+        for fraction, p in self._rank_plans.items():
             builder = self._builders[p.hash]
             work = self._with_plain_messages(builder.low_rank_work, builder.low_rank_parameters)
             seconds[fraction] = self.costs.predict(work, self.size).step
@@ -229,10 +302,6 @@ class _Advisor:
 def _slowest_coding(option: TrainingOption) -> TrainingOption:
     warm_up = option.warm_up and slowest_coding(option.warm_up)
     return replace(option, work=slowest_coding(option.work), warm_up=warm_up)
-
-
-def _faster(a: Work, b: Work) -> Work:
-    return min(a, b, key=lambda work: work.forward + work.backward + work.optimizer + work.data)
 
 
 def compression_method(name: str) -> Method:

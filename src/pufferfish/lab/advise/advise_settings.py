@@ -37,6 +37,7 @@ class AdviseSettings:
     out: Path | None = None
     json: bool = False
     check: bool = False
+    width: int | None = None  # of the terminal; None: lines of any length
     emulated: str | None = None  # link of the emulated hosts on which this process runs
 
     def __post_init__(self) -> None:

@@ -35,6 +35,30 @@ def measured_work(model: TimedModel) -> Work:
     return replace(work, **scaled, buffer_bytes=buffer_bytes, gradient_curve=curve)
 
 
+def repeated_seconds(model: TimedModel, seconds: float) -> float:
+    """Measure the compute of a few more steps of the slowest worker, for about 0.3 s.
+
+    Args:
+        seconds: of a step, as measured before; the same on all workers.
+    """
+    steps = max(2, min(_MAX_STEPS, int(0.3 * _SECONDS / seconds)))
+    own = torch.tensor([model.compute_seconds() for _ in range(steps)], dtype=torch.float64)
+    slowest: list[float] = Workers.of_job("advise").max(own).tolist()
+    return trimmed_mean(slowest)
+
+
+def compute_seconds(work: Work) -> float:
+    """Seconds of a step without communication."""
+    return sum(getattr(work, name) for name in COMPUTE_PARTS)
+
+
+def with_compute_seconds(work: Work, seconds: float) -> Work:
+    """`work` with all parts of the compute scaled so that they take `seconds` together."""
+    scale = seconds / compute_seconds(work)
+    scaled: dict[str, Any] = {name: scale * getattr(work, name) for name in COMPUTE_PARTS}
+    return replace(work, **scaled)
+
+
 def with_messages(
     work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1
 ) -> Work:

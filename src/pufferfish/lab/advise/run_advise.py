@@ -3,7 +3,9 @@
 import gc
 import json
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from .nominal_link import nominal_link
 from .workload import Workload, load_workload
 
 
-def run_advise(settings: AdviseSettings) -> None:
-    """Print the advice, and save its plan if `settings.out` is set."""
+def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = print) -> None:
+    """Print the advice by `show`, or as JSON, and save its plan if `settings.out` is set."""
     if "RANK" in os.environ:
         try:
-            _run_in_job(settings)
+            _run_in_job(settings, show)
         except WorkersUnreachable as error:
             raise OSError(f"a worker failed or cannot be reached: {error}") from None
         return
@@ -47,10 +49,10 @@ def run_advise(settings: AdviseSettings) -> None:
         workload, link, network=str(settings.link_shape), nodes=settings.nodes, per_node=per_node,
         engine=settings.engine, methods=settings.methods or METHODS,
     )  # fmt: skip
-    _print_and_save(advice, settings)
+    _print_and_save(advice, settings, show)
 
 
-def _run_in_job(settings: AdviseSettings) -> None:
+def _run_in_job(settings: AdviseSettings, show: Callable[[Advice], object]) -> None:
     """Runs on every worker; all of them measure their compute at the same time."""
     if settings.check and settings.link_shape is not None:
         raise ValueError("--check: a job is run on its own network; remove --network")
@@ -76,7 +78,7 @@ def _run_in_job(settings: AdviseSettings) -> None:
         if settings.check:
             advice = check(advice, workload)
         if dist.get_rank() == 0:
-            _print_and_save(advice, settings)
+            _print_and_save(advice, settings, show)
         gc.collect()  # a DDP object that outlives its process group can hang
         dist.barrier()  # no worker leaves while another one communicates
 
@@ -111,7 +113,8 @@ def _run_on_emulated_hosts(settings: AdviseSettings) -> None:
         if host == "host0":
             print(text, flush=True)
 
-    job = replace(settings, network="real", nodes=None, per_node=None, emulated=str(shape))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    job = replace(settings, network="real", nodes=None, per_node=None, emulated=str(shape), width=width)
     command = ["-m", __name__, json.dumps(asdict(job), default=str)]
     with Network(nodes, shape) as network:
         code = network.launch(command, per_host=per_node, env={"PYTHONWARNINGS": "ignore"}, write=write)
@@ -125,8 +128,11 @@ def _load(settings: AdviseSettings, size: int, rank: int = 0) -> Workload:
     return load_workload(settings.task, rank=rank, size=size, **arguments)
 
 
-def _print_and_save(advice: Advice, settings: AdviseSettings) -> None:
-    print(json.dumps(advice.as_dict(), indent=1) if settings.json else advice)
+def _print_and_save(advice: Advice, settings: AdviseSettings, show: Callable[[Advice], object]) -> None:
+    if settings.json:
+        print(json.dumps(advice.as_dict(), indent=1))
+    else:
+        show(advice)
     if settings.out is None:
         return
     message = f"No layer should be low-rank here: {settings.out} was not written."
@@ -140,4 +146,7 @@ def _print_and_save(advice: Advice, settings: AdviseSettings) -> None:
 if __name__ == "__main__":  # on an emulated host
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     arguments |= {name: Path(arguments[name]) for name in ("data", "out") if arguments[name] is not None}
-    run_advise(AdviseSettings(**arguments))
+    settings = AdviseSettings(**arguments)
+    run_advise(
+        settings, lambda advice: print(advice if settings.width is None else advice.text(settings.width))
+    )
