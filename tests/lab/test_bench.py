@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -22,10 +23,12 @@ from pufferfish.lab.bench import BenchSettings, Shard, bench
 from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, bench_runs, is_finished, slug
 from pufferfish.lab.bench.bench_settings import load_settings, split_methods
 from pufferfish.lab.bench.bench_worker import write_event
+from pufferfish.lab.bench.run_on_hosts import EventDisplay
 from pufferfish.lab.bench.summary import write_summary
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid
 from pufferfish.lab.report import report
+from pufferfish.lab.train.console import Console
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"
@@ -274,7 +277,30 @@ def test_steps_of_a_link_that_could_not_be_emulated_are_predicted(tmp_path: Path
     assert "Steps are predicted for 20mbit" in " ".join(shown.split())
     row = next(line for line in shown.splitlines() if line.startswith("pufferfish"))
     assert "1.1 s (predicted)" in row
+    narrow = terminal_table(tmp_path, width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert re.search("left out: .*MACs", narrow)
+    row = next(line for line in narrow.splitlines() if line.startswith("pufferfish"))
+    assert "1.1 s (predicted)" in row
     assert "predicted for 20mbit" in report([tmp_path])
+
+
+def test_the_time_left_is_that_of_the_runs_before() -> None:
+    class Screen(Console):
+        def progress(self, text: str) -> None:
+            shown.append(text)
+
+    shown: list[str] = []
+    display = EventDisplay(Screen(silent=True))
+    display.show({"begin": "a", "number": 1, "of": 3})
+    display.show({"done": "a", "seconds": 10.0, "measure": "accuracy", "score": 90.0})
+    display.show({"begin": "b", "number": 2, "of": 3})
+    display("host0 | epoch 1/2: loss 3")
+    assert shown == [
+        "[1/3] a …",
+        "[2/3] b, about 20 s left for the runs …",
+        "[2/3] b, about 20 s left for the runs: epoch 1/2: loss 3",
+    ]
 
 
 def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:

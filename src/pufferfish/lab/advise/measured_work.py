@@ -49,7 +49,7 @@ def repeated_seconds(model: TimedModel, seconds: float) -> float:
 
 def compute_seconds(work: Work) -> float:
     """Seconds of a step without communication."""
-    return sum(getattr(work, name) for name in COMPUTE_PARTS)
+    return float(sum(getattr(work, name) for name in COMPUTE_PARTS))
 
 
 def with_compute_seconds(work: Work, seconds: float) -> Work:

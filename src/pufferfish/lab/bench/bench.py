@@ -1,6 +1,7 @@
 """`bench`: runs all methods of a bench, times their steps, and shows the results."""
 
 import os
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,6 +69,7 @@ def bench(
             run_on_hosts(settings, root, options, display)
         elif not BenchWorker(root, data=data, shard=shard, on_event=display.show).run():
             raise KeyboardInterrupt
+        display.console.progress("")  # clears the line
         failed = display.failed
     write_results(settings, root, target)
     return failed
@@ -120,7 +122,8 @@ def write_results(settings: BenchSettings, root: Path, target: float | None = No
     settings.save(root, rates={method: asdict(rate) | {"edge": rate.edge} for method, rate in rates.items()})
     if not any((root / "runs").glob("*/*/run.json")):
         return
-    print(terminal_table(root, target))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(terminal_table(root, target, width))
     write(report([root], target=target, title=f"{settings.task}: comparison of methods"), root / PAGE)
     print(f"\n{root / PAGE}: open it in a browser")
 

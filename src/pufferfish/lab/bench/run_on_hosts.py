@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +70,8 @@ class EventDisplay:
         self.failed: list[str] = []
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._position = ""
+        self._time_left = ""
+        self._run_seconds: list[float] = []
 
     def __call__(self, line: str) -> None:
         """Handle a line of a host's output: an event, the progress of an epoch, or other output."""
@@ -78,19 +81,30 @@ class EventDisplay:
         elif text:
             self.last_lines.append(line)
             if text.startswith("epoch"):
-                self.console.progress(f"{self._position} {text}"[: shutil.get_terminal_size().columns - 1])
+                self.console.progress(
+                    f"{self._position}{self._time_left}: {text}"[: shutil.get_terminal_size().columns - 1]
+                )
+
+    def _estimate_time_left(self, event: dict[str, Any]) -> str:
+        """How long the runs from this one on take, if they take as long as those before."""
+        if not self._run_seconds:
+            return ""
+        seconds = statistics.mean(self._run_seconds) * (event["of"] - event["number"] + 1)
+        return f", about {format_seconds(seconds)} left for the runs"
 
     def show(self, event: dict[str, Any]) -> None:
         """Show an event."""
         info, progress = self.console.info, self.console.progress
         if "begin" in event:
             self._position = f"[{event['number']}/{event['of']}] {event['begin']}"
-            progress(f"{self._position} …")
+            self._time_left = self._estimate_time_left(event)
+            progress(f"{self._position}{self._time_left} …")
         elif "measuring" in event:
             progress(f"{self._position}: how many updates fit …")
         elif "done" in event:
             score = f"{event['measure']} {event['score']:.2f}"
             info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")
+            self._run_seconds.append(event["seconds"])
         elif "timing" in event:
             self._position = f"timing the steps of {', '.join(event['timing'])}"
             info(f"{self._position} …")

@@ -2,11 +2,11 @@
 
 import statistics
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ...planning.table import format_count, format_table
+from ...planning.table import Table, format_count
 from ..report.bench_folder import NO_EXCHANGE
 from ..report.comparison import Comparison, MethodRuns, compare_runs, find_runs
 from ..report.equal_table import equal_tables
@@ -25,12 +25,16 @@ from ..report.headline import (
 from .bench_settings import REFERENCES
 
 
-def terminal_table(root: Path, target: float | None = None) -> str:
-    """One row per method: size, times, speedups, quality and traffic; empty columns are left out."""
-    return "\n\n".join(_table(comparison, target) for comparison in compare_runs(find_runs([root])))
+def terminal_table(root: Path, target: float | None = None, width: int | None = None) -> str:
+    """One row per method: size, times, speedups, quality and traffic; empty columns are left out.
+
+    Args:
+        width: leave out more columns, the least important first, where the table is wider than this.
+    """
+    return "\n\n".join(_table(comparison, target, width) for comparison in compare_runs(find_runs([root])))
 
 
-def _table(comparison: Comparison, target: float | None) -> str:
+def _table(comparison: Comparison, target: float | None, width: int | None) -> str:
     by_name = {method.name: method for method in comparison.methods}
     references = [by_name[name] for name in REFERENCES if name in by_name]
     reference = comparison.reference
@@ -55,13 +59,29 @@ def _table(comparison: Comparison, target: float | None) -> str:
         columns[f"time to {target:g}"] = lambda method: target_cell(method, comparison, target).text
     cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
     shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
-    table = format_table(list(zip(*shown, strict=True)), left=(0,))
-    parts = [comparison.title, "", table, "", *(textwrap.fill(note, 110) for note in notes(comparison))]
+    spare = ["MACs", "predicted", "learning rate", "bytes/step"]
+    spare += [f"run vs. {reference.name}"] * (reference is not None) + ["run"]
+    spare += [f"vs. {other.name}" for other in references[1:]] + ["parameters"]
+    parts = [_fill(comparison.title, width), "", _fitted([*zip(*shown, strict=True)], spare, width), ""]
+    parts += [_fill(note, width or 110) for note in notes(comparison)]
     for equal in equal_tables(comparison):
         rows = [equal.columns, *([cell.text for cell in row] for row in equal.rows)]
-        parts += ["", equal.title, "", format_table(rows, left=(0,)), ""]
-        parts += [textwrap.fill(note, 110) for note in equal.notes]
+        parts += ["", _fill(equal.title, width), "", _fitted(rows, equal.columns[:0:-1], width), ""]
+        parts += [_fill(note, width or 110) for note in equal.notes]
     return "\n".join(parts)
+
+
+def _fill(text: str, width: int | None) -> str:
+    return text if width is None else textwrap.fill(text, width)
+
+
+def _fitted(rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None) -> str:
+    """The table, and which columns it lacks because the terminal is too narrow."""
+    table = Table(rows, left=(0,), spare=spare)
+    fitted = table if width is None else table.fitted(width)
+    missing = [head for head in rows[0] if head not in fitted.rows[0]]
+    hint = _fill(f"left out: {', '.join(missing)}; the page shows all", width) if missing else ""
+    return f"{fitted}\n{hint}".rstrip()
 
 
 def _step_speedup(reference: MethodRuns, method: MethodRuns) -> str:
