@@ -47,7 +47,9 @@ def parse_method(text: str) -> Method:
     written = short_form(text) or text.strip()
     parts = re.fullmatch(rf"(?:(?P<place>.+?):)??(?P<call>{_CALL})", written, re.DOTALL)
     if parts is None:
-        raise ValueError(f"method {text!r}: {_FORMS}")
+        name = written.partition("-")[0]
+        unknown = name.isidentifier() and short_form(name) is None
+        raise ValueError(f"method {text!r}: {_unknown(name, method_classes()) if unknown else _FORMS}")
     try:
         tree = ast.parse(parts["call"], mode="eval").body
     except (SyntaxError, ValueError, RecursionError):
@@ -152,15 +154,19 @@ def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
 def _class(name: str, names: Mapping[str, Any]) -> type[Method]:
     found = names.get(name) or names.get(short_form(name) or "")
     if found is None:
-        methods = {n.lower(): n for n, x in names.items() if _is_method(x) and x is not Method}
-        close = difflib.get_close_matches(name.lower(), methods, n=1)
-        hint = f" (did you mean {methods[close[0]]}?)" if close else ""
-        raise ValueError(f"there is no {name}{hint}; there are {', '.join(methods.values())}")
+        raise ValueError(_unknown(name, names))
     if not _is_method(found) or found is Method:
         raise TypeError(f"{name} is not a subclass of pufferfish.compression.Method")
     if "__dataclass_fields__" not in vars(found):
         raise TypeError(f"{name} is not a dataclass; decorate it with @dataclass(frozen=True)")
     return found  # type: ignore[no-any-return]
+
+
+def _unknown(name: str, names: Mapping[str, Any]) -> str:
+    methods = {n.lower(): n for n, x in names.items() if _is_method(x) and x is not Method}
+    close = difflib.get_close_matches(name.lower(), methods, n=1)
+    hint = f" (did you mean {methods[close[0]]}?)" if close else ""
+    return f"there is no {name}{hint}; there are {', '.join(methods.values())}"
 
 
 def _is_method(x: object) -> bool:

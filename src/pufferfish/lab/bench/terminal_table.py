@@ -62,6 +62,7 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     spare = ["MACs", "predicted", "learning rate", "bytes/step"]
     spare += [f"run vs. {reference.name}"] * (reference is not None) + ["run"]
     spare += [f"vs. {other.name}" for other in references[1:]] + ["parameters"]
+    spare += [f"difference vs. {reference.name}"] * (reference is not None)
     parts = [_fill(comparison.title, width), "", _fitted([*zip(*shown, strict=True)], spare, width), ""]
     parts += [_fill(note, width or 110) for note in notes(comparison)]
     for equal in equal_tables(comparison):
