@@ -59,10 +59,10 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
         columns[f"time to {target:g}"] = lambda method: target_cell(method, comparison, target).text
     cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
     shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
-    spare = ["MACs", "predicted", "learning rate", "bytes/step"]
-    spare += [f"run vs. {reference.name}"] * (reference is not None) + ["run"]
-    spare += [f"vs. {other.name}" for other in references[1:]] + ["parameters"]
-    spare += [f"difference vs. {reference.name}"] * (reference is not None)
+    spare = ["MACs", "predicted", "learning rate", "bytes/step"]  # the first is left out first
+    spare += [f"run vs. {reference.name}"] if reference else []
+    spare += ["run", *(f"vs. {other.name}" for other in references[1:]), "parameters"]
+    spare += [f"difference vs. {reference.name}"] if reference else []
     parts = [_fill(comparison.title, width), "", _fitted([*zip(*shown, strict=True)], spare, width), ""]
     parts += [_fill(note, width or 110) for note in notes(comparison)]
     for equal in equal_tables(comparison):
