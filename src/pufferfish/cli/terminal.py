@@ -68,17 +68,19 @@ def progress_bars(console: Console | None = None) -> Iterator[None]:
     @contextmanager
     def bar(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(20),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
         )
+
+        name = TextColumn("{task.description}")
+        left = (TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left"))
         shown = Progress(
-            *columns,
-            TextColumn("left"),
+            *(name, BarColumn(20), *(left if total is not None else (TimeElapsedColumn(),))),
             console=console or Console(stderr=True),
             transient=True,
             redirect_stdout=False,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ...measure import Link
 from ...planning.planner import plan
+from ...planning.progress import progress
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.process_group import WorkersUnreachable, process_group
 from ..train.worker_device import worker_device
@@ -108,16 +109,21 @@ def _run_on_emulated_hosts(settings: AdviseSettings) -> None:
     workload = _load(settings, nodes * per_node)
     plan(workload.build(), workload.rank, keep=workload.keep)
 
+    lines: list[str] = []  # printed at the end, when no progress bar is in their way
+
     def write(line: str) -> None:
         host, _, text = line.partition(" | ")
         if host == "host0":
-            print(text, flush=True)
+            lines.append(text)
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     job = replace(settings, network="real", nodes=None, per_node=None, emulated=str(shape), width=width)
     command = ["-m", __name__, json.dumps(asdict(job), default=str)]
-    with Network(nodes, shape) as network:
-        code = network.launch(command, per_host=per_node, env={"PYTHONWARNINGS": "ignore"}, write=write)
+    try:
+        with progress(f"measuring on {nodes} emulated hosts", None), Network(nodes, shape) as network:
+            code = network.launch(command, per_host=per_node, env={"PYTHONWARNINGS": "ignore"}, write=write)
+    finally:
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     if code:
         raise OSError(f"--check: the job on emulated hosts failed with exit code {code}")
 
