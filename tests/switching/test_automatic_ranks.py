@@ -48,7 +48,9 @@ def random_layers(count: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("spectra", "lowered"), [([FLAT] * 4, True), ([STEEP] * 4, False), ([FLAT, STEEP, STEEP, STEEP], False)]
 )
-def test_flat_spectra_are_halved_and_steep_ones_are_not(spectra: list[Tensor], lowered: bool) -> None:
+def test_ranks_of_flat_spectra_are_lowered_and_of_steep_ones_are_not(
+    spectra: list[Tensor], lowered: bool
+) -> None:
     model = random_layers(4)
     start = pf.spectra(model)
     switch = switched(model, *spectra)
@@ -58,7 +60,7 @@ def test_flat_spectra_are_halved_and_steep_ones_are_not(spectra: list[Tensor], l
         e.rank
         for e in pf.resolve(pf.plan(random_trained(spectra), pf.StableRank(start)), random_trained(spectra))
     ]
-    assert ranks == ([32] * 4 if lowered else plain)  # half of 64 × 128 is rank 21.3, rounded up
+    assert ranks == ([32] * 4 if lowered else plain)  # 60 % of 64 × 128 is rank 25.6, rounded up
     line = "ranks lowered: stable ranks would keep 75% of the weights of these layers"
     assert (line in str(switch.report)) == lowered
 
@@ -101,7 +103,9 @@ def test_ranks_go_where_the_held_out_loss_needs_them() -> None:
         assert switch.step(model, None, step=1)
         assert switch.report is not None
         plan = switch.report.plan
-        assert plan.after.parameters <= plan.before.parameters // 2
+        assert (
+            plan.after.parameters <= 0.75 * plan.before.parameters
+        )  # 60 % of 128 × 128 is rank 38.4, rounded up to 48
         with torch.no_grad():
             losses[by_loss] = float(evaluate(model))
         sizes = [e.after for e in plan]
@@ -257,7 +261,7 @@ def test_on_two_workers() -> None:
 
 
 def test_a_language_model_trained_with_muon() -> None:
-    """Muon keeps the spectra flat: stable ranks alone save little, the switch halves the blocks within a third of the run."""
+    """Muon keeps the spectra flat: stable ranks alone save little, the switch lowers them within a third of the run."""
     torch.manual_seed(0)
     model = GPT(vocabulary=32, d=64, layers=2, heads=2, context=32)
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
@@ -288,5 +292,5 @@ def test_a_language_model_trained_with_muon() -> None:
     lowered = [e for e in switch.report.plan if e.asked and e.matrix]
     blocks = sum(e.before for e in lowered)
     assert sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix) > 0.75 * blocks
-    assert sum(e.after for e in lowered) < 0.6 * blocks  # ranks are multiples of 16
+    assert sum(e.after for e in lowered) < 0.6 * blocks
     assert sum(losses[-5:]) < 0.9 * sum(losses[15:20])

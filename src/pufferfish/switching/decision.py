@@ -99,13 +99,13 @@ class Decision:
         if shared := self._inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
-        lowered = self.settings.automatic and any(e.asked for e in plan)
+        lowered = self._automatic and any(e.asked for e in plan)
         if lowered and self.settings.evaluate is not None and not job.sharded:
             plan = ranks_by_loss(job.inner, plan, lambda: self.loss(job) or 0.0)
         if max_jump is not None:
             plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
         little = _saves_little(plan) if unresolved else ""
-        if little and self.settings.automatic:
+        if little and self._automatic:
             plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
         if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
             self._warned = plan.warn_if_little_changes(stacklevel=4)

@@ -37,7 +37,7 @@ class Switch:
         plan: Layers and ranks, from `pufferfish.plan`. Rank rules in it are resolved at the switch.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
             initial spectra are computed at the first call of `step`, so call it before the first update. Where these
-            ranks would keep more than half of the weights, as after Muon, each matrix keeps half of its own, or with `evaluate`
+            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own, or with `evaluate`
             what the loss needs most. The model stays dense, with a warning, if less than a tenth of the bytes is saved.
         keep: With `rank`, name patterns of layers that stay dense.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
