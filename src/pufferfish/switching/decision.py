@@ -22,11 +22,12 @@ from ..lowrank.checks import (
     find_compiled,
 )
 from ..optim.carry import Carrier, check_optimizers
-from ..planning.plan import Plan
+from ..planning.plan import LITTLE, Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss, limit_jump
+from .ranks_by_loss import ranks_by_loss
 from .switch_settings import SwitchSettings
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class Decision:
             averages: averaged copies of the model, which will be changed too.
 
         Returns:
-            The plan with all ranks, the same on all workers, and the held-out loss before the switch.
+            The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
+            no ranks if the change would save too little.
         """
         max_jump = self.settings.max_jump
         plan = _checked(job, optimizers, lambda: self._checked_plan(job, optimizers, averages))
@@ -97,10 +99,18 @@ class Decision:
         if shared := self._inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+        lowered = self._automatic and any(e.asked for e in plan)
+        if lowered and self.settings.evaluate is not None and not job.sharded:
+            plan = ranks_by_loss(job.inner, plan, lambda: self.loss(job) or 0.0)
         if max_jump is not None:
             plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
+        little = _saves_little(plan) if unresolved else ""
+        if little and self._automatic:
+            plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
         if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
             self._warned = plan.warn_if_little_changes(stacklevel=4)
+            if little and not self._warned:  # ranks that the user asked for are applied
+                warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=4)
         return plan, self.loss(job)
 
     def loss(self, job: Job) -> float | None:
@@ -132,7 +142,7 @@ class Decision:
         if isinstance(when, RanksSettle) and when.latest is None and at.total is None:
             warnings.warn(
                 f"Switch: switch.step got no total=, so it switches when the ranks settle, after more than {when.span} "
-                "observations, or never; with total= it switches at half of the run at the latest",
+                "observations, or never; with total= it switches at a third of the run at the latest",
                 stacklevel=5,
             )
 
@@ -300,6 +310,16 @@ def _some(names: list[str]) -> str:
     ('a', 'a, b, c and 1 more')
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _saves_little(plan: Plan) -> str:
+    """Text that says how little the plan saves; "" if it saves at least a tenth of the gradient bytes or of the time."""
+    saved = 1 - plan.after.gradient_bytes / max(plan.before.gradient_bytes, 1)
+    speedup = plan.speedup if plan.measured else None
+    if not plan.ranks or saved >= LITTLE or (speedup and 1 - 1 / speedup >= LITTLE):
+        return ""
+    time = f" and {1 - 1 / speedup:.1%} of the time" if speedup else ""
+    return f"low rank saves only {saved:.1%} of the gradient bytes{time}"
 
 
 def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:

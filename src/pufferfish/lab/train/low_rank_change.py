@@ -43,7 +43,7 @@ class LowRankChange(ModelChange):
         log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
 
     def results(self, log: RunLog) -> dict[str, Any]:
-        if log.writes and self.switch.report is not None:
+        if log.writes and self.switch.report is not None and self.switch.report.plan.ranks:
             plan, model = self.switch.report.plan, unwrap(self.model)
             log.describe(layers=with_final_spectra(log.data["layers"], plan, model))
         return super().results(log)
