@@ -67,11 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=modes, default="auto", help=text)
     add("--target", type=number, metavar="X", help="also report the time to this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
+    text = "runs that share the device, each in a process of its own; steps are then timed alone (default: 1)"
+    add("--beside", type=whole, metavar="N", help=text)
+    text = "start no run that would end after X minutes; the same command continues"
+    add("--minutes", type=number, metavar="X", help=text)
+    text = "keep finished runs as lines of JSON in FILE, too, and do no run that is there already"
+    add("--lines", type=Path, metavar="FILE", help=text)
     add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..lab.bench import BenchSettings, Shard, run_bench
+    from ..lab.bench import BenchLines, BenchSettings, Shard, run_bench
     from ..lab.bench.bench_runs import slug
     from ..lab.bench.bench_settings import parse_tune, split_methods
     from ..lab.tasks.text import with_tokenizer
@@ -92,4 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not out.exists():  # an existing folder may be in use by other shards, so no temporary files there
         check_output_folder(out)
     shard = Shard.parse(arguments.shard)
-    return run_bench(settings, out, data=arguments.data, shard=shard, target=arguments.target)
+    lines = BenchLines(arguments.lines, settings.task) if arguments.lines else None
+    return run_bench(
+        settings, out, data=arguments.data, shard=shard, target=arguments.target,
+        beside=arguments.beside, minutes=arguments.minutes, lines=lines,
+    )  # fmt: skip
