@@ -3,18 +3,17 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...compression import Method
 from ...compression.parse_method import method_classes, parse_method
-from ...switching.moments import AtEpoch
 from ...switching.switch import Switch
 from ..rivals.pruning_by_name import PRUNING_METHODS, is_pruning_method
 from ..tasks import Recipe
+from .low_rank_method import LOW_RANK, LowRankMethod, low_rank_method
 from .narrow_method import NarrowMethod, narrow_method
 
 #: Unchanged model; low rank by the paper's recipe; low rank chosen from the weights.
-MODELS = ("dense", "pufferfish", "auto")
+MODELS = ("dense", *LOW_RANK)
 _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "int8": "BlockInt8", "fp8": "BlockFP8"}
 
 
@@ -24,7 +23,7 @@ class TrainingMethod:
 
     Args:
         name: text that was parsed.
-        model: "dense", "pufferfish", "auto", a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
+        model: "dense", "pufferfish" or "auto" with options, a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
         compress: gradient compression; None uses plain DDP.
 
     >>> training_method("auto+powersgd-4")
@@ -40,19 +39,18 @@ class TrainingMethod:
         """The narrower model that is trained; None for the task's own model."""
         return narrow_method(self.model)
 
+    @property
+    def low_rank(self) -> LowRankMethod | None:
+        """How the model becomes low-rank; None if it does not."""
+        return low_rank_method(self.model)
+
     def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch | None:
         """Build the `Switch` to low rank, or return None if the method has none.
 
         Args:
-            keep: names or patterns of layers that stay dense under "pufferfish".
+            keep: names or patterns of layers that stay dense under "pufferfish", if it has none of its own.
         """
-        if self.model not in ("pufferfish", "auto"):
-            return None
-        settings: dict[str, Any] = {"lr": recipe.switch_lr} if recipe.switch_lr != 1 else {}
-        if self.model == "auto":
-            return Switch(**settings)
-        epoch = recipe.epochs // 3 if recipe.switch_at is None else recipe.switch_at
-        return Switch(rank=recipe.rank, keep=keep, when=AtEpoch(min(epoch, recipe.epochs - 1)), **settings)
+        return self.low_rank.switch(recipe, keep) if self.low_rank else None
 
 
 def training_method(text: str) -> TrainingMethod:
@@ -67,7 +65,7 @@ def training_method(text: str) -> TrainingMethod:
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
     model, plus, compression = text.strip().partition("+")
-    if model in MODELS or is_pruning_method(model) or narrow_method(model):
+    if model in MODELS or low_rank_method(model) or is_pruning_method(model) or narrow_method(model):
         if plus and not compression:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
         return TrainingMethod(text, model, _compression(compression, text) if compression else None)
