@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
+    add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as of the others)")
     text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
     text = "with --equal, at most X times the updates of the dense run (default: 4)"
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
     add("--simulate", action="store_true", help="simulate all workers in one process; predict times")
     add("--rounds", type=whole, default=5, metavar="N", help="timing rounds (default: 5)")
-    add("--recipe", default="short", help="short or paper (default: short)")
+    text = "short or paper, also with other values, such as short,rank=0.33,optimizer=muon (default: short)"
+    add("--recipe", default="short", help=text)
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")

@@ -22,7 +22,7 @@ from .bench_settings import BenchSettings, write_json
 from .choose_rate import choose_rate
 
 #: Settings that do not change the result of a run. A tuned rate is part of the run's record.
-_FREE = ("methods", "seeds", "rounds", "tune", "equal")
+_FREE = ("methods", "seeds", "rounds", "tune", "tune_epochs", "equal")
 #: What a line keeps of a layer's record; its spectra are large.
 _LAYER = ("name", "shape", "full_rank", "rank")
 
@@ -63,8 +63,10 @@ class BenchLines:
         """
         key = settings_key(settings)
         lines = [line for line in self._lines() if line["part"] == self.part and line["key"] == key]
-        restored = _restore_all([line for line in lines if "measured" in line or _is_tuning(line)], root)
         task, recipe = settings.resolve()
+        epochs = settings.tune_epochs or recipe.epochs
+        tuning = [x for x in lines if _is_tuning(x) and x["settings"]["recipe"]["epochs"] == epochs]
+        restored = _restore_all([*tuning, *(line for line in lines if "measured" in line)], root)
         rates = {m: choose_rate(m, settings, root, task, recipe) for m in settings.methods}
         methods = {run.name: run.method for run in bench_runs(settings, recipe)}
         trained = [line for line in lines if line["piece"] in methods and not _is_tuning(line)]
@@ -106,7 +108,7 @@ def settings_key(settings: BenchSettings) -> str:
 
 def _run_line(settings: BenchSettings, folder: Path, tuning: bool) -> dict[str, Any]:
     """The record of a run. A tuning run is judged by validation only, so its test scores are left out."""
-    run = read_json(folder / RUN_FILE)
+    run: dict[str, Any] = read_json(folder / RUN_FILE)
     metric = settings.resolve()[0].metric
     rows = [row for row in read_metrics(folder / METRICS_FILE) if row[3] == f"valid/{metric}"]
     curve = [[round(float(seconds), 3), int(step), float(value)] for seconds, step, _, _, value in rows]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...checkpoint.sigterm import Sigterm
 from ...distributed.workers import Workers
+from ...measure.machine import hardware, versions
 from ...measure.saved_run import RUN_FILE
 from ..advise.timing_rounds import steps_per_round, timing_rounds
 from ..network import LinkShape
@@ -106,18 +107,18 @@ class BenchWorker:
                 self._record_sharing(self.root / name, time.perf_counter() - start)
             return finished
         with self._report_failure(name):
-            method = next(m for m in self.settings.methods if self._measurement(m, name))
-            record = {"method": method, **self._measurement(method, name)()}
+            record = self._measure(name) | {"hardware": hardware(), "versions": versions()}
             write_json(self.root / name, record | {"wall_seconds": time.perf_counter() - start})
         return True
 
-    def _measurement(self, method: str, name: str) -> Callable[[], dict[str, Any]] | None:
-        """The measurement of a method that the piece asks for; None if it asks for another method's."""
-        if name == width_file(method):
-            return lambda: {"width": dataclasses.asdict(self._measured_width(method))}
-        if self.root / name == length_file(method, self.settings, self.root):
-            return lambda: {"length": dataclasses.asdict(self._measured_length(method))}
-        return None
+    def _measure(self, name: str) -> dict[str, Any]:
+        """The width or the updates of a method, whichever is kept in the file of this name."""
+        for method in self.settings.methods:
+            if name == width_file(method):
+                return {"method": method, "width": dataclasses.asdict(self._measured_width(method))}
+            if self.root / name == length_file(method, self.settings, self.root):
+                return {"method": method, "length": dataclasses.asdict(self._measured_length(method))}
+        raise ValueError(f"{name}: not a piece of this bench")
 
     def _record_sharing(self, folder: Path, seconds: float) -> None:
         """Add the seconds of the process to a run; times measured beside other runs are kept apart."""
@@ -161,6 +162,8 @@ class BenchWorker:
         self.on_event({"begin": run.name, "number": number, "of": count})
         start = time.perf_counter()
         recipe = dataclasses.replace(bench_method(run.method).recipe(self.recipe), lr=lr)
+        if run.lr is not None:
+            recipe = recipe.override(epochs=self.settings.tune_epochs)
         results: Any = {}
         with self._report_failure(run.name):
             width = self.workers.run_on_first(

@@ -93,12 +93,15 @@ class Pool:
         """The longest time of finished pieces of its method and kind, or else of its kind, or of a similar kind."""
         times = wall_seconds(self.root)
         kind: str | None = piece.kind
+        scale = 1.0
         while kind is not None:
             of_kind = {(p.method, p.name): t for p, t in times.items() if p.kind == kind}
             own = [seconds for (method, _), seconds in of_kind.items() if method == piece.method]
             if of_kind:
-                return max(own or of_kind.values())
+                return scale * max(own or of_kind.values())
             kind = _SIMILAR.get(kind)
+            if kind == "tune" and self.settings.tune_epochs:
+                scale = self.settings.resolve()[1].epochs / self.settings.tune_epochs
         return 0.0 if piece.alone or self.expected is None else self.expected
 
     def _process(self, piece: Piece) -> float:

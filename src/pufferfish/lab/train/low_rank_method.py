@@ -84,7 +84,9 @@ def low_rank_method(text: str) -> LowRankMethod | None:
             raise ValueError(
                 f"{text!r}: {part.strip()} is not an option of {match[1]}; there are {', '.join(names)}"
             )
-        options[name] = tuple(filter(None, value.split("|"))) if name == "keep" else _number(text, name, value)
+        options[name] = (
+            tuple(filter(None, value.split("|"))) if name == "keep" else _number(text, name, value)
+        )
     return LowRankMethod(automatic=automatic, **options)
 
 
