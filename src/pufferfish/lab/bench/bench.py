@@ -8,6 +8,7 @@ from typing import Any
 
 from ...distributed.workers import Workers
 from ..report import report, write
+from ..report.formatting import format_seconds
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
@@ -67,7 +68,15 @@ def bench(
     settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
     del loaded
     if beside is not None or minutes is not None or lines is not None:
-        pool = Pool(settings, root, {}, Console(), beside=beside or 1, minutes=minutes, expected=expected)
+        pool = Pool(
+            settings,
+            root,
+            {},
+            Console(),
+            beside=1 if beside is None else beside,
+            minutes=minutes,
+            expected=expected,
+        )
         return _bench_beside(pool, data, shard, target, lines)
     if "RANK" in os.environ:
         return _bench_in_job(settings, root, data, shard, target)
@@ -109,7 +118,11 @@ def _bench_beside(
     pool.run()
     write_results(settings, root, target)
     if pool.left:
-        pool.console.info("time is up; finished runs are kept, rerun the same command to continue")
+        needed = format_seconds(pool.expected_seconds(pool.left[0]))
+        pool.console.info(
+            f"stopped before {pool.left[0].name}, which is expected to take {needed}; finished runs are kept, rerun the same "
+            "command to continue"
+        )
     return pool.failed
 
 

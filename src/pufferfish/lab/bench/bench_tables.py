@@ -11,6 +11,7 @@ from ..report.tables import Cell, Table
 from .bench_runs import BenchRun, bench_runs, is_finished
 from .bench_settings import REFERENCES, BenchSettings
 from .choose_rate import choose_rate
+from .network_table import network_table
 from .summary import write_summary
 
 
@@ -31,7 +32,8 @@ def bench_tables(settings: BenchSettings, root: Path, against: Sequence[str] = (
     if any((root / "runs").glob("*/*/run.json")):
         for comparison in compare_runs(find_runs([root]), _reference(settings, root)):
             complete = _with_missing(comparison, settings)
-            tables += [headline(complete), *_differences(complete, against), *equal_tables(complete)]
+            tables += [_main_table(complete), *_differences(complete, against), *equal_tables(complete)]
+            tables += [table] if (table := network_table(complete)) is not None else []
     return [*tables, progress_table(settings, root)]
 
 
@@ -55,6 +57,18 @@ def progress_table(settings: BenchSettings, root: Path) -> Table:
         rows.append(row)
     columns = ["method", "learning rate", *(kind for kind, shown in kinds.items() if shown)]
     return Table("Finished runs", columns, rows)
+
+
+def _main_table(comparison: Comparison) -> Table:
+    """The headline, with a note about times of runs that shared a device."""
+    table = headline(comparison)
+    if not any(run.results.get("shared") for run in comparison.runs):
+        return table
+    note = (
+        "Runs shared the device with others. Times of steps were measured alone afterwards, in turns with dense ones; the time of "
+        "a run is that of its updates."
+    )
+    return replace(table, notes=[*table.notes, note])
 
 
 def _kind(run: BenchRun) -> str:

@@ -40,7 +40,7 @@ class Pool:
 
     Attributes:
         failed: names of pieces that failed; they are not tried again.
-        left: whether pieces are left for lack of time.
+        left: pieces that were not started for lack of time.
     """
 
     settings: BenchSettings
@@ -52,7 +52,7 @@ class Pool:
     expected: float | None = None
     on_done: Callable[[Piece], None] = lambda piece: None
     failed: list[str] = field(default_factory=list)
-    left: bool = False
+    left: list[Piece] = field(default_factory=list)
 
     def run(self) -> None:
         """Do all pieces for which there is time. Ctrl-C and SIGTERM stop the processes after a checkpoint."""
@@ -78,7 +78,7 @@ class Pool:
         """The pieces to start now."""
         due = [piece for piece in due_pieces(self.settings, self.root, self.failed) if piece not in running]
         fitting = [piece for piece in due if self._fits(piece)]
-        self.left = len(fitting) < len(due)
+        self.left = [piece for piece in due if piece not in fitting]
         alone = [piece for piece in fitting if piece.alone]
         if any(piece.alone for piece in running):
             return []
@@ -87,9 +87,9 @@ class Pool:
         return [piece for piece in fitting if not piece.alone][: self.beside - len(running)]
 
     def _fits(self, piece: Piece) -> bool:
-        return self._end is None or time.monotonic() + self._expected_seconds(piece) <= self._end
+        return self._end is None or time.monotonic() + self.expected_seconds(piece) <= self._end
 
-    def _expected_seconds(self, piece: Piece) -> float:
+    def expected_seconds(self, piece: Piece) -> float:
         """The longest time of finished pieces of its method and kind, or else of its kind, or of a similar kind."""
         times = wall_seconds(self.root)
         kind: str | None = piece.kind

@@ -58,7 +58,10 @@ class LowRankChange(ModelChange):
         if log.writes and report is not None and self.switch.low_rank:
             plan, model = report.plan, unwrap(self.model)
             log.describe(layers=with_final_spectra(log.data["layers"], plan, model))
-        return super().results(log) | {"low_rank_updates": self._low_rank_updates()}
+        found = super().results(log) | {"low_rank_updates": self._low_rank_updates()}
+        if report is not None:
+            found["low_rank_parameters"] = report.plan.after.parameters
+        return found
 
     def _low_rank_updates(self) -> int:
         """Updates of the low-rank model."""
