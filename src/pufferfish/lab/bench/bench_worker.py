@@ -45,6 +45,8 @@ from .predictions import predictions
 from .summary import LENGTH, read_rounds
 
 Event = dict[str, Any]
+#: Between checkpoints of runs in processes of their own, which take minutes, and may write to one disk at once.
+SAVE_SECONDS = 60.0
 
 
 class BenchWorker:
@@ -177,6 +179,7 @@ class BenchWorker:
                 seed=run.seed,
                 narrow=width and NarrowWidth(**width),
                 equal_length=self._equal_length(run),
+                **({} if self.only is None else {"save_seconds": SAVE_SECONDS}),
             )
             results = train(self.task, settings, link=self.link)
         if results:

@@ -64,7 +64,8 @@ def build_components(
     module = move_to_device(module or build_model(task, settings.narrow), device)
     optimizer = build_optimizer(module, settings.recipe, graph=modes.capturable)
     world_size = settings.simulate or processes
-    if settings.method.compress is not None and settings.method.compress.has_momentum and world_size > 1:
+    method = settings.method.compress
+    if method is not None and method.has_momentum and world_size > 1:
         _remove_momentum(optimizer)
     model: Any = DistributedDataParallel(module) if processes > 1 else module
     if isinstance(optimizer, SAM):
