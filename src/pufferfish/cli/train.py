@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--method", default="dense", metavar="M", help="see above (default: dense)")
     add("--compress", metavar="C", help="gradient compression, for example powersgd-4 or bf16")
-    add("--recipe", default="short", help="short or paper (default: short)")
+    add(
+        "--recipe",
+        default="short",
+        help="short or paper, also with other values: short,rank=0.33 (default: short)",
+    )
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")

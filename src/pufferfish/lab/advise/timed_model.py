@@ -50,7 +50,9 @@ class TimedModel:
             self.optimizer.model = self.model  # its first pass runs under no_sync
         self.hook: DDPHook | None = None
         if self.ddp is not None and method.compress is not None:
-            hook = compress(self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy)
+            hook = compress(
+                self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy, scope=method.scope
+            )
             assert isinstance(hook, DDPHook)
             self.hook = hook
         if transform is not None:

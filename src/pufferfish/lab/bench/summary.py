@@ -27,7 +27,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
 
     "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
     quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
-    measured step times are left out. "equal" has the updates at equal time or bytes.
+    measured step times are left out. Methods whose runs shared the device have the times of their updates alone. "equal" has the updates at equal time or bytes.
     """
     files = read_rounds(root)
     rounds = [file["methods"] for file in files]
@@ -58,8 +58,28 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
                 "tried; a better one may lie beyond."
             )
     lengths = [read_json(path, "") for path in sorted(root.glob(f"equal-*/*/{LENGTH}"))]
+    for method, times in _times_alone(root, lengths).items():
+        summary[method]["results"] |= times
     equal = {"equal": {each["method"]: each["length"] for each in lengths}} if lengths else {}
     write_json(root / SUMMARY, {"methods": summary, **equal})
+
+
+def _times_alone(root: Path, lengths: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds of a step and of all updates, measured alone, of methods whose runs shared the device with others."""
+    timed = {each["method"]: each["length"]["seconds"] for each in lengths if not each["length"]["link"]}
+    timed = {method: seconds for method, seconds in timed.items() if seconds}
+    if not timed:
+        return {}
+    dense = statistics.median(seconds["dense"] for seconds in timed.values())
+    relative = {method: (s["after"] / s["dense"], s["mean"] / s["dense"]) for method, s in timed.items()}
+    found = {}
+    for path in sorted((root / "runs").glob("*/*/run.json")):
+        run = read_run(path.parent)
+        after, mean = relative.get(run.name, (1.0, 1.0) if run.name == REFERENCES[0] else (None, None))
+        if after is not None and mean is not None and run.results.get("shared"):
+            updates = run.results["updates"]
+            found[run.name] = {"seconds_a_step": dense * after, "training_seconds": dense * mean * updates}
+    return found
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:

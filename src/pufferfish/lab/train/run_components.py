@@ -63,6 +63,10 @@ def build_components(
     modes = step_modes(task, settings, processes)
     module = move_to_device(module or build_model(task, settings.narrow), device)
     optimizer = build_optimizer(module, settings.recipe, graph=modes.capturable)
+    world_size = settings.simulate or processes
+    method = settings.method.compress
+    if method is not None and method.has_momentum and world_size > 1:
+        _remove_momentum(optimizer)
     model: Any = DistributedDataParallel(module) if processes > 1 else module
     if isinstance(optimizer, SAM):
         optimizer.model = model  # its first pass runs under DDP's no_sync
@@ -70,8 +74,20 @@ def build_components(
     hook: Any = None
     if settings.method.compress is not None and processes > 1:
         enabled_scaler = scaler if scaler.is_enabled() else None
-        hook = compress(model, settings.method.compress, optimizer=optimizer, scaler=enabled_scaler)
-    world_size = settings.simulate or processes
+        hook = compress(
+            model,
+            settings.method.compress,
+            optimizer=optimizer,
+            scaler=enabled_scaler,
+            scope=settings.method.scope,
+        )
     return RunComponents(
         task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device, modes
     )
+
+
+def _remove_momentum(optimizer: Any) -> None:
+    """Switch off the momentum of matrices and filters, for compression with momentum of its own; vectors are sent uncompressed."""
+    for group in optimizer.param_groups:
+        if group.get("momentum") and any(p.dim() > 1 for p in group["params"]):
+            group |= {"momentum": 0.0, "nesterov": False}

@@ -3,18 +3,19 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from ...compression import Method
+from ...compression import Method, NoCompression, Settings
 from ...compression.parse_method import method_classes, parse_method
-from ...switching.moments import AtEpoch
 from ...switching.switch import Switch
 from ..rivals.pruning_by_name import PRUNING_METHODS, is_pruning_method
 from ..tasks import Recipe
+from .low_rank_method import LOW_RANK, LowRankMethod, low_rank_method
 from .narrow_method import NarrowMethod, narrow_method
 
 #: Unchanged model; low rank by the paper's recipe; low rank chosen from the weights.
-MODELS = ("dense", "pufferfish", "auto")
+MODELS = ("dense", *LOW_RANK)
+_GLOBAL = "global-"
 _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "int8": "BlockInt8", "fp8": "BlockFP8"}
 
 
@@ -24,35 +25,41 @@ class TrainingMethod:
 
     Args:
         name: text that was parsed.
-        model: "dense", "pufferfish", "auto", a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
+        model: "dense", "pufferfish" or "auto" with options, a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
         compress: gradient compression; None uses plain DDP.
+        scope: "layer"; "global": a sparsifier chooses among the elements of all tensors, as in `global-topk-0.01`.
 
     >>> training_method("auto+powersgd-4")
-    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4))
+    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4), scope='layer')
     """
 
     name: str
     model: str = "dense"
     compress: Method | None = None
+    scope: Literal["layer", "global"] = "layer"
+
+    @property
+    def compression(self) -> Settings:
+        """How gradients are averaged; uncompressed without a method."""
+        return Settings(self.compress or NoCompression(), scope=self.scope)
 
     @property
     def narrow(self) -> NarrowMethod | None:
         """The narrower model that is trained; None for the task's own model."""
         return narrow_method(self.model)
 
+    @property
+    def low_rank(self) -> LowRankMethod | None:
+        """How the model becomes low-rank; None if it does not."""
+        return low_rank_method(self.model)
+
     def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch | None:
         """Build the `Switch` to low rank, or return None if the method has none.
 
         Args:
-            keep: names or patterns of layers that stay dense under "pufferfish".
+            keep: names or patterns of layers that stay dense under "pufferfish", if it has none of its own.
         """
-        if self.model not in ("pufferfish", "auto"):
-            return None
-        settings: dict[str, Any] = {"lr": recipe.switch_lr} if recipe.switch_lr != 1 else {}
-        if self.model == "auto":
-            return Switch(**settings)
-        epoch = recipe.epochs // 3 if recipe.switch_at is None else recipe.switch_at
-        return Switch(rank=recipe.rank, keep=keep, when=AtEpoch(min(epoch, recipe.epochs - 1)), **settings)
+        return self.low_rank.switch(recipe, keep) if self.low_rank else None
 
 
 def training_method(text: str) -> TrainingMethod:
@@ -61,20 +68,29 @@ def training_method(text: str) -> TrainingMethod:
     >>> training_method("bf16").compress, training_method("topk-0.01").compress, training_method("pufferfish").model
     (BFloat16(), TopK(k=0.01, sample=1.0), 'pufferfish')
     >>> training_method("early-bird-0.5+powersgd-4")
-    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4))
+    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4), scope='layer')
     >>> training_method("pufferfsh")
     Traceback (most recent call last):
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
     model, plus, compression = text.strip().partition("+")
-    if model in MODELS or is_pruning_method(model) or narrow_method(model):
+    if model in MODELS or low_rank_method(model) or is_pruning_method(model) or narrow_method(model):
         if plus and not compression:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
-        return TrainingMethod(text, model, _compression(compression, text) if compression else None)
-    return TrainingMethod(text, compress=_compression(text.strip(), text))
+        return TrainingMethod(text, model, *(_compression(compression, text) if compression else ()))
+    return TrainingMethod(text, "dense", *_compression(text.strip(), text))
 
 
-def _compression(word: str, text: str) -> Method:
+def _compression(word: str, text: str) -> tuple[Method, Literal["layer", "global"]]:
+    """Parse a compression method and its scope."""
+    method = _method(word.removeprefix(_GLOBAL), text)
+    if not word.startswith(_GLOBAL):
+        return method, "layer"
+    Settings(method, scope="global")  # raises an error for methods that do not support it
+    return method, "global"
+
+
+def _method(word: str, text: str) -> Method:
     """Parse a compression method, also in lower case with its first setting after a hyphen."""
     short = re.fullmatch(r"([a-z][a-z0-9]*)(?:-([\d.]+))?", word)
     if short is None:

@@ -30,8 +30,6 @@ from .training_log import TrainingLog
 
 #: Updates between rows of the log.
 LOG_EVERY = 20
-#: Least seconds between checkpoints at the end of epochs.
-SAVE_SECONDS = 10.0
 _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
@@ -94,8 +92,11 @@ class TrainingRun:
             self.console.info(f"resumed after update {done} of {self.total_steps}")
         elif has_unfinished_run(self.settings):
             self.console.info("no checkpoint yet, starting over")
-        if self.world_size == 1 and self.settings.method.compress is not None:
-            self.console.info(f"one worker sends no gradients: {self.settings.method.compress} has no effect")
+        method = self.settings.method.compress
+        if self.world_size == 1 and method is not None:
+            self.console.info(f"one worker sends no gradients: {method} has no effect")
+        if self.world_size > 1 and method is not None and method.has_momentum:
+            self.console.info(f"{method} has its own momentum, so that of the optimizer is switched off")
         if self.settings.narrow is not None:
             self.console.info(self.settings.narrow.note)
         with sigint_as_sigterm(), self._open_log(done if at else None) as log:
@@ -191,7 +192,9 @@ class TrainingRun:
     def _save_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
         always = epoch + 1 == self.change.epochs or self.settings.save_every is not None
-        return self.workers.run_on_first(lambda: always or time.monotonic() > self.last_save + SAVE_SECONDS)
+        return self.workers.run_on_first(
+            lambda: always or time.monotonic() > self.last_save + self.settings.save_seconds
+        )
 
     def _show_progress(self, epoch: int, loss: float) -> None:
         position = f"epoch {epoch + 1}/{self.change.epochs}, update {self.step}/{self.total_steps}"
