@@ -80,7 +80,9 @@ class ElasticGradients:
         """
         state = SharedState(model, optimizer, switch, parts)
         settings = self._settings
-        checked_settings(settings, settings.method, settings.error_feedback, _trained(model), state.optimizers)
+        checked_settings(
+            settings, settings.method, settings.error_feedback, _trained(model), state.optimizers
+        )
         self._state = state
 
     @torch.no_grad()
@@ -91,7 +93,9 @@ class ElasticGradients:
         self._state.model, self._stale = model, False
         for name, p in _trained(model).items():
             if p.grad is not None and p.grad.is_sparse:
-                raise ValueError(f"ElasticGradients: {name} has a sparse gradient; build it with sparse=False")
+                raise ValueError(
+                    f"ElasticGradients: {name} has a sparse gradient; build it with sparse=False"
+                )
         while True:
             count, error = self.engine.steps, None
             try:

@@ -57,9 +57,7 @@ class ReplicaTransport(Transport):
         n = len(pieces[self.worker])
         sent, received = torch.cat(pieces), pieces[0].new_empty(n * self.size)
         sizes = [n] * self.size, [len(piece) for piece in pieces]
-        done = self._start(
-            lambda: self.members.alltoall_base(received, sent, *sizes, AllToAllOptions())
-        )
+        done = self._start(lambda: self.members.alltoall_base(received, sent, *sizes, AllToAllOptions()))
         return done, list(received.split(n)) if n else [received] * self.size
 
     @staticmethod

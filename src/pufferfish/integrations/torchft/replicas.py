@@ -54,7 +54,9 @@ class Replicas:
         if min_replicas < 1:
             raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
         if not 0 < timeout <= patience:
-            raise ValueError(f"Replicas: timeout={timeout:g} must be above 0, and at most patience={patience:g}")
+            raise ValueError(
+                f"Replicas: timeout={timeout:g} must be above 0, and at most patience={patience:g}"
+            )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
         inside = Workers.of_job("Replicas", side_group=True)
@@ -87,7 +89,9 @@ class Replicas:
                 quorum_retries=math.ceil(patience / _RETRY),
             )
         except KeyError:
-            raise ValueError("Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE") from None
+            raise ValueError(
+                "Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE"
+            ) from None
 
     @property
     def size(self) -> int:
@@ -143,7 +147,9 @@ class Replicas:
             self._forget_rendezvous()
             return sum(answer[-1] for answer in answers)
         if own[32:] != most[32:]:
-            self.manager.load_state_dict({**self.manager.state_dict(), "step": 0})  # behind, so it gets a state
+            self.manager.load_state_dict(
+                {**self.manager.state_dict(), "step": 0}
+            )  # behind, so it gets a state
         elif own != most:
             raise ValueError(
                 "this replica differs from the others in its arguments, its model (names, shapes, dtypes) or in what it does "

@@ -42,7 +42,9 @@ class SharedState:
         parts: Mapping[str, Any] | None = None,
     ) -> None:
         if is_sharded(model):
-            raise TypeError("Replicas: the model is sharded by FSDP2, which is not supported; use DDP inside a replica")
+            raise TypeError(
+                "Replicas: the model is sharded by FSDP2, which is not supported; use DDP inside a replica"
+            )
         for name, x in (parts or {}).items():
             if not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
                 raise TypeError(f"{name} is a {type(x).__name__} without state_dict and load_state_dict")
@@ -85,7 +87,9 @@ class SharedState:
         self._restructure_(state)
         inner = unwrap(self.model)
         with torch.no_grad():
-            load_model_state(inner, {**model_state(inner), **state["model"], **({} if own else tensors or {})})
+            load_model_state(
+                inner, {**model_state(inner), **state["model"], **({} if own else tensors or {})}
+            )
         for optimizer, saved in zip(self.optimizers, [] if own else state["optimizers"], strict=False):
             load_optimizer(optimizer, names_by_id(inner), saved)
         for name, x in self.parts.items():
@@ -103,7 +107,9 @@ class SharedState:
             ("switch", state["switch"] is not None, self.switch is not None),
         ):
             if theirs != mine:
-                raise ValueError(f"Replicas: only some replicas pass {what} {mine or theirs} to start; pass it on all")
+                raise ValueError(
+                    f"Replicas: only some replicas pass {what} {mine or theirs} to start; pass it on all"
+                )
 
     def _restructure_(self, state: Mapping[str, Any]) -> None:
         """Give the model the low-rank layers of the other replica. Their factors are still to be loaded."""
