@@ -8,7 +8,12 @@ import pytest
 
 pytest.importorskip("torchft")
 
-from integrations.elastic import Accident, Job, all_do, close_to, cluster, reference
+import torch
+from integrations.elastic import Accident, Job, all_do, backward, build, close_to, cluster, reference
+from torch import Tensor
+
+from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo
+from pufferfish.compression.settings import Methods
 
 
 def test_replicas_train_as_the_reference_does() -> None:
@@ -61,3 +66,183 @@ def test_a_replica_hangs_and_comes_back() -> None:
         found = all_do([a, b, stopped], "until", 20)
     assert found[0]["size"] == 3
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1), (0, 1), (0, 1, 2)]))
+
+
+def test_a_replica_is_killed_in_a_flight() -> None:
+    """The average on its way is lost for all; the survivors average again when it should have been applied."""
+    with cluster(Job(fragments=2, delay=1, momentum=0.9)) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=4, collective=1))
+        all_do([a, b, lost], "start")
+        all_do([a, b, lost], "until", 6)
+        for one in (a, b, lost):
+            one.tell("until", 11)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        assert (found[0]["round"], found[0]["size"]) == (6, 2)
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 13)
+        assert back.answer()["position"] == 12
+        found = all_do([a, b, back], "until", 21)
+    assert found[0]["size"] == 3
+
+
+@pytest.mark.parametrize("collective", [0, 1])
+def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -> None:
+    with cluster(Job(switch_at=4, inner="AdamW")) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=2, collective=collective))  # in `start` after the switch
+        all_do([a, b, lost], "start")
+        for one in (a, b, lost):
+            one.tell("until", 8)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        assert found[0]["ranks"] == {"2": 12}
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 12)
+        joined = back.answer()
+        assert joined["ranks"] == {"2": 12}
+        assert joined["model"] == joined["anchor"], "it begins with the anchor"
+        assert joined["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
+        found = all_do([a, b, back], "until", 16)
+    assert found[0]["size"] == 3
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), BlockInt8(), SparseLoCo()], ids=lambda m: type(m).__name__)
+def test_compressed_averages_survive_a_change_of_the_members(method: Methods) -> None:
+    with cluster(Job(method=method)) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=3, collective=2))
+        all_do([a, b, lost], "start")
+        for one in (a, b, lost):
+            one.tell("until", 16)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 20)
+        back.answer()
+        found = all_do([a, b, back], "until", 28)
+    assert found[0]["size"] == 3
+
+
+def gradient_steps(job: Job, present: list[tuple[int, ...]]) -> dict[str, Tensor]:
+    """SGD on the mean of the replicas' gradients, in one process."""
+    model = build(job)
+    for position, numbers in enumerate(present):
+        for number in numbers:
+            backward(model, position, number)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad / len(numbers)
+                p.grad = None
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_gradients_of_every_step() -> None:
+    with cluster(job := Job(kind="gradients")) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=2, collective=1))
+        for one in (a, b, lost):
+            one.ready()
+            one.tell("start")
+            one.answer()
+        for one in (a, b, lost):
+            one.tell("until", 4)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        # In the first step all but one get the weights, so that only the gradient of that one is used.
+        three, two = (0, 1, 2), (0, 1)
+        close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two]))
+        back = c.add("c")
+        back.tell("start")
+        back.answer()
+        back.tell("until", 5)
+        c.wait_for_joiner()
+        all_do([a, b], "until", 5)
+        back.answer()
+        found = all_do([a, b, back], "until", 7)
+    close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two, two, three, three]))
+
+
+def test_gradients_of_every_step_with_the_switch_and_compression() -> None:
+    with cluster(Job(kind="gradients", method=PowerSGD(2), switch_at=3, inner="AdamW")) as c:
+        a, b = c.add("a"), c.add("b")
+        for one in (a, b):
+            one.ready()
+            one.tell("start")
+            one.answer()
+        found = all_do([a, b], "until", 5)
+        assert found[0]["ranks"] == {"2": 12}
+        late = c.add("c")
+        late.tell("start")
+        late.answer()
+        late.tell("until", 6)
+        c.wait_for_joiner()
+        all_do([a, b], "until", 6)
+        assert late.answer()["ranks"] == {"2": 12}
+        found = all_do([a, b, late], "until", 9)
+    assert found[0]["size"] == 3
+    assert found[0]["model"] == found[2]["model"]
+
+
+def test_the_lighthouse_is_restarted() -> None:
+    with cluster(job := Job()) as c:
+        a, b, lost = c.add("a"), c.add("b"), c.add("c")
+        all_do([a, b, lost], "start")
+        all_do([a, b, lost], "until", 4)
+        c.lighthouse.shutdown()
+        lost.process.kill()  # also a member less, under an old number of the round
+        lost.process.join()
+        for one in (a, b):
+            one.tell("until", 12)
+        c.light()
+        found = [one.answer() for one in (a, b)]
+    assert found[0]["anchor"] == found[1]["anchor"]
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1)]))
+
+
+def test_a_lighthouse_that_stays_away_ends_the_job_with_one_line() -> None:
+    with cluster(Job(timeout=1.0, patience=2.0)) as c:
+        a = c.add("a")
+        all_do([a], "start")
+        c.lighthouse.shutdown()
+        c.lighthouse = None
+        a.tell("until", 4)
+        with pytest.raises(RuntimeError, match="no round could begin within 2 s: the Lighthouse does not answer"):
+            a.answer()
+
+
+def test_a_replica_with_another_state_gets_that_of_most() -> None:
+    with cluster(job := Job()) as c:
+        three = [c.add(name) for name in "abc"]
+        all_do(three, "start")
+        all_do(three, "until", 4)
+        three[0].tell("spoil")  # as after a commit that only one replica has made
+        three[0].answer()
+        found = all_do(three, "until", 8)
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (1, 2)]))
+
+
+def test_a_replica_with_other_arguments_is_refused_and_the_others_continue() -> None:
+    with cluster(job := Job()) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        other = c.add("c", job=Job(method=PowerSGD(2)))
+        other.tell("start")
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 8)
+        with pytest.raises(ValueError, match="differs from the others in its arguments"):
+            other.answer()
+        found = [one.answer() for one in (a, b)]
+    close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))

@@ -30,7 +30,10 @@ class ReplicaTransport(Transport):
 
     def move(self) -> None:
         """Read the size of the group, and the place of this replica in it, after a change."""
-        group = self.members.parent
+        try:
+            group = self.members.parent
+        except AssertionError as error:  # aborted, and not made anew
+            raise LostReplica("the replicas have no group") from error
         self.worker, self.size = group.rank(), group.size()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

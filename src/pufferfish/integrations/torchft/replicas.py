@@ -166,6 +166,7 @@ class Replicas:
         """End the round. True: it counts, apply its result. False: begin it again."""
         if error is not None:
             self.manager.report_error(error)
+            self.transport.members.abort()  # others that wait for this replica find out at once
         done: bool = self.manager.should_commit()
         return done
 
