@@ -9,9 +9,10 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -23,6 +24,7 @@ from torchft.coordination import LighthouseServer
 import pufferfish as pf
 from pufferfish.compression.settings import Methods
 from pufferfish.integrations.torchft import ElasticGradients, ElasticLocalSteps, Replicas
+from pufferfish.integrations.torchft.replicas import digest
 
 #: Seconds after which a replica that does not answer fails the test.
 LIMIT = 60
@@ -40,6 +42,7 @@ class Job:
     momentum: float = 0.0  # of the outer optimizer
     inner: str = "SGD"
     switch_at: int | None = None
+    min_replicas: int = 1
     timeout: float = 20.0
     patience: float = 60.0
     sizes: Sequence[int] = field(default=(8, 48, 48, 4))
@@ -47,9 +50,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Accident:
-    """What happens to a replica before its n-th collective in a round: a signal to itself, or changed weights."""
+    """A signal that a replica sends itself before its n-th collective in a round; in no given round, its n-th of all.
 
-    round: int
+    Before the first collective of its life it dies while it loads the state of another replica.
+    """
+
+    round: int | None
     collective: int
     signal: int = signal.SIGKILL
 
@@ -86,9 +92,14 @@ class Training:
     def __init__(self, name: str, lighthouse: str, job: Job, accident: Accident | None) -> None:
         self.job, self.number = job, ord(name) - ord("a")
         self.replicas = Replicas(
-            lighthouse, name=name, timeout=job.timeout, patience=job.patience, hostname="127.0.0.1"
+            lighthouse,
+            name=name,
+            min_replicas=job.min_replicas,
+            timeout=job.timeout,
+            patience=job.patience,
+            hostname="127.0.0.1",
         )
-        self.accident, self.collectives = accident, 0
+        self.accident, self.collectives, self.all = accident, 0, 0
         self._watch()
         self.model = build(job, self.number)
         self.optimizer = make_inner(job, self.model)
@@ -119,10 +130,11 @@ class Training:
 
         def counted(collective: Callable[[], Any]) -> Callable[[], None]:
             accident = self.accident
-            if accident and (accident.round, accident.collective) == (self.replicas.round, self.collectives):
+            here = self.collectives if accident and accident.round is not None else self.all
+            if accident and accident.round in (None, self.replicas.round) and accident.collective == here:
                 self.accident = None
                 os.kill(os.getpid(), accident.signal)
-            self.collectives += 1
+            self.collectives, self.all = self.collectives + 1, self.all + 1
             return start(collective)
 
         self.replicas.join = begin  # type: ignore[method-assign]
@@ -143,6 +155,31 @@ class Training:
             self.optimizer.zero_grad()
             if self.job.kind == "local":
                 self.exchange.step(self.model)
+
+    def free(self, end: Path, conn: Connection) -> str:
+        """Train up to the position that the file `end` will contain, and tell the anchor after each round."""
+        adopt, rounds, finish = self.exchange._adopt, self.exchange._rounds, self.exchange._finish
+
+        def adopted(state: Any) -> None:
+            if self.accident is not None and self.accident.collective == 0:
+                os.kill(os.getpid(), self.accident.signal)
+            adopt(state)
+
+        def finished(*args: Any, **kwargs: Any) -> bool:
+            done: bool = finish(*args, **kwargs)
+            if done:
+                conn.send(
+                    (self.replicas.round, digest(rounds.anchor.tensors()).hex(), self.exchange.position)
+                )
+            return done
+
+        self.replicas.manager._load_state_dict_fns["pufferfish"] = adopted
+        self.exchange._finish = finished
+        _start(self)
+        while not end.exists() or self.exchange.position < int(end.read_text()):
+            self.until(self.exchange.position + 1)
+        self.exchange.sync(self.model)
+        return "end"
 
     def status(self) -> dict[str, Any]:
         local = self.exchange if isinstance(self.exchange, ElasticLocalSteps) else None
@@ -166,6 +203,8 @@ def replica(name: str, lighthouse: str, job: Job, accident: Accident | None, con
         conn.send("ready")
         while True:
             command, *args = conn.recv()
+            if command == "free":
+                args.append(conn)
             result = (
                 getattr(training, command)(*args)
                 if hasattr(training, command)
@@ -246,20 +285,41 @@ class Remote:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
+def lighthouse(port: int, min_replicas: int, conn: Connection) -> None:
+    gc.freeze()
+    server = LighthouseServer(
+        bind=f"[::]:{port}", min_replicas=min_replicas, join_timeout_ms=30_000, heartbeat_timeout_ms=1000
+    )
+    conn.send(server.address())
+    with suppress(EOFError):
+        conn.recv()
+
+
 class Cluster:
     """A Lighthouse, and replicas by name."""
 
     def __init__(self, job: Job, port: int) -> None:
         self.job, self.port = job, port
         self.replicas: list[Remote] = []
-        self.lighthouse: Any = None
         self.light()
 
     def light(self) -> None:
         """Start the Lighthouse."""
-        self.lighthouse = LighthouseServer(
-            bind=f"[::]:{self.port}", min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=1000
+        context = multiprocessing.get_context("forkserver")
+        conn, theirs = context.Pipe()
+        self.lighthouse = context.Process(
+            target=lighthouse, args=(self.port, self.job.min_replicas, theirs), daemon=True
         )
+        self.lighthouse.start()
+        theirs.close()
+        assert conn.poll(LIMIT)
+        conn.recv()
+        self._light = conn  # it ends when this is closed
+
+    def darken(self) -> None:
+        """Kill the Lighthouse."""
+        self.lighthouse.kill()
+        self.lighthouse.join()
 
     def add(self, name: str, accident: Accident | None = None, job: Job | None = None) -> Remote:
         """Start a replica. It joins when it is told to start."""
@@ -280,8 +340,7 @@ class Cluster:
         for remote in self.replicas:
             remote.process.kill()
             remote.process.join()
-        if self.lighthouse is not None:
-            self.lighthouse.shutdown()
+        self.darken()
 
 
 def all_do(replicas: Sequence[Remote], *command: Any) -> list[dict[str, Any]]:

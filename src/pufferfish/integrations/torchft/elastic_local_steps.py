@@ -272,7 +272,8 @@ class ElasticLocalSteps(LocalSteps):
             found = {f"{i} {name}": x for i, means in enumerate(average.means) for name, x in means.items()}
             self._replicas.confirm(digest(found))
         except LostReplica as error:
-            average.error = error
+            average.error = error.with_traceback(None)
+            average.steps.clear()  # they hold the group, whose connections must be closed
 
     def _scale(self, means: Means, factor: float) -> None:
         """Make means over all replicas those over the ones that have made updates. A vote stays a vote."""

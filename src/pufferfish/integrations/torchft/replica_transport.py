@@ -66,15 +66,14 @@ class ReplicaTransport(Transport):
     @staticmethod
     def _start(collective: Callable[[], Any]) -> Callable[[], None]:
         """Start a collective and return a function that waits for it."""
-        try:
-            work = collective()
-        except RuntimeError as error:
-            raise LostReplica(str(error)) from error
+        work = _without_traceback(collective)
+        return lambda: _without_traceback(work.wait)
 
-        def done() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise LostReplica(str(error)) from error
 
-        return done
+def _without_traceback(call: Callable[[], Any]) -> Any:
+    """Return the result of a call. An error keeps no reference to the group, whose connections must be closed."""
+    try:
+        return call()
+    except RuntimeError as error:
+        message = str(error)
+    raise LostReplica(message)

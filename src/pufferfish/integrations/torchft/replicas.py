@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import socket
@@ -165,8 +166,9 @@ class Replicas:
     def commit(self, error: LostReplica | None = None) -> bool:
         """End the round. True: it counts, apply its result. False: begin it again."""
         if error is not None:
-            self.manager.report_error(error)
-            self.transport.members.abort()  # others that wait for this replica find out at once
+            self.manager.report_error(error.with_traceback(None))
+            self.transport.members.abort()
+            gc.collect()  # closes the connections, so that others which wait for this replica find out at once
         done: bool = self.manager.should_commit()
         return done
 
