@@ -17,11 +17,11 @@ from typing import Any
 from urllib.request import urlopen
 
 import torch
-from processes import free_port
 from torch import Tensor, nn, optim
 from torchft.coordination import LighthouseServer
 
 import pufferfish as pf
+from processes import free_port
 from pufferfish.compression.settings import Methods
 from pufferfish.integrations.torchft import ElasticGradients, ElasticLocalSteps, Replicas
 from pufferfish.integrations.torchft.replicas import digest
@@ -180,6 +180,19 @@ class Training:
             self.until(self.exchange.position + 1)
         self.exchange.sync(self.model)
         return "end"
+
+    def checkpoint(self, folder: Path) -> pf.Checkpoint:
+        return pf.Checkpoint(folder, self.model, self.optimizer, switch=self.switch, compressor=self.exchange)
+
+    def save(self, folder: Path) -> str:
+        with self.checkpoint(folder) as checkpoint:
+            return str(checkpoint.save(step=self.exchange.position))
+
+    def resume(self, folder: Path) -> str:
+        with self.checkpoint(folder) as checkpoint:
+            resumed = checkpoint.resume()
+        assert resumed is not None
+        return str(resumed.position)
 
     def status(self) -> dict[str, Any]:
         local = self.exchange if isinstance(self.exchange, ElasticLocalSteps) else None

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torchft")
 
 import torch
-from integrations.elastic import Accident, Job, all_do, backward, build, close_to, cluster, reference
 from torch import Tensor
 
+import pufferfish as pf
+from integrations.elastic import Accident, Job, all_do, backward, build, close_to, cluster, reference
+from processes import forked
 from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo
 from pufferfish.compression.settings import Methods
+from pufferfish.integrations.torchft import Replicas, StateServer
+from pufferfish.integrations.torchft.replicas import digest
+from pufferfish.integrations.torchft.state_server import decode
 
 
 def test_replicas_train_as_the_reference_does() -> None:
@@ -248,3 +258,87 @@ def test_a_replica_with_other_arguments_is_refused_and_the_others_continue() -> 
             other.answer()
         found = [one.answer() for one in (a, b)]
     close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
+
+
+def test_a_whole_job_starts_again_from_checkpoints(tmp_path: Path) -> None:
+    """One replica has saved later than the other, which gets its state."""
+    with cluster(job := Job(momentum=0.9, fragments=2)) as c:
+        two = [c.add(name) for name in "ab"]
+        all_do(two, "start")
+        all_do(two, "until", 5)
+        two[1].tell("save", tmp_path / "b")
+        two[1].answer()
+        all_do(two, "until", 9)
+        two[0].tell("save", tmp_path / "a")
+        two[0].answer()
+        expected = all_do(two, "until", 16)
+    with cluster(job) as c:
+        two = [c.add(name) for name in "ab"]
+        for one in two:
+            one.ready()
+        for one in two:
+            one.tell("resume", tmp_path / one.name)
+            one.answer()
+        found = all_do(two, "start")
+        assert (found[0]["position"], found[0]["round"]) == (9, 6)
+        found = all_do(two, "until", 16)
+    for name, x in expected[0]["anchor"].items():  # the other one has lost an update or so
+        torch.testing.assert_close(torch.tensor(found[0]["anchor"][name]), torch.tensor(x), rtol=0, atol=0.1)
+
+
+def test_the_state_server_waits_for_the_state_and_refuses_others() -> None:
+    server, other = StateServer("127.0.0.1"), StateServer("127.0.0.1")
+    got: list[Any] = []
+    limit = timedelta(seconds=30)
+    thread = threading.Thread(
+        target=lambda: got.append(other.recv_checkpoint(0, server.metadata(), 7, limit))
+    )
+    thread.start()
+    server.send_checkpoint([1], 6, {"w": torch.zeros(1)}, limit)
+    w = torch.arange(6.0).view(2, 3).T
+    server.send_checkpoint([1], 7, {"w": w, "plan": None, "betas": (0.9, 0.95)}, limit)
+    w.zero_()
+    thread.join(30)
+    assert got[0]["betas"] == (0.9, 0.95)
+    assert torch.equal(got[0]["w"], torch.arange(6.0).view(2, 3).T)
+    server.disallow_checkpoint()
+    with pytest.raises(OSError, match="no state of step 7 within"):
+        other.recv_checkpoint(0, server.metadata(), 7, timedelta(seconds=0.01))
+    for one in (server, other):
+        one.shutdown()
+
+
+def test_state_that_json_and_safetensors_cannot_hold_is_refused() -> None:
+    server = StateServer("127.0.0.1")
+    with pytest.raises(TypeError, match="the state of a replica: f is a function"):
+        server.send_checkpoint([1], 0, {"f": build}, timedelta(seconds=1))
+    server.shutdown()
+    with pytest.raises(ValueError, match="incomplete"):
+        decode(b"\x00" * 7)
+
+
+def guide(rank: int, port: int, folder: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        user: dict[str, Any] = {
+            "torch": torch,
+            "lighthouse": f"http://127.0.0.1:{port}",
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "switch": pf.Switch(rank=8, when=pf.AtStep(60)),
+            "loss": lambda model, position: model(torch.randn(4, 64)).square().mean(),
+            "Replicas": lambda *args, **kwargs: Replicas(*args, hostname="127.0.0.1", **kwargs),
+        }
+        exec(snippet.replace("import ElasticLocalSteps, Replicas", "import ElasticLocalSteps"), user)
+        name = "gradients" if "gradients" in user else "local"
+        (Path(folder) / f"{name} {rank}").write_text(digest(dict(model.named_parameters())).hex())
+        assert bool(user["switch"].low_rank) == (name == "local")
+
+
+def test_the_guide(tmp_path: Path) -> None:
+    with cluster(Job(min_replicas=2)) as c:
+        forked(guide, 2, (c.port, str(tmp_path)), name="docs/elastic.md", limit=60)
+    for name in ("local", "gradients"):
+        assert (tmp_path / f"{name} 0").read_text() == (tmp_path / f"{name} 1").read_text()

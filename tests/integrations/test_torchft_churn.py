@@ -17,9 +17,9 @@ from integrations.elastic import LIMIT, Accident, Job, Remote, cluster
 @pytest.mark.parametrize(
     "job", [Job(switch_at=400), Job(fragments=2, delay=1, switch_at=201)], ids=["plain", "streaming"]
 )
-def test_thirty_kills(job: Job, tmp_path: Path, kills: int = 30) -> None:
+def test_thirty_kills(job: Job, tmp_path: Path) -> None:
     """After each round all replicas have the same anchor, and the job reaches its end."""
-    draw = random.Random(0)
+    draw, kills = random.Random(0), 30
     end, anchors, ended, position = tmp_path / "end", dict[int, str](), 0, 0
     with cluster(job) as c:
         running: list[Remote] = []

@@ -258,9 +258,7 @@ class Checkpoint:
                 "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
             },
         } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
-        own = model_per_worker and not is_sharded(
-            inner
-        )  # every worker saves and reads its shards in any case
+        own = model_per_worker and not is_sharded(inner)  # every worker saves and reads its shards in any case
         worker_state = {
             "random": rng_state(),
             "buffers": unsharded({n: x for n, x in weights.items() if worker and n in differing}),

@@ -2,7 +2,8 @@
 
 from .elastic_gradients import ElasticGradients
 from .elastic_local_steps import ElasticLocalSteps
-from .replicas import LostReplica, Replicas
+from .replica_transport import LostReplica
+from .replicas import Replicas
 from .state_server import StateServer
 
 __all__ = ["ElasticGradients", "ElasticLocalSteps", "LostReplica", "Replicas", "StateServer"]

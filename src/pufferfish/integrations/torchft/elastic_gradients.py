@@ -15,7 +15,8 @@ from ...compression.settings import Methods
 from ...layers.names import own_name, unwrap
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
-from .replicas import LostReplica, Replicas, digest
+from .replica_transport import LostReplica
+from .replicas import Replicas, digest
 from .shared_state import SharedState
 
 

@@ -22,7 +22,8 @@ from ...local.local_steps import LocalSteps
 from ...local.split_by_depth import Pattern
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
-from .replicas import LostReplica, Replicas, digest
+from .replica_transport import LostReplica
+from .replicas import Replicas, digest
 from .shared_state import SharedState
 
 
@@ -240,7 +241,8 @@ class ElasticLocalSteps(LocalSteps):
         return self._finish(average, blocking=True)
 
     def _collect(self) -> _Average:
-        assert self._anchor is not None and self._state is not None
+        assert self._anchor is not None
+        assert self._state is not None
         tensors = self._local_tensors(self._state.model)
         fragments = [self._rounds.fragments[p] for p in self._due]
         counts = [fragment.engine.steps for fragment in fragments]
@@ -300,7 +302,8 @@ class ElasticLocalSteps(LocalSteps):
 
     def _shared_state(self) -> dict[str, Any]:
         """Return what another replica needs to continue like this one."""
-        assert self._state is not None and self._anchor is not None
+        assert self._anchor is not None
+        assert self._state is not None
         inner = unwrap(self._state.model)
         trained = [own_name(n) for n, p in inner.named_parameters(remove_duplicate=False) if p.requires_grad]
         local = super().state_dict()
@@ -316,7 +319,8 @@ class ElasticLocalSteps(LocalSteps):
         A replica that has completed rounds keeps its inner optimizer and error feedback, and what it has trained of fragments
         that the others have not averaged meanwhile.
         """
-        assert self._state is not None and self._anchor is not None
+        assert self._anchor is not None
+        assert self._state is not None
         local, ranks = state["local"], state["shared"]["ranks"]
         own = self._joined and bool(self._due) and self._state.ranks == ranks
         tensors = {**local["anchor"], **local["buffers"]}

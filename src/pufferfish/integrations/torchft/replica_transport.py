@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from ...compression.exchange import Started, Transport, no_wait
 

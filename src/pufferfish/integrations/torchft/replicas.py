@@ -62,10 +62,13 @@ class Replicas:
         hostname = hostname or socket.gethostname()
         inside = Workers.of_job("Replicas", side_group=True)
         self._patience = patience
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None  # a TCPStore
         if inside.rank == 0:
-            self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)
-        host, port = inside.broadcast_object([hostname, self._store.port if self._store else 0])
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                hostname, 0, is_master=True, wait_for_workers=False
+            )
+        address: list[Any] = [hostname, self._store.port if self._store else 0]
+        host, port = inside.broadcast_object(address)
         members = ProcessGroupGloo(timeout=limit) if group is None else group
         self.transport = ReplicaTransport(members)
         try:
