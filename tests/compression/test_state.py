@@ -268,6 +268,7 @@ def test_a_worker_leaves_and_the_others_keep_what_they_have_not_sent() -> None:
     states = [engine.state_dict()["own"] for engine in three.engines[:left]]
     for worker, engine in enumerate(three.engines[:left]):
         engine.state.move(worker, left)
+    kept = 0
     for name, g in gradients(1)[0].items():
         if "owner" not in states[0].get(name, {}):
             continue
@@ -280,7 +281,8 @@ def test_a_worker_leaves_and_the_others_keep_what_they_have_not_sent() -> None:
         after = [engine.state_dict()["own"][name] for engine in three.engines[:left]]
         torch.testing.assert_close(sum(state["error"] for state in after) / left, missing)
         assert all("owner" not in state for state in after)
-        assert bool(owned.any())
+        kept += int(owned.count_nonzero())
+    assert kept > 0
 
 
 @pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.1), DGC(), Signum()], ids=lambda m: type(m).__name__)

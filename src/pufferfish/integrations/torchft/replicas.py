@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torchft import Manager, ProcessGroupGloo
 
-from ...distributed.workers import Workers
 from .replica_transport import LostReplica, ReplicaTransport
 from .state_server import StateServer
 
@@ -27,9 +26,9 @@ _RETRY = 1.0
 class Replicas:
     """Membership of this replica in a job, through a Manager of torchft. Create one in every process.
 
-    A replica is one process, or several that train a copy of the model together: those of the process group that is
-    initialized, if there is one. A Lighthouse, `torchft_lighthouse --min_replicas 1 --join_timeout_ms 600000`, runs beside the
-    job. Its join timeout must be longer than a round.
+    A replica is a process with a copy of the model, started on its own. A Lighthouse,
+    `torchft_lighthouse --min_replicas 1 --join_timeout_ms 600000`, runs beside the job. Its join timeout must be longer than a
+    round.
 
     Args:
         lighthouse: its address, such as "http://host:29510". Default: the environment variable TORCHFT_LIGHTHOUSE.
@@ -54,21 +53,19 @@ class Replicas:
     ) -> None:
         if min_replicas < 1:
             raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # torchft restores each process of a replica from another replica, with another inner optimizer.
+            raise ValueError(
+                "Replicas: a replica is one process, but a process group is initialized; start replicas on their own"
+            )
         if not 0 < timeout <= patience:
             raise ValueError(
                 f"Replicas: timeout={timeout:g} must be above 0, and at most patience={patience:g}"
             )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
-        inside = Workers.of_job("Replicas", side_group=True)
         self._patience = patience
-        self._store: Any = None  # a TCPStore
-        if inside.rank == 0:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                hostname, 0, is_master=True, wait_for_workers=False
-            )
-        address: list[Any] = [hostname, self._store.port if self._store else 0]
-        host, port = inside.broadcast_object(address)
+        self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         members = ProcessGroupGloo(timeout=limit) if group is None else group
         self.transport = ReplicaTransport(members)
         try:
@@ -81,10 +78,10 @@ class Replicas:
                 timeout=limit,
                 quorum_timeout=timedelta(seconds=patience),
                 connect_timeout=limit,
-                rank=inside.rank,
-                world_size=inside.size,
-                store_addr=host,
-                store_port=port,
+                rank=0,
+                world_size=1,
+                store_addr=hostname,
+                store_port=self._store.port,
                 lighthouse_addr=lighthouse,
                 replica_id=name,
                 hostname=hostname,
@@ -182,7 +179,7 @@ class Replicas:
 
     def _forget_rendezvous(self) -> None:
         """Delete the addresses by which the members of this group have met: a restarted Lighthouse uses the keys again."""
-        if self._store is not None and hasattr(self._store, "list_keys"):
+        if hasattr(self._store, "list_keys"):
             for key in self._store.list_keys():
                 if "torchft/" in key:
                     self._store.delete_key(key)

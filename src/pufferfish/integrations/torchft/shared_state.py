@@ -43,7 +43,7 @@ class SharedState:
     ) -> None:
         if is_sharded(model):
             raise TypeError(
-                "Replicas: the model is sharded by FSDP2, which is not supported; use DDP inside a replica"
+                "Replicas: the model is sharded by FSDP2; a replica is one process with a whole model"
             )
         for name, x in (parts or {}).items():
             if not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
