@@ -44,7 +44,10 @@ def test_replicas_train_as_the_reference_does() -> None:
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2)] * 2))
 
 
-@pytest.mark.parametrize("collective", [0, 1, 2])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("collective", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
 def test_a_replica_is_killed_in_an_exchange_and_joins_again(collective: int) -> None:
     """The survivors keep the updates of this round and average without it; a new process gets everything from them."""
     with cluster(job := Job(momentum=0.9)) as c:
@@ -68,6 +71,7 @@ def test_a_replica_is_killed_in_an_exchange_and_joins_again(collective: int) -> 
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1), (0, 1, 2)]))
 
 
+@pytest.mark.slow
 def test_a_replica_hangs_and_comes_back() -> None:
     with cluster(job := Job(timeout=2.0)) as c:
         a, b = c.add("a"), c.add("b")
@@ -109,7 +113,7 @@ def test_a_replica_is_killed_in_a_flight() -> None:
     assert found[0]["size"] == 3
 
 
-@pytest.mark.parametrize("collective", [0, 1])
+@pytest.mark.parametrize("collective", [pytest.param(0, marks=SLOW), 1])
 def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -> None:
     with cluster(Job(switch_at=4, inner="AdamW")) as c:
         a, b = c.add("a"), c.add("b")
@@ -133,7 +137,11 @@ def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -
     assert found[0]["size"] == 3
 
 
-@pytest.mark.parametrize("method", [PowerSGD(2), BlockInt8(), SparseLoCo()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method",
+    [PowerSGD(2), pytest.param(BlockInt8(), marks=SLOW), pytest.param(SparseLoCo(), marks=SLOW)],
+    ids=lambda m: type(m).__name__,
+)
 def test_compressed_averages_survive_a_change_of_the_members(method: Methods) -> None:
     with cluster(Job(method=method)) as c:
         a, b = c.add("a"), c.add("b")
@@ -193,6 +201,7 @@ def test_gradients_of_every_step() -> None:
     close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two, two, three, three]))
 
 
+@pytest.mark.slow
 def test_gradients_of_every_step_with_the_switch_and_compression() -> None:
     with cluster(Job(kind="gradients", method=PowerSGD(2), switch_at=3, inner="AdamW")) as c:
         a, b = c.add("a"), c.add("b")
@@ -214,6 +223,7 @@ def test_gradients_of_every_step_with_the_switch_and_compression() -> None:
     assert found[0]["model"] == found[2]["model"]
 
 
+@pytest.mark.slow
 def test_the_lighthouse_is_restarted() -> None:
     with cluster(job := Job(min_replicas=2)) as c:
         a, b, lost = c.add("a"), c.add("b"), c.add("c")
@@ -231,6 +241,7 @@ def test_the_lighthouse_is_restarted() -> None:
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1)]))
 
 
+@pytest.mark.slow
 def test_a_lighthouse_that_stays_away_ends_the_job_with_one_line() -> None:
     with cluster(Job(timeout=1.0, patience=2.0)) as c:
         a = c.add("a")
@@ -254,6 +265,7 @@ def test_a_replica_with_another_state_gets_that_of_most() -> None:
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (1, 2)]))
 
 
+@pytest.mark.slow
 def test_a_replica_with_other_arguments_is_refused_and_the_others_continue() -> None:
     with cluster(job := Job()) as c:
         a, b = c.add("a"), c.add("b")
@@ -269,6 +281,7 @@ def test_a_replica_with_other_arguments_is_refused_and_the_others_continue() -> 
     close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
 
 
+@pytest.mark.slow
 def test_a_whole_job_starts_again_from_checkpoints(tmp_path: Path) -> None:
     """One replica has saved later than the other, which gets its state."""
     with cluster(job := Job(momentum=0.9, fragments=2)) as c:
@@ -330,6 +343,7 @@ def grouped(rank: int, size: int) -> None:
         Replicas("http://127.0.0.1:1")
 
 
+@pytest.mark.slow
 def test_a_replica_of_several_processes_is_refused() -> None:
     in_processes(grouped, 2)
 

@@ -16,23 +16,14 @@ from ...layers.names import own_name, unwrap
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
 from .replica_transport import LostReplica
-from .replicas import Replicas, digest
+from .replicas import Replicas, digest, engine_state_for
 from .shared_state import SharedState
 
 
 class ElasticGradients:
     """Average every gradient, compressed or not, between replicas that may be killed, hang, join and come back.
 
-    It takes the place of DDP between the replicas, and needs no wrapper and no communication hook:
-
-        replicas = Replicas("http://host:29510")
-        gradients = ElasticGradients(replicas, PowerSGD(4))
-        gradients.start(model, optimizer, switch=switch)
-        while gradients.position < total:
-            loss(model(x), y).backward()
-            gradients.average(model)
-            optimizer.step()
-            optimizer.zero_grad()
+    It takes the place of DDP, and needs neither a wrapper nor a communication hook.
 
     A replica that joins gets weights, low-rank structure and optimizer state from another one in its first `average`. Its own
     gradient, of other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
@@ -41,6 +32,22 @@ class ElasticGradients:
         replicas: of this job.
         method: compression method, or a mapping from name patterns to methods.
         settings: other arguments of `pf.compression.Settings`.
+
+    >>> from torchft.coordination import LighthouseServer
+    >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    >>> port = lighthouse.address().split(":")[-1]
+    >>> replicas = Replicas(f"http://127.0.0.1:{port}", hostname="127.0.0.1")
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> gradients = ElasticGradients(replicas)
+    >>> gradients.start(model, optimizer)
+    >>> while gradients.position < 2:
+    ...     model(torch.ones(2)).sum().backward()
+    ...     gradients.average(model)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> replicas.shutdown(), lighthouse.shutdown()
+    (None, None)
     """
 
     def __init__(self, replicas: Replicas, method: Methods | None = None, **settings: Any) -> None:
@@ -142,8 +149,9 @@ class ElasticGradients:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica."""
-        place = {"worker": self._replicas.transport.worker, "size": self._replicas.size}
-        self.engine.load_state_dict({**state["engine"], **place})
+        self.engine.load_state_dict(
+            engine_state_for(self._replicas.transport, self._settings, state["engine"])
+        )
         self._replicas.manager.load_state_dict(state["rounds"])
 
     def _shared_state(self) -> dict[str, Any]:

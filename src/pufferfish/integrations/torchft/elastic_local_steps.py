@@ -23,7 +23,7 @@ from ...local.split_by_depth import Pattern
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
 from .replica_transport import LostReplica
-from .replicas import Replicas, digest
+from .replicas import Replicas, digest, engine_state_for
 from .shared_state import SharedState
 
 
@@ -51,15 +51,6 @@ class ElasticLocalSteps(LocalSteps):
 
     An average is the mean over the replicas that have made updates since the last one.
 
-        replicas = Replicas("http://host:29510")
-        local = ElasticLocalSteps(replicas, 30, outer=diloco)
-        local.start(model, optimizer, switch=switch)
-        while local.position < total:
-            ...
-            optimizer.step()
-            local.step(model)
-        local.sync(model)
-
     Args:
         replicas: of this job.
         h, outer, method, fragments, mixing, pattern: see `pf.LocalSteps`.
@@ -67,6 +58,23 @@ class ElasticLocalSteps(LocalSteps):
 
     Attributes:
         position: number of updates of the whole job, on each replica. A replica that joins continues from that of the others.
+
+    >>> from torchft.coordination import LighthouseServer
+    >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    >>> port = lighthouse.address().split(":")[-1]
+    >>> replicas = Replicas(f"http://127.0.0.1:{port}", hostname="127.0.0.1")
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> local = ElasticLocalSteps(replicas, 2)
+    >>> local.start(model, optimizer)
+    >>> while local.position < 4:
+    ...     model(torch.ones(2)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     print(local.step(model), end=" ")
+    False True False True
+    >>> replicas.shutdown(), lighthouse.shutdown()
+    (None, None)
     """
 
     def __init__(
@@ -170,15 +178,10 @@ class ElasticLocalSteps(LocalSteps):
         """Load the state of this replica; it takes effect at the next `start`."""
         if "position" not in state or "rounds" not in state:
             raise ValueError("not a state of ElasticLocalSteps: missing position or rounds")
-        place = {"worker": self._transport.worker, "size": self._transport.size}
-        divided = {key for method in self._settings.by_pattern.values() for key in method.divided_state}
-        fragments = []
-        for fragment in state["fragments"]:
-            own = {
-                name: {key: x for key, x in tensors.items() if key not in divided}
-                for name, tensors in fragment["engine"]["own"].items()
-            }
-            fragments.append({**fragment, "engine": {**fragment["engine"], **place, "own": own}})
+        fragments = [
+            {**f, "engine": engine_state_for(self._replicas.transport, self._settings, f["engine"])}
+            for f in state["fragments"]
+        ]
         super().load_state_dict({**state, "fragments": fragments})
         self.position = state["position"]
         self._joined = True

@@ -38,7 +38,9 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._hostname = hostname or socket.gethostname()
         self._server = _Server(("", 0), _Handler)
         self._server.owner = self
-        threading.Thread(target=self._server.serve_forever, name="StateServer", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="StateServer", daemon=True
+        ).start()
 
     def metadata(self) -> str:
         """Return the address of this server."""
