@@ -137,6 +137,34 @@ def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -
     assert found[0]["size"] == 3
 
 
+@pytest.mark.slow
+def test_a_replica_joins_in_the_round_before_the_switch() -> None:
+    """The others have updates of the second fragment to average before the switch; it has none."""
+    with cluster(Job(fragments=2, switch_at=6)) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        all_do([a, b], "until", 5)
+        late = c.add("c")
+        late.tell("start")
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 10)
+        assert late.answer()["position"] == 6
+        late.tell("until", 10)
+        found = [one.answer() for one in (a, b, late)]
+    assert found[0]["anchor"] == found[1]["anchor"] == found[2]["anchor"]
+    assert found[2]["ranks"] == {"2": 12}
+
+
+@pytest.mark.slow
+def test_too_few_replicas_end_the_job_with_one_line() -> None:
+    with cluster(Job()) as c:
+        alone = c.add("a", job=Job(min_replicas=2, timeout=1.0, patience=2.0))
+        alone.tell("start")
+        with pytest.raises(RuntimeError, match="round 0 was not completed within 2 s, with 1 replicas"):
+            alone.answer()
+
+
 @pytest.mark.parametrize(
     "method",
     [PowerSGD(2), pytest.param(BlockInt8(), marks=SLOW), pytest.param(SparseLoCo(), marks=SLOW)],

@@ -16,7 +16,7 @@ from ...layers.names import own_name, unwrap
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
 from .replica_transport import LostReplica
-from .replicas import Replicas, digest, engine_state_for
+from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
 from .shared_state import SharedState
 
 
@@ -136,10 +136,7 @@ class ElasticGradients:
         step = self.engine.begin(*units)
         step.add(gradients)
         step.finish(means)
-        if 0 < contributors < size:  # the others have sent zeros
-            for name, method in self._settings.choose(list(means)).items():
-                if method.kind != "vote":
-                    means[name] *= size / contributors
+        average_of_contributors_(means, self._settings, size, contributors)
         self._replicas.confirm(digest(means))
         return step, means
 

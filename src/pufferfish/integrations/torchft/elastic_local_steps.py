@@ -23,7 +23,7 @@ from ...local.split_by_depth import Pattern
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
 from .replica_transport import LostReplica
-from .replicas import Replicas, digest, engine_state_for
+from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
 from .shared_state import SharedState
 
 
@@ -98,6 +98,7 @@ class ElasticLocalSteps(LocalSteps):
                 f"ElasticLocalSteps: delay={delay} must be below h/fragments={h // fragments}: only one average is on its way"
             )
         self.position = 0
+        self._synced = 0  # position at which all fragments were last averaged, and applied, together
         self._state: SharedState | None = None
         self._joined = False  # whether this replica has completed a round
         self._due: list[int] = []  # the fragments of the round that begins
@@ -156,7 +157,7 @@ class ElasticLocalSteps(LocalSteps):
         self._local_tensors(model)
         if self._flying is not None:
             self._land()
-        if self.updates == 0:
+        if self.position == self._synced:  # equal on all replicas, unlike their own updates
             return False
         self._phase = 0  # before, so that a replica that joins gets it
         self._round(list(range(self.schedule.fragments)))
@@ -164,7 +165,7 @@ class ElasticLocalSteps(LocalSteps):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, to start the whole job again. What is on its way is sent again later."""
-        state = {**super().state_dict(), "position": self.position}
+        state = {**super().state_dict(), "position": self.position, "synced": self._synced}
         state["rounds"] = self._replicas.manager.state_dict()
         if self._flying is not None and self._resumed is None:
             average = self._flying[1]
@@ -176,14 +177,15 @@ class ElasticLocalSteps(LocalSteps):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica; it takes effect at the next `start`."""
-        if "position" not in state or "rounds" not in state:
-            raise ValueError("not a state of ElasticLocalSteps: missing position or rounds")
+        missing = {"position", "synced", "rounds"} - state.keys()
+        if missing:
+            raise ValueError(f"not a state of ElasticLocalSteps: missing {', '.join(sorted(missing))}")
         fragments = [
             {**f, "engine": engine_state_for(self._replicas.transport, self._settings, f["engine"])}
             for f in state["fragments"]
         ]
         super().load_state_dict({**state, "fragments": fragments})
-        self.position = state["position"]
+        self.position, self._synced = state["position"], state["synced"]
         self._joined = True
         self._replicas.manager.load_state_dict(state["rounds"])
 
@@ -272,19 +274,12 @@ class ElasticLocalSteps(LocalSteps):
                 step.finish(means)
                 average.steps.append(step)
                 average.means.append(means)
-                if 0 < contributors < self._transport.size:  # the others have sent zeros
-                    self._scale(means, self._transport.size / contributors)
+                average_of_contributors_(means, self._settings, self._transport.size, contributors)
             found = {f"{i} {name}": x for i, means in enumerate(average.means) for name, x in means.items()}
             self._replicas.confirm(digest(found))
         except LostReplica as error:
             average.error = error.with_traceback(None)
             average.steps.clear()  # they hold the group, whose connections must be closed
-
-    def _scale(self, means: Means, factor: float) -> None:
-        """Make means over all replicas those over the ones that have made updates. A vote stays a vote."""
-        for name, method in self._settings.choose(list(means)).items():
-            if method.kind != "vote":
-                means[name] *= factor
 
     @torch.no_grad()
     def _finish(self, average: _Average, blocking: bool = False) -> bool:
@@ -298,6 +293,8 @@ class ElasticLocalSteps(LocalSteps):
             step.commit()
         for fragment in average.fragments if blocking else ():
             fragment.since = 0
+        if blocking and len(average.fragments) in (0, self.schedule.fragments):
+            self._synced = self.position
         if average.fragments:
             self._rounds.apply(average.fragments, average.means, self._local_tensors(self._state.model))
         self._joined = True
@@ -313,7 +310,13 @@ class ElasticLocalSteps(LocalSteps):
         for fragment in local["fragments"]:
             fragment["engine"] |= {"own": {}}  # error feedback is each replica's own
         shared = self._state.state_dict(without={*trained, *self._anchor.buffers})
-        return {"position": self.position, "due": self._due, "shared": shared, "local": local}
+        return {
+            "position": self.position,
+            "synced": self._synced,
+            "due": self._due,
+            "shared": shared,
+            "local": local,
+        }
 
     @torch.no_grad()
     def _adopt(self, state: Mapping[str, Any]) -> None:
@@ -340,4 +343,4 @@ class ElasticLocalSteps(LocalSteps):
         super().load_state_dict(local)
         super().start(self._state.model)
         self._anchor.copy_to(changed, self._local_tensors(self._state.model))
-        self.position, self._due = state["position"], list(state["due"])
+        self.position, self._synced, self._due = state["position"], state["synced"], list(state["due"])

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import math
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -40,7 +41,6 @@ class Replicas:
         timeout: seconds after which a replica that does not answer counts as lost. Longer than an exchange takes.
         patience: seconds to wait for the other replicas, and for a Lighthouse that is being restarted. Longer than a round.
         hostname: by which others reach this machine. Default: its name.
-        group: a process group of torchft for the exchanges. Default: Gloo.
 
     >>> from torchft.coordination import LighthouseServer
     >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
@@ -63,7 +63,6 @@ class Replicas:
         timeout: float = 60.0,
         patience: float = 3600.0,
         hostname: str | None = None,
-        group: Any = None,
     ) -> None:
         if min_replicas < 1:
             raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
@@ -78,9 +77,10 @@ class Replicas:
             )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
-        self._patience = patience
+        self._patience, self._min_replicas = patience, min_replicas
+        self._begun: float | None = None  # when the first attempt at this round began
         self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        members = ProcessGroupGloo(timeout=limit) if group is None else group
+        members = ProcessGroupGloo(timeout=limit)
         self.transport = ReplicaTransport(members)
         try:
             self.manager = Manager(
@@ -133,6 +133,7 @@ class Replicas:
             LostReplica: a replica was lost meanwhile.
             RuntimeError: the patience is at an end.
         """
+        self._begun = self._begun or time.monotonic()
         try:
             self.manager.start_quorum()
         except (TimeoutError, RuntimeError) as error:
@@ -184,6 +185,15 @@ class Replicas:
             self.transport.members.abort()
             gc.collect()  # closes the connections, so that others which wait for this replica find out at once
         done: bool = self.manager.should_commit()
+        if done:
+            self._begun = None
+        elif time.monotonic() - (self._begun or 0.0) > self._patience:
+            raise RuntimeError(
+                f"Replicas: round {self.round} was not completed within {self._patience:g} s, with {self.size} replicas and "
+                f"min_replicas={self._min_replicas} ({error or 'too few of them'}); start more, and this replica again"
+            )
+        elif self.size < self._min_replicas:  # a Lighthouse that asks for fewer does not wait for others
+            time.sleep(_RETRY)
         return done
 
     def shutdown(self) -> None:
@@ -197,6 +207,16 @@ class Replicas:
             for key in self._store.list_keys():
                 if "torchft/" in key:
                     self._store.delete_key(key)
+
+
+def average_of_contributors_(
+    means: Mapping[str, Tensor], settings: Settings, size: int, contributors: int
+) -> None:
+    """Make means over all replicas, of which some have sent zeros, those over the others. A vote stays a vote."""
+    if 0 < contributors < size:
+        for name, method in settings.choose(list(means)).items():
+            if method.kind != "vote":
+                means[name].mul_(size / contributors)
 
 
 def engine_state_for(
