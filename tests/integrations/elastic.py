@@ -156,7 +156,7 @@ class Training:
             if self.job.kind == "local":
                 self.exchange.step(self.model)
 
-    def free(self, end: Path, conn: Connection) -> str:
+    def free(self, end: Path, conn: Connection) -> dict[str, Any]:
         """Train up to the position that the file `end` will contain, and tell the anchor after each round."""
         adopt, rounds, finish = self.exchange._adopt, self.exchange._rounds, self.exchange._finish
 
@@ -179,7 +179,7 @@ class Training:
         while not end.exists() or self.exchange.position < int(end.read_text()):
             self.until(self.exchange.position + 1)
         self.exchange.sync(self.model)
-        return "end"
+        return self.status()
 
     def checkpoint(self, folder: Path) -> pf.Checkpoint:
         return pf.Checkpoint(folder, self.model, self.optimizer, switch=self.switch, compressor=self.exchange)
