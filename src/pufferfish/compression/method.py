@@ -144,6 +144,11 @@ class Method:
     shared_state: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def divided_state(self) -> tuple[str, ...]:
+        """Keys of `ctx.state` that this worker keeps for all of them, so that their shapes depend on the number of workers."""
+        return ()
+
+    @property
     def has_momentum(self) -> bool:
         """Whether it has its own momentum, which an optimizer's momentum would multiply."""
         return False

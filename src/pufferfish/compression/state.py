@@ -78,6 +78,27 @@ class State:
                         old = named[name].get(ERROR)
                         named[name][ERROR] = unsent if old is None else unsent + old
 
+    def move(self, worker: int, size: int) -> None:
+        """Continue as worker `worker` of `size`: workers came or left.
+
+        Error feedback is this worker's own and stays. The errors of a shard that it owned for all become error feedback.
+        """
+        before, (self.worker, self.size) = (self.worker, self.size), (worker, size)
+        if before == (worker, size):
+            return
+        self._place |= {"size": size, "worker": worker}
+        if self.resumed is not None:
+            self.resumed |= self._place
+        for batch in self.batches:
+            for key in batch.state.keys() & set(batch.method.divided_state):
+                pieces = zip(batch.unstack(batch.state.pop(key)), batch.shapes, strict=True)
+                unsent = [batch.method.unsent({key: piece}, shape, *before) for piece, shape in pieces]
+                known = [x for x in unsent if x is not None]
+                left = batch.stack(known) if known else None
+                if left is not None:
+                    left *= size / before[1]  # an error of the mean is `size` times that of one gradient
+                    batch.error = left if batch.error is None else batch.error + left
+
     @property
     def has_error(self) -> bool:
         """Whether there is any error feedback."""

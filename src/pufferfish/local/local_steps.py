@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from ..compression import Meter, NoCompression, Settings
-from ..compression.exchange import Group
+from ..compression.exchange import Group, Transport
 from ..compression.settings import Methods
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
@@ -119,9 +119,7 @@ class LocalSteps:
                     f"LocalSteps: {name} sends signs without magnitudes; pass an outer optimizer with a small lr"
                 )
         self._make_outer: Outer = outer or (lambda params: optim.SGD(params, lr=1.0))
-        self._transport = Group(group)
-        if delay:
-            self._transport = Group(separate_group(self._transport.group))
+        self._transport = self._make_transport(group, delay)
         self._transport.operation = "LocalSteps.sync"
         self._rounds = Rounds(self.schedule, self._transport)
         self._phase = 0  # number of updates since `start` or `sync`, modulo h
@@ -249,6 +247,10 @@ class LocalSteps:
             )
         self._phase, self._rounds.lost = state["phase"] % now.h, state["lost"]
         self._resumed = copy.deepcopy(dict(state)) if state["anchor"] else None
+
+    def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
+        transport = Group(group)
+        return Group(separate_group(transport.group)) if delay else transport
 
     def _workers(self, model: nn.Module, method: str) -> Workers:
         self._rounds.wait()

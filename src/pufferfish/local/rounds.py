@@ -67,14 +67,12 @@ class Rounds:
             means.append(fragment.engine.average(self.anchor.differences(fragment.names, tensors)))
             fragment.since = 0
         self.waited += time.perf_counter() - begin
-        self._apply(fragments, means, tensors)
+        self.apply(fragments, means, tensors)
 
     def send(self, fragment: Fragment, tensors: Mapping[str, Tensor], facts: str) -> None:
         """Start the average of a fragment of this model. `facts` must be equal on all workers."""
         differences = self.anchor.differences(fragment.names, tensors)
         device = next(iter(differences.values())).device
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
         workers = Workers(self.transport.group, device, "LocalSteps.step")
 
         def average() -> Means:
@@ -82,8 +80,14 @@ class Rounds:
             return fragment.engine.average(differences)
 
         fragment.since = 0
-        self._last = Flight.send(average, self.schedule.delay, after=self._last, stream=self._stream)
+        self._last = Flight.send(average, self.schedule.delay, after=self._last, stream=self.stream(device))
         fragment.flight = self._last
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of flights on a GPU; None on a CPU."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def land(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
         """Apply averages that were on their way."""
@@ -94,9 +98,9 @@ class Rounds:
             self._last = None if self._last is fragment.flight else self._last
             fragment.flight = None
         self.waited += time.perf_counter() - begin
-        self._apply(fragments, means, tensors)
+        self.apply(fragments, means, tensors)
 
-    def _apply(
+    def apply(
         self, fragments: Sequence[Fragment], means: Sequence[Means], tensors: Mapping[str, Tensor]
     ) -> None:
         """Update the anchor by the averages of some fragments, and this model by the anchor."""

@@ -69,6 +69,10 @@ class Accordion(Method):
         return self._of_both("in_units")
 
     @property
+    def divided_state(self) -> tuple[str, ...]:
+        return self._of_both("divided_state")
+
+    @property
     def in_scale(self) -> tuple[str, ...]:
         return self._of_both("in_scale")
 
