@@ -25,7 +25,7 @@ class Fragment:
         self, names: Sequence[str], settings: Settings, uncompressed: Collection[str], transport: Transport
     ) -> None:
         self.names = list(names)
-        self.engine = Engine(_settings_for(names, settings, uncompressed), transport)
+        self.engine = Engine(settings_for(names, settings, uncompressed), transport)
         self.since = 0  # number of updates since it was sent
         self.flight: Flight | None = None
 
@@ -64,7 +64,7 @@ def move_engine_states(
     return {**states[0], **parts, "steps": max(state["steps"] for state in states)}
 
 
-def _settings_for(names: Sequence[str], settings: Settings, uncompressed: Collection[str]) -> Settings:
+def settings_for(names: Sequence[str], settings: Settings, uncompressed: Collection[str]) -> Settings:
     """Return the settings with only those patterns that choose the method of a tensor among `names`."""
     patterns = settings.by_pattern
     chosen = {next((p for p in patterns if matches(n, p)), None) for n in names if n not in uncompressed}

@@ -13,6 +13,7 @@ from ...layers.names import unwrap
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
+from .build_step_runner import build_step_runner
 from .console import Console
 from .low_rank_change import build_model_change
 from .macs_per_row import macs_per_row
@@ -23,8 +24,8 @@ from .run_folder import has_unfinished_run, open_log
 from .run_settings import RunSettings
 from .signals import sigint_as_sigterm
 from .simulated_ddp import SimulatedDDP
+from .simulated_local_runner import SimulatedLocalRunner
 from .simulated_step_runner import SimulatedStepRunner, worker_seed
-from .step_runner import StepRunner
 from .step_timer import StepTimer
 from .training_log import TrainingLog
 
@@ -59,15 +60,17 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        kind = SimulatedStepRunner if settings.simulate else StepRunner
-        self.runner = kind(c, steps_left=self._steps_left, tell=self.console.info)
+        self.runner = build_step_runner(c, steps_left=self._steps_left, tell=self.console.info)
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
+        elif isinstance(self.runner, SimulatedLocalRunner):
+            self.hook = self.runner.local
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
         self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
         if settings.equal_length is not None:
             self.steps_per_epoch = settings.equal_length.steps_per_epoch
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
+        self.change.sync = self.runner.sync
         self.total_steps = self.change.epochs * self.steps_per_epoch
         self.checkpoint = Checkpoint(
             settings.folder / "checkpoints", self.model, self.optimizer,
@@ -89,6 +92,7 @@ class TrainingRun:
         at = self.checkpoint.resume()
         done = self.step = at.position["step"] if at else 0
         if at:
+            self.runner.resumed(self.change)
             for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
                 setattr(self, name, at.position.get(key, getattr(self, name)))
             self.console.info(f"resumed after update {done} of {self.total_steps}")
@@ -179,7 +183,12 @@ class TrainingRun:
             log.simulated_seconds = self.simulated_seconds
 
     def _end_epoch(self, epoch: int, log: TrainingLog) -> bool:
-        """Validate and save; False if the run was stopped after a checkpoint."""
+        """Validate and save; False if the run was stopped after a checkpoint.
+
+        Between the averages of local steps the model is that of the first worker, at the end that of all.
+        """
+        if epoch + 1 == self.change.epochs:
+            self.runner.sync()
         with log.paused():
             self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
@@ -272,6 +281,8 @@ class TrainingRun:
 
     def _wire_bytes(self) -> float:
         """Bytes that this worker has sent; plain DDP is counted as a ring all-reduce of the gradients."""
+        if self.settings.method.local is not None:
+            return self.earlier_bytes + self.runner.wire_bytes
         if isinstance(self.hook, DDPHook | SimulatedDDP) and self.settings.method.compress is not None:
             return self.earlier_bytes + self.hook.meter.wire_bytes
         return self.earlier_bytes + self.ddp_bytes
