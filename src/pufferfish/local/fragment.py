@@ -27,6 +27,7 @@ class Fragment:
         self.names = list(names)
         self.engine = Engine(settings_for(names, settings, uncompressed), transport)
         self.since = 0  # number of updates since it was sent
+        self.sent_bytes = 0.0  # on the wire, in its last average
         self.flight: Flight | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,6 +36,7 @@ class Fragment:
         return {
             "names": list(self.names),
             "since": self.since,
+            "sent_bytes": self.sent_bytes,
             "engine": self.engine.state_dict(),
             "flight": flight,
         }
@@ -43,6 +45,7 @@ class Fragment:
         """Continue from a saved state."""
         self.engine.load_state_dict(state["engine"])
         self.since = state["since"]
+        self.sent_bytes = state.get("sent_bytes", 0.0)
         self.flight = state["flight"] and Flight(**state["flight"])
 
 

@@ -144,6 +144,11 @@ class LocalSteps:
         return self._rounds.waited
 
     @property
+    def applied_bytes(self) -> float:
+        """Bytes on the wire of the averages applied so far: unlike those of `meter`, independent of what is on its way."""
+        return self._rounds.applied_bytes
+
+    @property
     def meter(self) -> Meter:
         """Bytes sent by the averages so far, one step for each fragment. The broadcast in `start` is not counted."""
         return self._transport.meter

@@ -82,7 +82,11 @@ class LocalMethod:
 
     def as_code(self) -> str:
         """The local steps as Python code."""
-        given = [f"{name}={x}" for name in ("fragments", "delay") if (x := getattr(self, name)) > (name == "fragments")]
+        given = [
+            f"{name}={x}"
+            for name in ("fragments", "delay")
+            if (x := getattr(self, name)) > (name == "fragments")
+        ]
         given += [] if self.mixing is None else [f"mixing={self.mixing}"]
         given += [] if self.compress is None else [f"method=pf.compression.{self.compress!r}"]
         momentum = f", momentum={self.momentum}, nesterov=True" if self.momentum else ""
@@ -124,7 +128,9 @@ def local_method(text: str, compression: Callable[[str], Method]) -> LocalMethod
     settings |= _settings(found["more"] or "()", text)
     if rest:
         if name == "sparseloco" or rest == "+":
-            raise ValueError(f"method {text!r}: a compression method follows the +, after diloco or streaming")
+            raise ValueError(
+                f"method {text!r}: a compression method follows the +, after diloco or streaming"
+            )
         settings["compress"] = compression(rest[1:])
     try:
         return LocalMethod(**settings)

@@ -19,7 +19,7 @@ class LocalStepRunner(StepRunner):
 
     @property
     def wire_bytes(self) -> float:
-        return self.local.meter.wire_bytes
+        return self.local.applied_bytes
 
     def model_changed(self) -> None:
         super().model_changed()

@@ -87,7 +87,19 @@ def build_components(
         hook = compress(model, method.compress, optimizer=optimizer, scaler=enabled_scaler)
     world_size = settings.simulate or processes
     return RunComponents(
-        task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device, modes, replicas
+        task,
+        settings,
+        data,
+        model,
+        module,
+        optimizer,
+        scaler,
+        hook,
+        worker,
+        world_size,
+        device,
+        modes,
+        replicas,
     )
 
 

@@ -48,7 +48,7 @@ class SimulatedLocalRunner(StepRunner):
 
     @property
     def wire_bytes(self) -> float:
-        return self.local.wire_bytes
+        return self.local.applied_bytes
 
     @property
     def mode(self) -> str | None:

@@ -17,6 +17,7 @@ from ...local.split_by_depth import split_by_depth
 from .local_method import LocalMethod
 
 Means = dict[str, Tensor]
+_SAVED = ("since", "means", "remaining", "sent_bytes")
 
 
 @dataclass
@@ -28,6 +29,7 @@ class _Fragment:
     since: int = 0  # number of updates since it was sent
     means: Means | None = None  # on their way
     remaining: int = 0  # number of updates until they are applied
+    sent_bytes: float = 0.0  # on the wire, by one worker, in its last average
 
 
 class SimulatedLocalSteps:
@@ -44,24 +46,19 @@ class SimulatedLocalSteps:
     ...     for value, model in zip((1.0, 3.0), models):
     ...         _ = nn.init.constant_(model.weight, value)
     ...     averaged = local.step(models)
-    >>> averaged, models[0].weight.tolist(), local.wire_bytes
+    >>> averaged, models[0].weight.tolist(), local.applied_bytes
     (True, [[2.0, 2.0]], 8.0)
     """
 
     def __init__(self, method: LocalMethod, size: int) -> None:
         self.size, self.schedule, self.settings = size, method.schedule, method.settings
+        self.applied_bytes = 0.0  # on the wire, by one worker, of the averages applied so far
         self.lost = 0  # number of averages discarded because they were not finite
         self._make_outer = method.outer
         self._phase = 0
         self._anchor: Anchor | None = None
         self._fragments: list[_Fragment] = []
-        self._earlier_bytes = 0.0  # of fragments before the last `start`
         self._resumed: Mapping[str, Any] | None = None
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that one worker has sent so far."""
-        return self._earlier_bytes + sum(f.engines.meter.wire_bytes for f in self._fragments)
 
     @torch.no_grad()
     def start(self, models: Sequence[nn.Module]) -> None:
@@ -120,9 +117,9 @@ class SimulatedLocalSteps:
             return dict(self._resumed)
         assert self._anchor is not None
         fragments = [
-            {"names": f.names, "since": f.since, "means": f.means, "remaining": f.remaining, "engines": f.engines.state_dict()}
+            {"names": f.names, "engines": f.engines.state_dict(), **{key: getattr(f, key) for key in _SAVED}}
             for f in self._fragments
-        ]  # fmt: skip
+        ]
         return {"phase": self._phase, "lost": self.lost, "fragments": fragments} | self._anchor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,16 +135,17 @@ class SimulatedLocalSteps:
         if saved is not None:
             split = [f["names"] for f in saved]
         else:
-            sizes = {n: x.numel() for n, x in {**trainable_parameters(model), **averaged_buffers(model)}.items()}
+            sizes = {
+                n: x.numel() for n, x in {**trainable_parameters(model), **averaged_buffers(model)}.items()
+            }
             split = split_by_depth(sizes, self.schedule.fragments, self.schedule.pattern)
-        before, self._earlier_bytes = self._fragments, self.wire_bytes
-        self._fragments = []
+        before, self._fragments = self._fragments, []
         for i, names in enumerate(split):
             engines = Simulated(settings_for(names, self.settings, anchor.buffers), self.size)
             self._fragments.append(_Fragment(list(names), engines))
             if saved is not None:
                 engines.load_state_dict(saved[i]["engines"])
-                for key in ("since", "means", "remaining"):
+                for key in _SAVED:
                     setattr(self._fragments[-1], key, saved[i][key])
             elif before:
                 mine = {name: shapes[name] for name in names}
@@ -165,7 +163,9 @@ class SimulatedLocalSteps:
         assert self._anchor is not None
         for fragment in fragments:
             differences = [self._anchor.differences(fragment.names, own) for own in tensors]
+            before = fragment.engines.meter.wire_bytes
             fragment.means = fragment.engines.average(differences)[0]
+            fragment.sent_bytes = fragment.engines.meter.wire_bytes - before
             fragment.since, fragment.remaining = 0, self.schedule.delay
 
     def _land(self, fragments: Sequence[_Fragment], tensors: Sequence[Mapping[str, Tensor]]) -> None:
@@ -173,6 +173,7 @@ class SimulatedLocalSteps:
         assert self._anchor is not None
         lost = False
         for fragment in fragments:
+            self.applied_bytes += fragment.sent_bytes
             means, fragment.means = fragment.means, None
             assert means is not None
             if not _finite(means):

@@ -92,7 +92,9 @@ def _compression(word: str, text: str) -> Method:
         return parse_method(word)
     names = {name.lower(): name for name in method_classes()} | _SHORT
     if short[1] not in names:
-        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, *LOCAL_METHODS, *_SHORT, "powersgd-4", "topk-0.01"])
+        examples = ", ".join(
+            [*MODELS, "narrow", *PRUNING_METHODS, *LOCAL_METHODS, *_SHORT, "powersgd-4", "topk-0.01"]
+        )
         raise ValueError(
             f"method {text!r}: there is no {short[1]}; there are {examples} … (`pufferfish methods`)"
         )
