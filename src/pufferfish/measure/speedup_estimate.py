@@ -74,6 +74,8 @@ def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
     >>> [wire_bytes(replace(work, intra_node_bytes=n), 16, per_node=8) for n in (0, 400)]
     [1500, 100]
     """
+    if work.local is not None:
+        return work.local.wire_bytes(size)
     size = size // per_node if work.intra_node_bytes else size
     messages = (*work.messages, *work.forward_gathers)
     return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)

@@ -21,6 +21,10 @@ class LocalStepRunner(StepRunner):
     def wire_bytes(self) -> float:
         return self.local.applied_bytes
 
+    @property
+    def waited(self) -> float:
+        return self.local.waited
+
     def model_changed(self) -> None:
         super().model_changed()
         self.local.start(self.components.module)

@@ -39,7 +39,7 @@ class SimulatedLocalSteps:
     with the models of all workers instead of one. Two workers are bit-identical to real ones; with three or more, sums
     may differ in the last bit (see `Simulated`).
 
-    >>> models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    >>> models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
     >>> local = SimulatedLocalSteps(LocalMethod(h=2, lr=1.0, momentum=0.0), size=2)
     >>> local.start(models)
     >>> for step in range(2):
@@ -47,7 +47,7 @@ class SimulatedLocalSteps:
     ...         _ = nn.init.constant_(model.weight, value)
     ...     averaged = local.step(models)
     >>> averaged, models[0].weight.tolist(), local.applied_bytes
-    (True, [[2.0, 2.0]], 8.0)
+    (True, [[2.0, 2.0, 2.0, 2.0]], 16.0)
     """
 
     def __init__(self, method: LocalMethod, size: int) -> None:

@@ -63,6 +63,11 @@ class StepRunner:
         """Bytes that a worker has sent in local steps so far."""
         return 0.0
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this worker has waited for averages of local steps so far."""
+        return 0.0
+
     def sync(self) -> None:
         """Make the models of all workers equal, if they have different ones."""
 

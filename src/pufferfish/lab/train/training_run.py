@@ -37,7 +37,7 @@ _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
     "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "phase_sent": "phase_start_bytes",
-    "elapsed": "simulated_seconds",
+    "elapsed": "simulated_seconds", "peak": "peak_bytes",
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class TrainingRun:
         if settings.equal_length is not None:
             self.steps_per_epoch = settings.equal_length.steps_per_epoch
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
-        self.change.sync = self.runner.sync
+        self.change.sync = self._sync
         self.total_steps = self.change.epochs * self.steps_per_epoch
         self.checkpoint = Checkpoint(
             settings.folder / "checkpoints", self.model, self.optimizer,
@@ -83,6 +83,8 @@ class TrainingRun:
         self.earlier_bytes = 0.0  # sent before the last restart
         self.ddp_bytes = 0.0  # sent since then if nothing is compressed
         self.phase_start, self.phase_start_bytes = 0, 0.0  # updates and bytes before the model's last change
+        self.peak_bytes = 0.0  # sent for one update, at most, since the model's last change
+        self.phase_waited = 0.0  # seconds of waiting for local steps that belong to no timed step
         self.predicted_step: float | None = None  # seconds, for simulated workers
         self.simulated_seconds = 0.0
 
@@ -134,9 +136,11 @@ class TrainingRun:
             finished = self._epoch(epoch, start, log)
             parts = {"step": self.timer.recent() or 0.0}
         else:
+            waited = self.runner.waited
             with Breakdown(self.runner.model, self.optimizer) as times:
                 finished = self._epoch(epoch, start, log)
-            parts = times.parts
+            waited = (self.runner.waited - waited) / max(times.steps, 1)
+            parts = times.parts | {"exchange": times.parts["exchange"] + waited, "data": times.parts["data"] - waited}
         log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
         return finished
 
@@ -154,12 +158,14 @@ class TrainingRun:
             if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
                 self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
+            before = self._wire_bytes()
             loss = self.runner.update(lr)
             self.change.after_step()
             self.timer.tick()
             self.step += 1
             self._advance_simulated_time(log)
             self.ddp_bytes += ddp_bytes_per_step
+            self.peak_bytes = max(self.peak_bytes, self._wire_bytes() - before)
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
                 row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
@@ -188,7 +194,7 @@ class TrainingRun:
         Between the averages of local steps the model is that of the first worker, at the end that of all.
         """
         if epoch + 1 == self.change.epochs:
-            self.runner.sync()
+            self._sync()
         with log.paused():
             self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
@@ -196,6 +202,12 @@ class TrainingRun:
                 self.checkpoint.save(step=self.step, **self._position())
                 self.last_save = time.monotonic()
         return not stop
+
+    def _sync(self) -> None:
+        """Average what local steps have not averaged yet."""
+        before = self.runner.waited
+        self.runner.sync()
+        self.phase_waited += self.runner.waited - before
 
     def _save_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
@@ -226,6 +238,7 @@ class TrainingRun:
             return
         self.runner.model_changed()
         self.timer.reset()
+        self.peak_bytes, self.phase_waited = 0.0, self.runner.waited
         self.phase_start, self.phase_start_bytes = self.step, self._wire_bytes()
         if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
             self.best_score, self.lr_factor = _WORST_SCORE, 1.0
@@ -262,12 +275,19 @@ class TrainingRun:
         results = self._evaluate("test") | self.change.results(log)
         phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
         results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1), "bytes": self._wire_bytes()}
-        results |= {"updates": self.step, "updates_before_change": self.phase_start}
+        results |= {"updates": self.step, "updates_before_change": self.phase_start, "peak_bytes": self.peak_bytes}
+        local = self.settings.method.local
+        if local is not None:
+            results["bytes_a_round"] = results["bytes_a_step"] * local.h
         if not self.settings.simulate:
             measured: dict[str, Any] = {
                 "seconds_a_step": self.timer.median(), "training_seconds": training_seconds,
                 "peak_memory": peak_memory(self.device),
             }  # fmt: skip
+            if local is not None:  # one update in several waits
+                waited, total = self.runner.waited - self.phase_waited, self.timer.total()
+                measured["seconds_a_step"] = self.timer.mean()
+                measured["utilisation"] = 1 - waited / total if total else None
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
