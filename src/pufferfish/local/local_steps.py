@@ -221,6 +221,10 @@ class LocalSteps:
         self._phase = 0
         return averaged
 
+    def wait(self) -> None:
+        """Wait for averages on their way. They are applied when they are due."""
+        self._rounds.wait()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and strings, by parameter name. Waits for averages on their way.
 

@@ -31,7 +31,9 @@ class Work:
     buffer_bytes: int = 0  # broadcast by DDP before forward
     #: Gradient bytes averaged inside each machine first (`hierarchy="node"`); `messages` are then between machines.
     intra_node_bytes: int = 0
-    local: LocalExchange | None = None  # local steps: an exchange once in several steps, instead of `messages`
+    local: LocalExchange | None = (
+        None  # local steps: an exchange once in several steps, instead of `messages`
+    )
     #: (fraction of the gradient bytes, fraction of backward after which they are available), from (0, 0) to (1, 1).
     gradient_curve: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
 
@@ -123,7 +125,11 @@ class CostModel:
         """Predict the mean step of local steps."""
         h, fragments = local.schedule.h, local.fragments
         messages = [sum(self.link.seconds(kind, n, size) for kind, n in f.messages) for f in fragments]
-        encode, decode, sent = sum(f.encode for f in fragments), sum(f.decode for f in fragments), sum(messages)
+        encode, decode, sent = (
+            sum(f.encode for f in fragments),
+            sum(f.decode for f in fragments),
+            sum(messages),
+        )
         waited = sent
         if local.schedule.delay:
             whole = [f.encode + seconds + f.decode for f, seconds in zip(fragments, messages, strict=True)]

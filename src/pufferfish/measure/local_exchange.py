@@ -37,9 +37,7 @@ class LocalExchange:
     @classmethod
     def of(cls, schedule: Schedule, method: Methods, like: Mapping[str, Tensor], size: int) -> LocalExchange:
         """The exchange of tensors like these among `size` workers, from dry runs of the method."""
-        split = split_by_depth(
-            {n: x.numel() for n, x in like.items()}, schedule.fragments, schedule.pattern
-        )
+        split = split_by_depth({n: x.numel() for n, x in like.items()}, schedule.fragments, schedule.pattern)
         return cls(schedule, tuple(dry_run(method, {n: like[n] for n in names}, size) for names in split))
 
     def wire_bytes(self, size: int) -> float:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ..compression import NoCompression
 from ..compression.settings import Methods
 from ..layers.names import own_name
 from ..local.schedule import Schedule
@@ -39,13 +38,21 @@ def with_local_exchange(
     """Return `work` with the averages of local steps among `size` workers instead of other messages.
 
     >>> import torch
+    >>> from pufferfish.compression import NoCompression
     >>> work = with_local_exchange(Work(forward=1.0, backward=1.0), Schedule(h=4), NoCompression(), {"w": torch.ones(8)}, 2)
     >>> work.local.fragments[0].messages
     (('all_reduce', 32),)
     """
     local = LocalExchange.of(schedule, method, parameters, size)
     return replace(
-        work, local=local, messages=(), overlaps=False, bucket_bytes=(), buffer_bytes=0, encode=0.0, decode=0.0
+        work,
+        local=local,
+        messages=(),
+        overlaps=False,
+        bucket_bytes=(),
+        buffer_bytes=0,
+        encode=0.0,
+        decode=0.0,
     )
 
 

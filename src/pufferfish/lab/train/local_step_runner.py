@@ -34,5 +34,8 @@ class LocalStepRunner(StepRunner):
         self.local.step(self.components.module)
         return loss
 
+    def wait(self) -> None:
+        self.local.wait()
+
     def sync(self) -> None:
         self.local.sync(self.components.module)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from ...compression import NoCompression
 from ...measure import CostModel, Link, Prediction, Work, dry_run
 from ...measure.measure_compute import measure_compute
 from ...measure.step_messages import (
@@ -33,7 +32,11 @@ def log_predicted_step(components: RunComponents, log: TrainingLog, console: Con
     network = components.settings.network
     prediction = predict_step(components, LinkShape.parse(network))
     earlier = log.data["predicted"].get("seconds_a_step")
-    log.predict(seconds_a_step=prediction.step, utilisation=prediction.utilisation, **({"warm_up_seconds_a_step": earlier} if earlier else {}))
+    log.predict(
+        seconds_a_step=prediction.step,
+        utilisation=prediction.utilisation,
+        **({"warm_up_seconds_a_step": earlier} if earlier else {}),
+    )
     log.log(step=step, **{"predicted/step": prediction.step, "predicted/exchange": prediction.exchange})
     console.info(
         f"predicted, not measured: {format_seconds(prediction.step)} a step with {components.world_size} workers on {network}, "
@@ -79,8 +82,8 @@ def _with_exchange(work: Work, components: RunComponents) -> Work:
     parameters = trainable_parameters(components.module)
     method, local = components.settings.method.compress, components.settings.method.local
     if local is not None:
-        settings = local.compress or NoCompression()
-        return with_local_exchange(work, local.schedule, settings, parameters, components.world_size)
+        size = components.world_size
+        return with_local_exchange(work, local.schedule, local.settings.method, parameters, size)
     if method is None:
         sizes = ddp_bucket_bytes(x.nbytes for x in reversed(list(parameters.values())))
         return replace(work, messages=tuple(("all_reduce", nbytes) for nbytes in sizes), overlaps=True)

@@ -68,6 +68,9 @@ class StepRunner:
         """Seconds that this worker has waited for averages of local steps so far."""
         return 0.0
 
+    def wait(self) -> None:
+        """Wait for averages of local steps on their way."""
+
     def sync(self) -> None:
         """Make the models of all workers equal, if they have different ones."""
 

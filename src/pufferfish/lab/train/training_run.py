@@ -1,6 +1,7 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
     "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "phase_sent": "phase_start_bytes",
-    "elapsed": "simulated_seconds", "peak": "peak_bytes",
+    "elapsed": "simulated_seconds", "peak": "peak_bytes", "round": "round_bytes",
 }  # fmt: skip
 
 
@@ -83,7 +84,11 @@ class TrainingRun:
         self.earlier_bytes = 0.0  # sent before the last restart
         self.ddp_bytes = 0.0  # sent since then if nothing is compressed
         self.phase_start, self.phase_start_bytes = 0, 0.0  # updates and bytes before the model's last change
-        self.peak_bytes = 0.0  # sent for one update, at most, since the model's last change
+        # Bytes sent in one update and in one round of local steps, at most, since the model's last change.
+        self.peak_bytes, self.round_bytes = 0.0, 0.0
+        self.recent_bytes: deque[float] = deque(
+            maxlen=settings.method.local.h if settings.method.local else 1
+        )
         self.phase_waited = 0.0  # seconds of waiting for local steps that belong to no timed step
         self.predicted_step: float | None = None  # seconds, for simulated workers
         self.simulated_seconds = 0.0
@@ -140,7 +145,10 @@ class TrainingRun:
             with Breakdown(self.runner.model, self.optimizer) as times:
                 finished = self._epoch(epoch, start, log)
             waited = (self.runner.waited - waited) / max(times.steps, 1)
-            parts = times.parts | {"exchange": times.parts["exchange"] + waited, "data": times.parts["data"] - waited}
+            parts = times.parts | {
+                "exchange": times.parts["exchange"] + waited,
+                "data": times.parts["data"] - waited,
+            }
         log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
         return finished
 
@@ -158,14 +166,14 @@ class TrainingRun:
             if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
                 self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
-            before = self._wire_bytes()
+            self.recent_bytes.append(self._wire_bytes())
             loss = self.runner.update(lr)
             self.change.after_step()
             self.timer.tick()
             self.step += 1
             self._advance_simulated_time(log)
             self.ddp_bytes += ddp_bytes_per_step
-            self.peak_bytes = max(self.peak_bytes, self._wire_bytes() - before)
+            self._count_bytes()
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
                 row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
@@ -182,6 +190,11 @@ class TrainingRun:
                 return False
         self.timer.pause()
         return True
+
+    def _count_bytes(self) -> None:
+        now, recent = self._wire_bytes(), self.recent_bytes
+        self.peak_bytes = max(self.peak_bytes, now - recent[-1])
+        self.round_bytes = max(self.round_bytes, now - recent[0])
 
     def _advance_simulated_time(self, log: TrainingLog) -> None:
         if self.predicted_step is not None:
@@ -207,6 +220,7 @@ class TrainingRun:
         """Average what local steps have not averaged yet."""
         before = self.runner.waited
         self.runner.sync()
+        self.recent_bytes.clear()  # a round in the middle has more bytes
         self.phase_waited += self.runner.waited - before
 
     def _save_due(self, epoch: int) -> bool:
@@ -238,7 +252,8 @@ class TrainingRun:
             return
         self.runner.model_changed()
         self.timer.reset()
-        self.peak_bytes, self.phase_waited = 0.0, self.runner.waited
+        self.peak_bytes = self.round_bytes = 0.0
+        self.phase_waited = self.runner.waited
         self.phase_start, self.phase_start_bytes = self.step, self._wire_bytes()
         if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
             self.best_score, self.lr_factor = _WORST_SCORE, 1.0
@@ -275,10 +290,17 @@ class TrainingRun:
         results = self._evaluate("test") | self.change.results(log)
         phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
         results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1), "bytes": self._wire_bytes()}
-        results |= {"updates": self.step, "updates_before_change": self.phase_start, "peak_bytes": self.peak_bytes}
+        results |= {
+            "updates": self.step,
+            "updates_before_change": self.phase_start,
+            "peak_bytes": self.peak_bytes,
+        }
         local = self.settings.method.local
         if local is not None:
-            results["bytes_a_round"] = results["bytes_a_step"] * local.h
+            results |= {
+                "bytes_a_round": self.round_bytes,
+                "exchange_updates": max(local.delay, 1),
+            }
         if not self.settings.simulate:
             measured: dict[str, Any] = {
                 "seconds_a_step": self.timer.median(), "training_seconds": training_seconds,
