@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..compression.settings import Methods
@@ -35,10 +36,19 @@ class LocalExchange:
     fragments: tuple[Traffic, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, method: Methods, like: Mapping[str, Tensor], size: int) -> LocalExchange:
-        """The exchange of tensors like these among `size` workers, from dry runs of the method."""
-        split = split_by_depth({n: x.numel() for n, x in like.items()}, schedule.fragments, schedule.pattern)
-        return cls(schedule, tuple(dry_run(method, {n: like[n] for n in names}, size) for names in split))
+    def of(
+        cls,
+        schedule: Schedule,
+        method: Methods,
+        like: Mapping[str, Tensor],
+        size: int,
+        device: torch.device | None = None,
+    ) -> LocalExchange:
+        """The exchange of tensors like these among `size` workers, from dry runs of the method on `device`."""
+        sizes = {name: x.numel() for name, x in like.items()}
+        split = split_by_depth(sizes, schedule.fragments, schedule.pattern)
+        runs = [dry_run(method, {n: like[n] for n in names}, size, device=device) for names in split]
+        return cls(schedule, tuple(runs))
 
     def wire_bytes(self, size: int) -> float:
         """Bytes that one of `size` workers sends for an update, on average."""

@@ -23,6 +23,7 @@ class SpeedupEstimate:
     wire_bytes: float  # sent by a worker in a step
     note: str = ""
     measured: float | None = None  # seconds of a step, if the option was run
+    utilisation: float | None = None  # predicted computing time over the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class SpeedupEstimator:
             hours=None if self.hours is None else self.hours / run_speedup,
             wire_bytes=wire_bytes(option.work, self.size, self.costs.link.per_node) / option.batches,
             note=option.note,
+            utilisation=self.costs.predict(option.work, self.size).utilisation,
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from ..compression.settings import Methods
@@ -33,7 +34,12 @@ def with_compressed_messages(work: Work, traffic: Traffic) -> Work:
 
 
 def with_local_exchange(
-    work: Work, schedule: Schedule, method: Methods, parameters: Mapping[str, Tensor], size: int
+    work: Work,
+    schedule: Schedule,
+    method: Methods,
+    parameters: Mapping[str, Tensor],
+    size: int,
+    device: torch.device | None = None,
 ) -> Work:
     """Return `work` with the averages of local steps among `size` workers instead of other messages.
 
@@ -43,7 +49,7 @@ def with_local_exchange(
     >>> work.local.fragments[0].messages
     (('all_reduce', 32),)
     """
-    local = LocalExchange.of(schedule, method, parameters, size)
+    local = LocalExchange.of(schedule, method, parameters, size, device)
     return replace(
         work,
         local=local,

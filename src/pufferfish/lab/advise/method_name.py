@@ -25,6 +25,15 @@ def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
     return replace(method, compress=method.compress or NoCompression()), "node"
 
 
+def is_local(name: str) -> bool:
+    """Whether a name stands for local steps.
+
+    >>> is_local("pufferfish+streaming-30x4"), is_local("bf16, hierarchy=node")
+    (True, False)
+    """
+    return training_method(name.removesuffix(NODE)).local is not None
+
+
 def warm_up_name(name: str) -> str:
     """The method that a low-rank method uses before its switch; other methods are returned unchanged.
 
