@@ -4,7 +4,7 @@
 
 Every host is a network namespace with one single-threaded worker; links are shaped both ways and measured first. A method makes
 `rounds` · h updates with AdamW, from the start of a round (DDP: `--ddp-steps`), after a warm-up; then as many as a quarter of it without
-any exchange ("alone"). Methods run one after the other, since their models would not fit into memory together.
+any exchange ("alone"), half of them before. Methods run one after the other, since their models would not fit into memory together.
 
 - utilisation: 1 − (time spent waiting for averages or, under DDP, for the exchange) / wall time, the mean of all workers; "of alone":
   the time of an update alone over that of an update, which also counts what the exchange takes from the processor.
@@ -117,10 +117,12 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
     local = model.method.local
     steps = given.ddp_steps if local is None else given.rounds * local.h
     model.time_parts(1, exchange=local is None)  # DDP arranges its buckets
+    some = max(3, steps // 4)
+    alone = model.seconds(some, exchange=False)
     meter_before, sent_before, began = payload(model), sent_bytes(), time.perf_counter()
     parts = model.time_parts(steps)
     wall = time.perf_counter() - began
-    alone = model.seconds(max(3, steps // 4), exchange=False)
+    alone = (alone + model.seconds(some, exchange=False)) / 2
     step, waited, alone = workers.mean([parts["step"], parts["exchange"], alone])
     compute, size, inner = Work(forward=alone, backward=0.0), model.size, trainable_parameters(model.inner)
     if local is None:

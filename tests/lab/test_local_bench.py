@@ -24,7 +24,18 @@ LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")
 
 @pytest.mark.timeout(200)
 def test_a_bench_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "digits:mlp,width=16", "--epochs", "2", "--rounds", "1", "--workers", "2", "--device", "cpu"]
+    words = [
+        "bench",
+        "digits:mlp,width=16",
+        "--epochs",
+        "2",
+        "--rounds",
+        "1",
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--out", str(tmp_path / "out"), "--methods", ",".join(LOCAL)]) == 0
     shown = capsys.readouterr().out
     assert all(column in shown for column in ("utilisation", "bytes/round", "largest exchange", "peak rate"))
@@ -49,8 +60,20 @@ def test_a_bench_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_simulated_workers_have_a_predicted_utilisation(tmp_path: Path) -> None:
-    words = ["bench", "digits:mlp,width=16", "--epochs", "1", "--hosts", "4", "--simulate", "--network", "1mbit"]
-    assert main([*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--methods", "diloco-4,bf16"]) == 0
+    words = [
+        "bench",
+        "digits:mlp,width=16",
+        "--epochs",
+        "1",
+        "--hosts",
+        "4",
+        "--simulate",
+        "--network",
+        "1mbit",
+    ]
+    assert (
+        main([*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--methods", "diloco-4,bf16"]) == 0
+    )
     (comparison,) = compare_runs(find_runs([tmp_path / "out"]))
     table = exchange_table(comparison)
     assert table is not None
@@ -100,7 +123,7 @@ def file(tmp_path: Path) -> str:
         "import torch\n"
         "def wide():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))\n"
-        "    return model, torch.randn(64, 256), lambda model, x: model(x).square().mean()\n"
+        "    return model, torch.randn(2048, 256), lambda model, x: model(x).square().mean()\n"
     )
     return f"{path}:wide"
 
@@ -108,7 +131,13 @@ def file(tmp_path: Path) -> str:
 def test_local_steps_are_advised_where_they_are_much_faster(file: str) -> None:
     methods = ("bf16", "diloco-30", "streaming-30x4", "sparseloco-30")
     slow, fast = (
-        advise(load_workload(file), nominal_link(LinkShape.parse(link), 4, 1), network=link, nodes=4, methods=methods)
+        advise(
+            load_workload(file),
+            nominal_link(LinkShape.parse(link), 4, 1),
+            network=link,
+            nodes=4,
+            methods=methods,
+        )
         for link in ("1mbit", "10gbit")
     )
     assert slow.best.name.endswith("sparseloco-30")

@@ -59,7 +59,9 @@ def test_plain_local_steps_by_hand() -> None:
     nbytes = 4 * 4 * 64 * 64
     exchange = 1.5 * nbytes * 8 / 1e7
     predicted = CostModel(link=link).predict(work)
-    assert predicted.exchange == pytest.approx(exchange / 10, rel=1e-3)  # with a flag for values that are not finite
+    assert predicted.exchange == pytest.approx(
+        exchange / 10, rel=1e-3
+    )  # with a flag for values that are not finite
     assert predicted.hidden == 0
     assert predicted.step == pytest.approx(0.04 + exchange / 10, rel=0.1)  # with the time of a dry run
     assert predicted.utilisation == pytest.approx(0.04 / predicted.step)
@@ -88,4 +90,6 @@ def test_compressed_averages_are_those_of_the_method() -> None:
         for m in (NoCompression(), BFloat16(), SparseLoCo())
     ]
     assert sizes[0] == pytest.approx(2 * sizes[1], rel=1e-3)
-    assert sizes[0] / sizes[2] == pytest.approx(142 / 2, rel=0.05)  # gathered by 4: twice an all-reduce's share
+    assert sizes[0] / sizes[2] == pytest.approx(
+        142 / 2, rel=0.05
+    )  # gathered by 4: twice an all-reduce's share
