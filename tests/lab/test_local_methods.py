@@ -106,6 +106,15 @@ def test_resumed_simulations_are_bit_identical(model: str, update: int, tmp_path
     assert read_run(straight.folder).results["bytes"] == read_run(stopped.folder).results["bytes"]
 
 
+def test_simulated_workers_stay_as_many(tmp_path: Path) -> None:
+    tiny.text(tmp_path)
+    two = settings(tmp_path / "run", "diloco-3", simulate=2)
+    _left[0] = 2 * 3 + 1
+    assert train(TASK, two) is None
+    with pytest.raises(ValueError, match="saved with 2 simulated workers, .* resume with --workers 2"):
+        train(TASK, replace(two, simulate=3))
+
+
 def test_names() -> None:
     def local(text: str) -> LocalMethod | None:
         method = training_method(text)

@@ -86,6 +86,11 @@ class SimulatedLocalRunner(StepRunner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state. Models follow in `resumed`, when all of them have the saved structure."""
+        if len(state["workers"]) != len(self._workers):
+            raise ValueError(
+                f"the run was saved with {len(state['workers'])} simulated workers, each with a model of its own; resume with "
+                f"--workers {len(state['workers'])}"
+            )
         self._loaded = state
         self._generators.load_state_dict(state["streams"])
 
