@@ -111,7 +111,7 @@ def test_simulated_workers_stay_as_many(tmp_path: Path) -> None:
     two = settings(tmp_path / "run", "diloco-3", simulate=2)
     _left[0] = 2 * 3 + 1
     assert train(TASK, two) is None
-    with pytest.raises(ValueError, match="saved with 2 simulated workers, .* resume with --workers 2"):
+    with pytest.raises(ValueError, match=r"saved with 2 simulated workers, .* resume with --workers 2"):
         train(TASK, replace(two, simulate=3))
 
 

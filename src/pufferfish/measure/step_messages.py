@@ -46,8 +46,8 @@ def with_local_exchange(
     >>> import torch
     >>> from pufferfish.compression import NoCompression
     >>> work = with_local_exchange(Work(forward=1.0, backward=1.0), Schedule(h=4), NoCompression(), {"w": torch.ones(8)}, 2)
-    >>> work.local.fragments[0].messages
-    (('all_reduce', 32),)
+    >>> work.local.fragments[0].messages  # 8 bytes say whether all values are finite
+    (('all_reduce', 40),)
     """
     local = LocalExchange.of(schedule, method, parameters, size, device)
     return replace(

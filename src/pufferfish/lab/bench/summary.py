@@ -45,7 +45,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
         predicted = {}
         if prediction := last["predicted"].get(method):
             parts = {part: value for part, value in prediction.items() if part != "seconds"}
-            computing = sum(prediction[part] for part in COMPUTE_PARTS)
+            computing = sum(parts.get(part, 0.0) for part in COMPUTE_PARTS)
             share = computing / prediction["seconds"]
             predicted = {"seconds_a_step": prediction["seconds"], "utilisation": share, "parts": parts}
         summary[method] = {"results": results, "predicted": predicted}

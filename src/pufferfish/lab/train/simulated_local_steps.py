@@ -40,14 +40,15 @@ class SimulatedLocalSteps:
     may differ in the last bit (see `Simulated`).
 
     >>> models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
+    >>> _ = nn.init.zeros_(models[0].weight)
     >>> local = SimulatedLocalSteps(LocalMethod(h=2, lr=1.0, momentum=0.0), size=2)
     >>> local.start(models)
     >>> for step in range(2):
     ...     for value, model in zip((1.0, 3.0), models):
     ...         _ = nn.init.constant_(model.weight, value)
     ...     averaged = local.step(models)
-    >>> averaged, models[0].weight.tolist(), local.applied_bytes
-    (True, [[2.0, 2.0, 2.0, 2.0]], 16.0)
+    >>> averaged, models[0].weight.tolist()
+    (True, [[2.0, 2.0, 2.0, 2.0]])
     """
 
     def __init__(self, method: LocalMethod, size: int) -> None:
