@@ -22,6 +22,7 @@ from pufferfish.lab.train.training_method import training_method
 LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_bench_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
@@ -97,7 +98,7 @@ def timed(rank: int, size: int) -> None:
     steps = steps_per_round(models)
     assert steps["streaming-6x2"] % 6 == steps["diloco-5"] % 5 == 0
     for name in steps:
-        parts = models[name].time_parts(30)
+        parts = models[name].time_parts(6 if name == "streaming-6x2" else 5)
         step = parts.pop("step")
         assert sum(parts.values()) - parts["hidden"] <= 1.01 * step
         assert parts["exchange"] >= 0
