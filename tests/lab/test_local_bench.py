@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from processes import in_processes
 from pufferfish.cli import main
 from pufferfish.lab.advise import advise, load_workload, nominal_link
+from pufferfish.lab.advise.advice import LOCAL_SPEEDUP
 from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.advise.timing_rounds import steps_per_round
 from pufferfish.lab.network import LinkShape
@@ -124,23 +126,15 @@ def file(tmp_path: Path) -> str:
         "import torch\n"
         "def wide():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))\n"
-        "    return model, torch.randn(2048, 256), lambda model, x: model(x).square().mean()\n"
+        "    return model, torch.randn(64, 256), lambda model, x: model(x).square().mean()\n"
     )
     return f"{path}:wide"
 
 
 def test_local_steps_are_advised_where_they_are_much_faster(file: str) -> None:
+    link = nominal_link(LinkShape.parse("1mbit"), 4, 1)
     methods = ("bf16", "diloco-30", "streaming-30x4", "sparseloco-30")
-    slow, fast = (
-        advise(
-            load_workload(file),
-            nominal_link(LinkShape.parse(link), 4, 1),
-            network=link,
-            nodes=4,
-            methods=methods,
-        )
-        for link in ("1mbit", "10gbit")
-    )
+    slow = advise(load_workload(file), link, network="1mbit", nodes=4, methods=methods)
     assert slow.best.name.endswith("sparseloco-30")
     assert "pf.LocalSteps(30, method=pf.compression.SparseLoCo(" in str(slow)
     assert "local steps: compare the quality" in str(slow)
@@ -148,4 +142,17 @@ def test_local_steps_are_advised_where_they_are_much_faster(file: str) -> None:
     assert steps["sparseloco-30"] < steps["streaming-30x4"] < steps["diloco-30"] < steps["bf16"]
     use = {e.name: e.utilisation or 0 for e in slow.estimates}
     assert use["dense"] < use["diloco-30"] < use["sparseloco-30"] <= 1
-    assert "30" not in fast.best.name
+    for factor in (0.99, 1.01):  # of what local steps must be faster by than any other method
+        estimates = [
+            replace(
+                e,
+                run_speedup=1.0
+                if e.name == "dense"
+                else LOCAL_SPEEDUP * factor * 1.2
+                if "30" in e.name
+                else 1.2,
+            )
+            for e in slow.estimates
+        ]
+        best = replace(slow, estimates=estimates).best.name
+        assert best == ("bf16" if factor < 1 else "diloco-30")
