@@ -142,6 +142,11 @@ class LocalSteps:
         return self._rounds.waited
 
     @property
+    def applied_bytes(self) -> float:
+        """Bytes on the wire of the averages applied so far: unlike those of `meter`, independent of what is on its way."""
+        return self._rounds.applied_bytes
+
+    @property
     def meter(self) -> Meter:
         """Bytes sent by the averages so far, one step for each fragment. The broadcast in `start` is not counted."""
         return self._transport.meter
@@ -213,6 +218,10 @@ class LocalSteps:
         averaged = self._average(model, self._rounds.fragments)
         self._phase = 0
         return averaged
+
+    def wait(self) -> None:
+        """Wait for averages on their way. They are applied when they are due."""
+        self._rounds.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and strings, by parameter name. Waits for averages on their way.

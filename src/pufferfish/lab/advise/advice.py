@@ -12,10 +12,12 @@ from ...measure.measure_compute import COMPUTE_PARTS
 from ...measure.option_builder import as_code
 from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
 from ...planning.plan import Plan
-from .method_name import NODE, parse_method_name, warm_up_name
+from .method_name import NODE, is_local, parse_method_name, warm_up_name
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
+#: Local steps change what is learned, so they are advised only if they are faster than all other methods by this factor.
+LOCAL_SPEEDUP = 1.5
 
 
 @dataclass(kw_only=True)
@@ -41,10 +43,14 @@ class Advice:
     def best(self) -> SpeedupEstimate:
         """The method to use: the simplest of the fastest ones, or "dense" if none is faster by `MIN_SPEEDUP`.
 
-        If methods were run, only those are considered.
+        If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`.
         """
+        every_step = [e for e in self._considered if not is_local(e.name)]
         fastest = max(e.run_speedup for e in self._considered)
-        simplest = next(e for e in self._considered if e.run_speedup * TOLERANCE >= fastest)
+        considered = self._considered
+        if fastest < LOCAL_SPEEDUP * max(e.run_speedup for e in every_step):
+            considered, fastest = every_step, max(e.run_speedup for e in every_step)
+        simplest = next(e for e in considered if e.run_speedup * TOLERANCE >= fastest)
         return simplest if simplest.run_speedup >= MIN_SPEEDUP else self.estimates[0]
 
     @property
@@ -133,7 +139,9 @@ class Advice:
             if best.hours is not None:
                 hours = f", {format_hours(best.hours)} instead of {format_hours(dense.hours)}"
             reason = ""
-            if best.run_speedup != max(e.run_speedup for e in self._considered):
+            if best.run_speedup != max(
+                e.run_speedup for e in self._considered if is_local(e.name) <= is_local(best.name)
+            ):
                 reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
             yield f"Use {best.name}: {best.speedup:.2f}× per step, {best.run_speedup:.2f}× for the run{hours}.{reason}"
         if self.engine == "ddp" and (code := [*self._code()]):
@@ -156,6 +164,8 @@ class Advice:
         method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
             yield f"pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
+        if method.local is not None:
+            yield method.local.as_code()
         if method.compress is not None:
             node = ', hierarchy="node"' if hierarchy == "node" else ""
             yield f"pf.compress(ddp, {as_code(method.compress)}{node})"

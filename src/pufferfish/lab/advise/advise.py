@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...compression import NoCompression
@@ -15,23 +16,31 @@ from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.measure_compute import COMPUTE_PARTS
 from ...measure.option_builder import OptionBuilder, TrainingOption
 from ...measure.select_layers import select_layers
-from ...measure.speedup_estimate import SpeedupEstimator
-from ...measure.step_messages import probe_bytes, trainable_parameters, with_ddp_messages, with_fsdp2_messages
+from ...measure.speedup_estimate import SpeedupEstimator, wire_bytes
+from ...measure.step_messages import (
+    probe_bytes,
+    trainable_parameters,
+    with_ddp_messages,
+    with_fsdp2_messages,
+    with_local_exchange,
+)
 from ...planning.plan import Plan
 from ...planning.planner import plan
-from ..train.training_method import training_method
+from ..train.local_method import LOCAL_METHODS
+from ..train.training_method import TrainingMethod, training_method
 from .advice import Advice
 from .build_timed_model import build_timed_model
 from .measured_work import measured_work, slowest_coding
-from .method_name import LOW_RANK, NODE, parse_method_name, warm_up_name
+from .method_name import LOW_RANK, NODE, is_local, parse_method_name, warm_up_name
 from .timing_rounds import step_times
 from .workload import Workload
 
-#: Compression methods that are tried by default, the simplest first.
-METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
+#: Compression methods and local steps that are tried by default, the simplest first.
+METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4", *LOCAL_METHODS)
 #: Fractions of the full rank for which the time of a low-rank step is shown.
 RANK_RANGE = (0.125, 0.5)
 _NOTE = "after a full-rank warm-up"
+_LOCAL_NOTE = "local steps: compare the quality"
 
 
 def advise(
@@ -86,7 +95,10 @@ class _Advisor:
     ) -> None:
         self.workload, self.nodes, self.per_node, self.engine = workload, nodes, per_node, engine
         self.size = nodes * per_node
-        self.methods = {n: compression_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        parsed = {n: exchange_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        self.methods = {n: method.compress for n, method in parsed.items() if method.compress is not None}
+        #: Every worker is a replica, so only for one worker on each machine.
+        self.local = {n: m.local for n, m in parsed.items() if m.local is not None and per_node == 1}
         self.workers = Workers.of_job("advise")
         dense = build_timed_model(workload, training_method("dense"))
         self.model = dense.inner
@@ -133,6 +145,11 @@ class _Advisor:
             f"{LOW_RANK}+{name}": sum(n for _, n in option.work.messages) / dense_bytes
             for name, option in compressed.items()
         }
+        for name in self.local if self.size > 1 else ():
+            work = self._local_work(name, self.compute, builder.parameters)
+            compressed[name] = TrainingOption(kind="", name=name, work=work, note=_LOCAL_NOTE)
+            dense_wire = max(1.0, wire_bytes(self.dense, self.size))
+            shares[f"{LOW_RANK}+{name}"] = wire_bytes(work, self.size) / dense_wire
         plans = {
             name: select_layers(self.layer_times, self.dense, self.costs, self.size, share)
             for name, share in shares.items()
@@ -180,7 +197,23 @@ class _Advisor:
             return TrainingOption(kind="", name="", work=work, warm_up=self.dense, note=_NOTE)
         return replace(builder.low_rank_option(), kind="")
 
+    def _local_work(self, name: str, compute: Work, parameters: Mapping[str, Tensor]) -> Work:
+        local = self.local[name]
+        return with_local_exchange(
+            compute,
+            local.schedule,
+            local.settings.method,
+            parameters,
+            self.size,
+            torch.device(self.workload.device),
+        )
+
     def _combined(self, builder: OptionBuilder, compressed: TrainingOption) -> TrainingOption:
+        if compressed.name in self.local:
+            work = self._local_work(compressed.name, builder.low_rank_work, builder.low_rank_parameters)
+            return TrainingOption(
+                kind="", name="", work=work, warm_up=compressed.work, note=f"{_NOTE}; {_LOCAL_NOTE}"
+            )
         if self.engine == "fsdp2":
             parameters = builder.low_rank_parameters
             work = with_fsdp2_messages(builder.low_rank_work, parameters, self.size, itemsize=2)
@@ -235,26 +268,27 @@ def _faster(a: Work, b: Work) -> Work:
     return min(a, b, key=lambda work: work.forward + work.backward + work.optimizer + work.data)
 
 
-def compression_method(name: str) -> Method:
-    """Parse one of `--methods`.
+def exchange_method(name: str) -> TrainingMethod:
+    """Parse one of `--methods`: compression or local steps.
 
-    >>> compression_method("powersgd-4")
-    PowerSGD(rank=4)
+    >>> exchange_method("powersgd-4").compress, exchange_method("diloco-30").local.h
+    (PowerSGD(rank=4), 30)
     """
     method = training_method(name)
-    if method.compress is None or method.model != "dense":
+    if (method.compress is None and method.local is None) or method.model != "dense":
         raise ValueError(
-            f"--methods {name}: pass compression methods only; low rank and combinations are always tried"
+            f"--methods {name}: pass compression methods and local steps only; low rank and combinations are always tried"
         )
-    return method.compress
+    return method
 
 
 def _by_simplicity(estimates: list[SpeedupEstimate]) -> list[SpeedupEstimate]:
-    """Dense, bf16, low rank, then methods with a larger compression error; each without a hierarchy first."""
+    """Dense, bf16, low rank, then methods with a larger compression error, then local steps; each without a hierarchy first."""
     simple = ["dense", "bf16", LOW_RANK, f"{LOW_RANK}+bf16"]
 
     def key(e: SpeedupEstimate) -> tuple[int, bool]:
         name = e.name.removesuffix(NODE)
-        return simple.index(name) if name in simple else len(simple), e.name.endswith(NODE)
+        last = len(simple) + is_local(name)
+        return simple.index(name) if name in simple else last, e.name.endswith(NODE)
 
     return sorted(estimates, key=key)

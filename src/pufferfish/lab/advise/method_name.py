@@ -15,14 +15,23 @@ def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
     """The method and the hierarchy that a name stands for. In a hierarchy, plain averages use `NoCompression`.
 
     >>> parse_method_name("pufferfish, hierarchy=node")
-    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression()), 'node')
+    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression(), local=None), 'node')
     >>> parse_method_name("dense")
-    (TrainingMethod(name='dense', model='dense', compress=None), 'flat')
+    (TrainingMethod(name='dense', model='dense', compress=None, local=None), 'flat')
     """
     method = training_method(name.removesuffix(NODE))
     if not name.endswith(NODE):
         return method, "flat"
     return replace(method, compress=method.compress or NoCompression()), "node"
+
+
+def is_local(name: str) -> bool:
+    """Whether a name stands for local steps.
+
+    >>> is_local("pufferfish+streaming-30x4"), is_local("bf16, hierarchy=node")
+    (True, False)
+    """
+    return training_method(name.removesuffix(NODE)).local is not None
 
 
 def warm_up_name(name: str) -> str:

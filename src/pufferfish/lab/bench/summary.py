@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import read_run
+from ...measure.measure_compute import COMPUTE_PARTS
 from ..advise.timing_rounds import Round, quartiles, speedups
 from ..report.bench_folder import NO_EXCHANGE, SUMMARY
 from .bench_settings import REFERENCES, read_json, write_json
@@ -36,7 +37,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
         last = [file for file in files if method in file["methods"]][-1]
         results = _results(rounds, method)
         if target_link := last["target_link"]:
-            results |= dict.fromkeys(("seconds_a_step", "compute_seconds", "parts", "rounds"))
+            results |= dict.fromkeys(("seconds_a_step", "compute_seconds", "utilisation", "parts", "rounds"))
             results["notes"] = [
                 f"Steps are predicted for {target_link}, which cannot be emulated here. The runs used the unshaped "
                 "loopback, so their times are not shown."
@@ -44,7 +45,9 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
         predicted = {}
         if prediction := last["predicted"].get(method):
             parts = {part: value for part, value in prediction.items() if part != "seconds"}
-            predicted = {"seconds_a_step": prediction["seconds"], "parts": parts}
+            computing = sum(parts.get(part, 0.0) for part in COMPUTE_PARTS)
+            share = computing / prediction["seconds"]
+            predicted = {"seconds_a_step": prediction["seconds"], "utilisation": share, "parts": parts}
         summary[method] = {"results": results, "predicted": predicted}
     dense = REFERENCES[0]
     if any("compute_seconds" in r[dense] for r in rounds):
@@ -93,7 +96,7 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
         "seconds_a_step": median("seconds"),
         "bytes_a_step": median("bytes"),
         "messages_a_step": median("messages"),
-        **({"compute_seconds": median("compute_seconds")} if "compute_seconds" in timings[0] else {}),
+        **(_compute(timings) if "compute_seconds" in timings[0] else {}),
         "parts": {part: statistics.median(t["parts"][part] for t in timings) for part in timings[0]["parts"]},
         "rounds": {
             "count": len(timings),
@@ -101,6 +104,13 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
             "against": {name: quartiles(speedups(rounds, method, name)) for name in references},
         },
     }
+
+
+def _compute(timings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of a step without the exchange, and the share that computing has of a step."""
+    shares = [min(1.0, timing["compute_seconds"] / timing["seconds"]) for timing in timings]
+    seconds = statistics.median(timing["compute_seconds"] for timing in timings)
+    return {"compute_seconds": seconds, "utilisation": statistics.median(shares)}
 
 
 def _simulated_compute(root: Path) -> list[float]:

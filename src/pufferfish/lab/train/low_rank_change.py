@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed.job import Job
 from ...layers.names import unwrap
+from ...lowrank.factorize import merge_
 from ...measure import RunLog
 from ...optim.frobenius_decay import FrobeniusDecay
+from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
@@ -27,7 +29,7 @@ class LowRankChange(ModelChange):
     ) -> None:
         epochs = components.settings.recipe.epochs
         super().__init__(components.model, epochs=epochs, steps_per_epoch=steps_per_epoch)
-        self.switch, self.optimizer = switch, components.optimizer
+        self.switch, self.optimizer, self.replicas = switch, components.optimizer, components.replicas
         self._dense_spectra: dict[str, Tensor] = {}
         if frobenius:
             FrobeniusDecay(components.model, components.optimizer, frobenius)
@@ -40,13 +42,28 @@ class LowRankChange(ModelChange):
     def summary(self) -> str:
         return str(self.switch.report or "The model did not become low-rank").splitlines()[0]
 
+    def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
+        if self.switch.low_rank:
+            Switch(lr=self.switch.settings.lr).restore_(module, optimizer, self.switch.state_dict())
+
     def begin_epoch(self, epoch: int) -> bool:
+        if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
+            self.sync()  # it looks at the weights
         if not self.switch.due(self.model, epoch=epoch, total=self.epochs):
             return False
+        self.sync()
         if not self.switch.low_rank:
             with self.untimed():
                 self._dense_spectra = Job(self.model).spectra()
-        return self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+        changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+        if changed and self.switch.report is not None:
+            for replica in self.replicas:  # of the same weights, so that the factors are the same
+                if not self.switch.low_rank:
+                    merge_(replica.module, replica.optimizer)
+                    continue
+                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.settings.lr)
+                switch.step(replica.module, replica.optimizer, step=0)
+        return changed
 
     def log_change(self, log: RunLog) -> None:
         assert self.switch.report is not None

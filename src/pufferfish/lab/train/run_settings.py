@@ -94,6 +94,10 @@ class RunSettings:
             raise ValueError(
                 "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
             )
+        if self.method.local is not None and self.precision == "fp16":
+            raise ValueError(
+                f"--method {self.method.name}: each worker would have a loss scale of its own; use --precision bf16"
+            )
         if self.method.narrow is not None:
             check_takes_width(task)
         if self.method.narrow and self.method.narrow.time and self.simulate:

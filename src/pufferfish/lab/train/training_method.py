@@ -1,4 +1,4 @@
-"""`TrainingMethod`: a method parsed from text such as `dense`, `bf16`, `powersgd-4`, `pufferfish`, `auto+powersgd-4`, `file.py:Mine(rank=2)`."""
+"""`TrainingMethod`: a method parsed from text such as `dense`, `bf16`, `pufferfish`, `auto+powersgd-4`, `diloco-30`, `file.py:Mine(rank=2)`."""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from ...compression.parse_method import method_classes, parse_method
 from ...switching.switch import Switch
 from ..rivals.pruning_by_name import PRUNING_METHODS, is_pruning_method
 from ..tasks import Recipe
+from .local_method import LOCAL_METHODS, LocalMethod, is_local_method, local_method
 from .low_rank_method import LOW_RANK, LowRankMethod, low_rank_method
 from .narrow_method import NarrowMethod, narrow_method
 
@@ -21,22 +22,24 @@ _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "int8": "BlockInt8", "fp8": "Bl
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """How a run changes the model and compresses its gradients.
+    """How a run changes the model, and how its workers exchange what they learn.
 
     Args:
         name: text that was parsed.
         model: "dense", "pufferfish" or "auto" with options, a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
         compress: gradient compression; None uses plain DDP.
         scope: "layer"; "global": a sparsifier chooses among the elements of all tensors, as in `global-topk-0.01`.
+        local: local steps, which replace DDP, or None.
 
     >>> training_method("auto+powersgd-4")
-    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4), scope='layer')
+    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4), scope='layer', local=None)
     """
 
     name: str
     model: str = "dense"
     compress: Method | None = None
     scope: Literal["layer", "global"] = "layer"
+    local: LocalMethod | None = None
 
     @property
     def compression(self) -> Settings:
@@ -63,22 +66,30 @@ class TrainingMethod:
 
 
 def training_method(text: str) -> TrainingMethod:
-    """Parse `text`: a model, a compression method, or both joined by +.
+    """Parse `text`: a model, then local steps, then a compression method, each optional, joined by +.
 
     >>> training_method("bf16").compress, training_method("topk-0.01").compress, training_method("pufferfish").model
     (BFloat16(), TopK(k=0.01, sample=1.0), 'pufferfish')
     >>> training_method("early-bird-0.5+powersgd-4")
-    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4), scope='layer')
+    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4), scope='layer', local=None)
+    >>> training_method("pufferfish+diloco-30+int4").local
+    LocalMethod(h=30, fragments=1, delay=0, mixing=None, lr=0.7, momentum=0.9, compress=Int4(...))
     >>> training_method("pufferfsh")
     Traceback (most recent call last):
     ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
     """
-    model, plus, compression = text.strip().partition("+")
-    if model in MODELS or low_rank_method(model) or is_pruning_method(model) or narrow_method(model):
-        if plus and not compression:
+    model, plus, exchange = text.strip().partition("+")
+    if not (model in MODELS or low_rank_method(model) or is_pruning_method(model) or narrow_method(model)):
+        model, exchange = "dense", text.strip()
+    elif not exchange:
+        if plus:
             raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
-        return TrainingMethod(text, model, *(_compression(compression, text) if compression else ()))
-    return TrainingMethod(text, "dense", *_compression(text.strip(), text))
+        return TrainingMethod(text, model)
+    if not is_local_method(exchange):
+        return TrainingMethod(text, model, *_compression(exchange, text))
+    if is_pruning_method(model):
+        raise ValueError(f"method {text!r}: {model} cannot be combined with local steps")
+    return TrainingMethod(text, model, local=local_method(exchange, lambda word: _method(word, text)))
 
 
 def _compression(word: str, text: str) -> tuple[Method, Literal["layer", "global"]]:
@@ -97,7 +108,9 @@ def _method(word: str, text: str) -> Method:
         return parse_method(word)
     names = {name.lower(): name for name in method_classes()} | _SHORT
     if short[1] not in names:
-        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, *_SHORT, "powersgd-4", "topk-0.01"])
+        examples = ", ".join(
+            [*MODELS, "narrow", *PRUNING_METHODS, *LOCAL_METHODS, *_SHORT, "powersgd-4", "topk-0.01"]
+        )
         raise ValueError(
             f"method {text!r}: there is no {short[1]}; there are {examples} … (`pufferfish methods`)"
         )
