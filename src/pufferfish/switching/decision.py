@@ -50,11 +50,12 @@ class Decision:
         self._started = False
         self._warned = False  # that the plan changes little
         self._observed: Position | None = None
-        self._inputs = _Inputs()
+        self.inputs = _Inputs()
 
-    def load(self, initial: dict[str, list[float]] | None, history: list[dict[str, float]]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
-        self.initial, self.history = initial, history
+        self.initial, self.history = state["initial"], state["history"]
+        self.inputs.groups = state.get("inputs", [])  # the resumed run multiplies the same layers together
         self._plan, self._started = None, False
 
     def not_due(self, at: Position, switched: bool) -> bool:
@@ -96,7 +97,7 @@ class Decision:
         unresolved = [e.name for e in plan if e.rule is not None]
         if unresolved:
             plan = apply_rules(plan, job.spectra(unresolved))
-        if shared := self._inputs.shared():
+        if shared := self.inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
         lowered = self._automatic and any(e.asked for e in plan)
@@ -166,8 +167,8 @@ class Decision:
         self._check(job, optimizers)
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
-        if not plan.shared_inputs and find_compiled(job.model) is None:
-            self._inputs.watch(job.inner, plan)
+        if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
+            self.inputs.watch(job.inner, plan)
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
@@ -204,7 +205,7 @@ class _Inputs:
     """Finds linear layers that one forward pass of the training loop calls, one after the other, with the same tensor."""
 
     def __init__(self) -> None:
-        self._groups: list[list[str]] = []
+        self.groups: list[list[str]] = []  # layers that were called one after the other with one tensor
         self._last: Tensor | None = None
         self._handles: list[Any] = []
 
@@ -220,9 +221,9 @@ class _Inputs:
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._handles[place].remove()
             if args and args[0] is self._last:
-                self._groups[-1].append(name)
+                self.groups[-1].append(name)
             else:
-                self._groups.append([name])
+                self.groups.append([name])
             self._last = args[0] if args else None  # the others are not held: an evaluation frees them
 
         return record
@@ -230,7 +231,7 @@ class _Inputs:
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two and more layers; ends the watch."""
         self._remove()
-        return tuple(tuple(dict.fromkeys(names)) for names in self._groups if len(set(names)) > 1)
+        return tuple(tuple(dict.fromkeys(names)) for names in self.groups if len(set(names)) > 1)
 
     def _remove(self) -> None:
         self._last = None

@@ -301,7 +301,13 @@ class Switch:
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
         updates = [rate.done for rate in self._rates]
-        return report | {"initial": self.initial, "history": self.history, "updates": updates}
+        inputs = [list(names) for names in self._decision.inputs.groups]
+        return report | {
+            "initial": self.initial,
+            "history": self.history,
+            "inputs": inputs,
+            "updates": updates,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, give the model its structure first:
@@ -309,7 +315,7 @@ class Switch:
         `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
         saved = json.loads(json.dumps(state))  # a copy
-        self._decision.load(saved["initial"], saved["history"])
+        self._decision.load(saved)
         self.report, self._last, self._updates = Report.from_json(saved), None, saved["updates"]
         while self._rates:
             self._rates.pop().remove()
