@@ -33,7 +33,6 @@ WORKERS = {
     "concepts/error_feedback.md": 1,
     "concepts/exactness.md": 1,
     "how_to/fsdp2.md": 4,
-    "how_to/muon.md": 1,
     "how_to/other_numbers_of_workers.md": 2,
 }
 #: Pages whose code other tests run, and check the results of.
@@ -67,6 +66,8 @@ def run_blocks(page: str) -> dict[str, Any]:
         return nn.functional.cross_entropy(model(x), y)
 
     model = build_model()
+    code = "\n".join(blocks(page, "python", "diff"))
+    ddp = DDP(model) if re.search(r"\bddp\b", code) and WORKERS.get(page) else None
     user: dict[str, Any] = {
         "__name__": "page",
         "torch": torch,
@@ -74,6 +75,7 @@ def run_blocks(page: str) -> dict[str, Any]:
         "pf": pf,
         "build_model": build_model,
         "model": model,
+        "ddp": ddp,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "loss": nn.functional.cross_entropy,
         "held_out_loss": held_out_loss,
@@ -82,15 +84,16 @@ def run_blocks(page: str) -> dict[str, Any]:
         "batches": [(x, y)] * 2,
         "epochs": 3,
         "steps": 6,
+        "device": "cpu",
+        "machines": 2,
+        "per_machine": 1,
     }
-    if WORKERS.get(page):
-        user["ddp"] = DDP(build_model())
-        user["optimizer"] = torch.optim.SGD(user["ddp"].parameters(), lr=0.1, momentum=0.9)
     for number, code in enumerate(blocks(page, "python", "diff"), start=1):
         if name := FILE.match(code):
             Path(name[1]).write_text(code)
         else:
-            exec(compile(code, f"{page}, block {number}", "exec"), user)
+            # Without the __future__ imports of this file.
+            exec(compile(code, f"{page}, block {number}", "exec", dont_inherit=True), user)
     return user
 
 
@@ -162,22 +165,29 @@ def test_the_reference_has_every_public_name() -> None:
     assert len(there) == len(set(there)), "a name is documented twice"
 
 
-def test_public_names_have_docstrings() -> None:
-    def undocumented(name: str, x: Any) -> list[str]:
-        parts = {name: x}
-        if inspect.isclass(x):
-            parts |= {f"{name}.{k}": v for k, v in vars(x).items() if not k.startswith("_")}
-        own = {k: getattr(v, "fget", v) for k, v in parts.items()}
-        # A method that overrides a documented one has its contract.
-        return [
-            k
-            for k, v in own.items()
-            if (inspect.isfunction(v) or inspect.isclass(v)) and not (inspect.getdoc(v) or inspect.getdoc(parts[k]))
-            and not any(inspect.getdoc(getattr(base, k.rpartition(".")[2], None)) for base in getattr(x, "__mro__", ())[1:])
-        ]  # fmt: skip
+def undocumented(name: str, x: Any) -> list[str]:
+    """`name`, and the public methods and properties of a class, where they have no docstring."""
+    own = {name: x}
+    if inspect.isclass(x):
+        own |= {f"{name}.{k}": v for k, v in vars(x).items() if not k.startswith("_") and k not in _fields(x)}
+    found = []
+    for full_name, value in own.items():
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        inherited = [getattr(base, full_name.rpartition(".")[2], None) for base in getattr(x, "__mro__", ())[1:]]
+        if (inspect.isfunction(value) or inspect.isclass(value)) and not any(
+            map(inspect.getdoc, [value, *filter(None, inherited)])  # an override has the contract of its base
+        ):
+            found.append(full_name)
+    return found
 
+
+def _fields(x: type) -> set[str]:
+    return {name for base in x.__mro__ for name in vars(base).get("__annotations__", {})}
+
+
+def test_public_names_have_docstrings() -> None:
     names = [name for name in documented() if ".integrations." not in name]
-    assert [k for name in names for k in undocumented(name, find(name))] == []
+    assert [missing for name in names for missing in undocumented(name, find(name))] == []
 
 
 def test_every_page_is_in_the_contents() -> None:
