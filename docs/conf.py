@@ -9,7 +9,6 @@ author = "the Pufferfish contributors"
 version = release = pufferfish.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 # Docstrings put code between single backticks. Where it names something documented here, it becomes a link.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -174,10 +175,12 @@ def undocumented(name: str, x: Any) -> list[str]:
     for full_name, value in own.items():
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         inherited = [getattr(base, full_name.rpartition(".")[2], None) for base in getattr(x, "__mro__", ())[1:]]
-        if (inspect.isfunction(value) or inspect.isclass(value)) and not any(
-            map(inspect.getdoc, [value, *filter(None, inherited)])  # an override has the contract of its base
-        ):
-            found.append(full_name)
+        if inspect.isclass(value):
+            text = vars(value).get("__doc__") or ""
+            missing = not text or text.startswith(f"{value.__name__}(")  # dataclasses get their signature
+        else:  # an override has the contract of its base
+            missing = inspect.isfunction(value) and not any(x.__doc__ for x in [value, *filter(None, inherited)])
+        found += [full_name] if missing else []
     return found
 
 
@@ -216,6 +219,31 @@ def test_links_lead_somewhere(page: str) -> None:
         path = TEXTS[page].parent / file if file else TEXTS[page]
         assert path.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(path), f"{page}: {target}"
+
+
+def messages() -> list[str]:
+    """Every text in the package that may be a message, with "…" for what is filled in."""
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        return "".join(map(text, node.values)) if isinstance(node, ast.JoinedStr) else "…"
+
+    return [
+        text(node)
+        for file in (DOCS.parent / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant | ast.JoinedStr)
+    ]
+
+
+def test_the_troubleshooting_page_quotes_real_messages() -> None:
+    """Each message is one text of the package, with "…" for any part of it."""
+    quoted = re.findall(r"^\| `(.*?)` \|", TEXTS["troubleshooting.md"].read_text(), re.M)
+    assert len(quoted) > 50
+    texts = "\n".join(messages())
+    found = [re.search(".*".join(map(re.escape, re.split("\\s*…\\s*", quote))), texts) for quote in quoted]
+    assert [quote for quote, match in zip(quoted, found, strict=True) if not match] == []
 
 
 def _tutorial_worker(rank: int, size: int, port: int, folder: str, script: str) -> None:
@@ -267,5 +295,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert not re.findall(r'<(?:script|link|img)[^>]*"https?://', (tmp_path / "site" / "index.html").read_text())
+    for page in (tmp_path / "site").rglob("*.html"):  # opens offline
+        assert not re.findall(r'<(?:script|link|img)[^>]*"https?://[^>]*>', page.read_text()), page
     assert (tmp_path / "site" / "searchindex.js").is_file()
