@@ -8,7 +8,7 @@ project = "Pufferfish"
 author = "the Pufferfish contributors"
 version = release = pufferfish.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 
 # Docstrings put code between single backticks. Where it names something documented here, it becomes a link.
@@ -18,7 +18,6 @@ autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # not those of torch
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
-autosummary_generate = False  # tables that link to the reference; no page for each name
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
@@ -28,10 +27,14 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"pufferfish\.(distributed|compression\.(engine|exchange|hierarchy))\..*"),  # internal
     ("py:.*", r"pufferfish\..*\.(_Rest|OptimizersT)"),
-    ("py:.*", r"(torch|nn|dist|optim|np|numpy|collections|typing|types|pathlib|transformers|lightning|accelerate)\..*"),
+    (
+        "py:.*",
+        r"(torch|nn|dist|optim|np|numpy|collections|typing|types|pathlib|transformers|lightning|accelerate)\..*",
+    ),
 ]
 
 html_theme = "furo"
+pygments_style, pygments_dark_style = "default", "github-dark"  # both colour diffs
 html_title = f"Pufferfish {version}"
 html_copy_source = False
 html_show_sphinx = False
@@ -44,7 +47,9 @@ def plain_attributes(app: Any, what: str, name: str, obj: object, options: objec
         lines[:0] = ["..", ""]  # an empty comment
 
 
-def default_factories(app: Any, what: str, name: str, obj: object, options: object, arguments: str, returned: str) -> Any:
+def default_factories(
+    app: Any, what: str, name: str, obj: object, options: object, arguments: str, returned: str
+) -> Any:
     """Make the signature of a dataclass with default factories valid Python, so that Sphinx can format it."""
     return (arguments and arguments.replace("<factory>", "..."), returned)
 

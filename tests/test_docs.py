@@ -35,26 +35,31 @@ WORKERS = {
     "concepts/exactness.md": 1,
     "how_to/fsdp2.md": 4,
     "how_to/other_numbers_of_workers.md": 2,
+    "how_to/two_machines.md": 2,
 }
 #: Pages whose code other tests run, and check the results of.
 ELSEWHERE = {"lab.md", "compression.md", "tutorials/cnn.md"}
 FILE = re.compile(r"# (\w+\.py)\n")
 
 
-def blocks(page: str, *kinds: str) -> list[str]:
-    """Code of the blocks of these languages; of a diff, the code after it."""
+def all_blocks(page: str) -> list[tuple[str, str]]:
+    """Language and text of every block of code; of a diff, the code after it."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS[page].read_text(), re.DOTALL | re.MULTILINE)
-    return [
-        re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M) if kind == "diff" else code
-        for kind, code in found
-        if kind in kinds
-    ]
+    after = (
+        re.sub(r"^(-.*\n|[+ ])", "", code, flags=re.M) if kind == "diff" else code for kind, code in found
+    )
+    return [(kind, code) for (kind, _), code in zip(found, after, strict=True)]
+
+
+def blocks(page: str, *kinds: str) -> list[str]:
+    return [code for kind, code in all_blocks(page) if kind in kinds]
 
 
 def run_blocks(page: str) -> dict[str, Any]:
     """Run the Python code of a page, from its first block to its last, in the current folder.
 
-    A block that begins with `# name.py` is a file and is only written. The other names that pages use without
+    A block that begins with `# name.py` is a file and is only written. A text right below code is what the code prints.
+    The other names that pages use without
     defining them stand for the reader's own: a model, its optimizer, data and a loss.
     """
     torch.manual_seed(0)
@@ -83,22 +88,32 @@ def run_blocks(page: str) -> dict[str, Any]:
         "x": x,
         "y": y,
         "batches": [(x, y)] * 2,
+        "train_one_epoch": lambda model, optimizer: None,
         "epochs": 3,
         "steps": 6,
         "device": "cpu",
         "machines": 2,
         "per_machine": 1,
     }
-    for number, code in enumerate(blocks(page, "python", "diff"), start=1):
+    printed: str | None = None
+    for number, (kind, code) in enumerate(all_blocks(page), start=1):
+        if kind == "text" and printed is not None:
+            assert [line.rstrip() for line in printed.splitlines()] == code.splitlines()
+        printed = None
+        if kind not in ("python", "diff"):
+            continue
         if name := FILE.match(code):
             Path(name[1]).write_text(code)
-        else:
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             # Without the __future__ imports of this file.
             exec(compile(code, f"{page}, block {number}", "exec", dont_inherit=True), user)
+        printed = output.getvalue()
     return user
 
 
 def _run_in_group(rank: int, size: int, page: str, folder: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # every worker is a machine
     os.chdir(folder)
     user = run_blocks(page)
     for value in user.values():
@@ -119,6 +134,10 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     run_blocks(page)
+
+
+def test_all_python_code_is_found() -> None:
+    assert [page for page, path in TEXTS.items() if "{code-block}" in path.read_text()] == []
 
 
 def commands(page: str) -> list[list[str]]:
@@ -174,12 +193,16 @@ def undocumented(name: str, x: Any) -> list[str]:
     found = []
     for full_name, value in own.items():
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        inherited = [getattr(base, full_name.rpartition(".")[2], None) for base in getattr(x, "__mro__", ())[1:]]
+        inherited = [
+            getattr(base, full_name.rpartition(".")[2], None) for base in getattr(x, "__mro__", ())[1:]
+        ]
         if inspect.isclass(value):
             text = vars(value).get("__doc__") or ""
             missing = not text or text.startswith(f"{value.__name__}(")  # dataclasses get their signature
         else:  # an override has the contract of its base
-            missing = inspect.isfunction(value) and not any(x.__doc__ for x in [value, *filter(None, inherited)])
+            missing = inspect.isfunction(value) and not any(
+                x.__doc__ for x in [value, *filter(None, inherited)]
+            )
         found += [full_name] if missing else []
     return found
 
@@ -205,7 +228,9 @@ def test_every_page_is_in_the_contents() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
