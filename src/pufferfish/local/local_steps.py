@@ -54,7 +54,7 @@ class LocalSteps:
     repaired; `pf.FiniteGuard` skips such updates before.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
-    before a switch, which needs equal weights; call `start` after the switch:
+    before a switch, which needs equal weights; call `start` after the switch::
 
         local.sync(model)
         if switch.step(model, optimizer, epoch=epoch):

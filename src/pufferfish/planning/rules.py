@@ -36,10 +36,12 @@ class Rule:
         return ""
 
     def as_json(self) -> dict[str, Any]:
+        """Class name and fields, for plans."""
         return {"rule": type(self).__name__, **asdict(self)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rule:
+        """Create the rule that `as_json` described."""
         settings = dict(data)
         name = settings.pop("rule", None)
         if name not in Rule._known:
@@ -184,10 +186,12 @@ class Budget(Rule):
 
     @property
     def unit(self) -> str:
+        """Name of the field that is given: params, macs or bytes."""
         return next(name for name, value in asdict(self).items() if value is not None)
 
     @property
     def amount(self) -> float:
+        """Value of that field."""
         return float(getattr(self, self.unit))
 
     def __str__(self) -> str:
