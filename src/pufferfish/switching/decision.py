@@ -52,6 +52,11 @@ class Decision:
         self._observed: Position | None = None
         self.inputs = _Inputs()
 
+    def state(self) -> dict[str, Any]:
+        """What `load` needs."""
+        inputs = [list(names) for names in self.inputs.groups]
+        return {"initial": self.initial, "history": self.history, "inputs": inputs}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
         self.initial, self.history = state["initial"], state["history"]

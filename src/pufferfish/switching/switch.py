@@ -300,14 +300,7 @@ class Switch:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        updates = [rate.done for rate in self._rates]
-        inputs = [list(names) for names in self._decision.inputs.groups]
-        return report | {
-            "initial": self.initial,
-            "history": self.history,
-            "inputs": inputs,
-            "updates": updates,
-        }
+        return report | self._decision.state() | {"updates": [rate.done for rate in self._rates]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, give the model its structure first:
