@@ -121,10 +121,10 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
 def metered(device: torch.device) -> None:
     """What the meter does in a step of two rounds."""
     meter = Meter()
-    with meter.part(device):
+    with meter.working(device):
         for _ in range(2):
-            meter.count("all_reduce", 100, 2)
-            with meter.exchange():
+            meter.sent("all_reduce", 100, 2)
+            with meter.waiting():
                 pass
     meter.step(100, 2)
 

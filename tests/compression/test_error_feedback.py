@@ -90,7 +90,7 @@ def test_unused_parameters_keep_their_error_feedback() -> None:
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_units_scale_the_error_feedback(scope: str) -> None:
-    """Error feedback counts at the learning rate of its own step. Units of zero are unknown."""
+    """Error feedback counts at the learning rate of its own step. Where units are zero, the last ones count."""
     engine = Engine(Settings(TopK(0.1), smallest=0, scope=scope))  # type: ignore[arg-type]
     names = list(gradients(1)[0])
     zeros = {name: torch.zeros_like(g) for name, g in gradients(1)[0].items()}
@@ -100,8 +100,43 @@ def test_units_scale_the_error_feedback(scope: str) -> None:
     assert torch.equal(error(engine, "a.weight"), before["a.weight"] * 10)
     assert torch.equal(error(engine, "b.weight"), before["b.weight"])
     engine.average(zeros, dict.fromkeys(names, 0.0))
-    engine.average(zeros, dict.fromkeys(names, 7.0))
     assert torch.equal(error(engine, "b.weight"), before["b.weight"])
+    engine.average(zeros, dict.fromkeys(names, 20.0))
+    assert torch.equal(error(engine, "b.weight"), before["b.weight"] * 2)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    # powers of two, whose products are exact
+    [
+        [0, 1 / 8, 1 / 4, 1 / 2, 1 / 2, 1 / 8],
+        [1 / 2, 1 / 4, 0, 1 / 16, 1 / 8, 0],
+        [0, 0, 1 / 4, 0, 0, 1 / 32],
+    ],
+    ids=["warm-up from 0", "down to 0 and back", "zeros on both sides"],
+)
+@pytest.mark.parametrize("scales", [[1.0] * 6, [8.0, 8.0, 4.0, 2.0, 8.0, 8.0]], ids=["", "loss scale"])
+@pytest.mark.parametrize("method", [TopK(0.1), PowerSGD(2), BlockInt8(8)], ids=repr)
+def test_a_learning_rate_of_zero_keeps_the_unit(
+    method: Method, rates: list[float], scales: list[float]
+) -> None:
+    """The reference holds its error feedback as a part of the update: it needs no rescaling.
+
+    It passes rate × gradient, so what is left of that keeps its worth. Instead of 0 it takes the last rate, or the
+    first one to come.
+    """
+    simulated = Simulated(Settings(method, smallest=0), 2)
+    reference = Simulated(Settings(method, smallest=0), 2)
+    last = next(rate for rate in rates if rate)
+    for step, (rate, scale) in enumerate(zip(rates, scales, strict=True)):
+        last = rate or last
+        given = gradients(2, step)
+        scaled = [{name: g * scale for name, g in own.items()} for own in given]
+        units = {name: scale / rate if rate else 0.0 for name in given[0]}
+        applied = simulated.average(scaled, units, scale)[0]
+        right = reference.average([{name: g * last for name, g in own.items()} for own in given])[0]
+        for name, x in right.items():
+            torch.testing.assert_close(applied[name] * (last / scale), x, rtol=1e-4, atol=1e-5)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
 from .methods.casts import BFloat16
 from .settings import HierarchyLike, Methods, Settings
+from .state import updates_by_rate
 
 
 def compress(
@@ -296,14 +297,16 @@ def _refuse_momentum(
 def gradient_units(
     names: Mapping[int, str], optimizers: Sequence[optim.Optimizer], scaler: Any = None
 ) -> tuple[dict[str, float], float]:
-    """Loss scale over learning rate of each parameter (`names`: by id), and the loss scale. Only SGD's rates count.
+    """Loss scale over learning rate of each parameter (`names`: by id), and the loss scale. A rate of 0 gives 0: unknown.
+
+    Only SGD's rates count; see `updates_by_rate`.
 
     >>> p = nn.Parameter(torch.ones(1))
     >>> gradient_units({id(p): "w"}, [optim.SGD([p], lr=0.5)])
     ({'w': 2.0}, 1.0)
     """
     scale = 1.0 if scaler is None else float(scaler.get_scale())
-    sgd = [o for o in optimizers if isinstance(o, optim.SGD)]
+    sgd = [o for o in optimizers if updates_by_rate(o)]
     if scaler is None and not sgd:
         return {}, scale
     rates = {id(p): float(group["lr"]) for o in sgd for group in o.param_groups for p in group["params"]}

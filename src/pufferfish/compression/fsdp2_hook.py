@@ -28,6 +28,7 @@ from .fsdp2_modules import (
 )
 from .meter import Meter
 from .settings import Methods, Settings
+from .state import updates_by_rate
 
 T = TypeVar("T")
 
@@ -309,7 +310,7 @@ class _ModuleHook:
         rates = {
             float(group["lr"])
             for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
-            if isinstance(optimizer, optim.SGD)
+            if updates_by_rate(optimizer)
         }
         if not rates and self.hook.scaler is None:
             return {}
