@@ -132,7 +132,7 @@ def test_a_learning_rate_of_zero_keeps_the_unit(
         last = rate or last
         given = gradients(2, step)
         scaled = [{name: g * scale for name, g in own.items()} for own in given]
-        units = {name: scale / rate if rate else 0.0 for name in given[0]}
+        units = dict.fromkeys(given[0], scale / rate if rate else 0.0)
         applied = simulated.average(scaled, units, scale)[0]
         right = reference.average([{name: g * last for name, g in own.items()} for own in given])[0]
         for name, x in right.items():
