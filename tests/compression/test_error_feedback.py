@@ -13,6 +13,7 @@ from torch import Tensor
 from driver import mean
 from pufferfish.compression import (
     DGC,
+    AlternatingPowerSGD,
     BFloat16,
     BlockInt8,
     EFSignSGD,
@@ -69,6 +70,40 @@ def test_half_precision_gradients_have_error_feedback_in_fp32() -> None:
         engine.average({"w": torch.tensor([1.0, 1e-3], dtype=torch.bfloat16)})
     assert error(engine, "w").dtype == torch.float32
     torch.testing.assert_close(error(engine, "w")[1], torch.tensor(0.1), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "workers", "close"),
+    [
+        (TopK(0.1), 2, 1e-6),
+        (BlockInt8(8), 2, 1e-6),
+        (PowerSGD(2), 1, 1e-6),
+        (PowerSGD(2), 2, 2e-3),  # rounding inside the sum, where no worker sees it
+        (AlternatingPowerSGD(2), 1, 1e-6),
+        (SparseLoCo(decay=1.0), 2, 1e-6),
+    ],
+    ids=repr,
+)
+def test_rounded_results_are_made_up_for(method: Method, workers: int, close: float) -> None:
+    """All bf16 gradients are what was applied, in bf16, and what error feedback holds."""
+    simulated = Simulated(Settings(method, smallest=0), workers)
+    shapes = {name: g.shape for name, g in gradients(1)[0].items() if g.dim() > 1}
+    given_in_all = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    left = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for step in range(6):
+        given = [{name: g[name].bfloat16() for name in shapes} for g in gradients(workers, step)]
+        done = simulated.average(given)[0]
+        for name in shapes:
+            assert done[name].dtype == torch.bfloat16
+            exact = mean([{name: g[name].float()} for g in given], name)
+            given_in_all[name] += exact
+            left[name] += exact - done[name].float()
+    for name, x in left.items():
+        held = sum(error(engine, name) for engine in simulated.engines) / workers
+        if method == BlockInt8(8):
+            states = [engine.state_dict()["own"][name]["owner"] for engine in simulated.engines]
+            held = held + torch.cat([s.flatten() for s in states])[: x.numel()].view(x.shape)
+        assert (x - held).norm() <= close * given_in_all[name].norm(), name
 
 
 def test_unused_parameters_keep_their_error_feedback() -> None:
