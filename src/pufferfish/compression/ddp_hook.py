@@ -55,7 +55,8 @@ def compress(
             each of the `replicas` (see `compress_fsdp2`).
         method: One method, or a mapping name pattern → method; `BFloat16()` by default.
         optimizer: Under SGD error feedback is in the units of the update: when the learning rate changes, the part that was
-            left over at the old rate is rescaled. Other optimizers make no difference.
+            left over at the old rate is rescaled. Other optimizers, and subclasses of SGD with their own `step` (LARS), make
+            no difference.
         scaler: A `GradScaler`, so that error feedback follows its scale.
         error_feedback, scope, exchange, hierarchy, seed, smallest, nonfinite, overlap: See `Settings`.
         replicas: For FSDP2: the workers that hold the same shard.
