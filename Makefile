@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARALLEL := -n 3 --dist worksteal
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-all lint wheel format clean clean-venv
+.PHONY: help demo docs test test-all lint wheel format clean clean-venv
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -16,14 +16,21 @@ help: ## list the targets
 	$(BIN)/python $(PIP_INSTALL) -e '.[dev,lab]'
 	@touch $@
 
+.venv/.docs: .venv/.ready
+	$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
 demo: .venv/.ready ## the whole story in a few minutes
 	$(BIN)/pufferfish demo
 
 test: lint ## linters, types, tests and doctests
 	$(BIN)/pytest -q $(PARALLEL)
 
-test-all: lint wheel ## the same with the slow tests and the wheel check
+test-all: lint wheel .venv/.docs ## the same with the slow tests and the wheel check
 	$(BIN)/pytest -q $(PARALLEL) -m ""
+
+docs: .venv/.docs ## build the documentation site, build/docs/index.html
+	$(BIN)/sphinx-build -W --keep-going -q docs build/docs
 
 lint: .venv/.ready ## linters and types only
 	$(BIN)/ruff check

@@ -5,7 +5,7 @@
 One process, so that nothing is exchanged; a DDP model with the parameters of ResNet-50 or of a GPT (d 768, 12 layers) whose
 backward pass is cheap; the time from the hook's call to its finished future. Methods take turns, medians over the rounds.
 All gradients in one bucket, for torch's PowerSGD hook runs on gloo in no other way. Passes: how many copies of the gradients
-fit into the time. Then what the parts cost beside torch's own: choosing elements beside torch.topk of the same tensors,
+fit into the time; ratios depend on the CPU and its memory, so name both with a figure. Then what the parts cost beside torch's own: choosing elements beside torch.topk of the same tensors,
 packing signs beside one copy, and the meter's own calls as a share of the cheapest method's hook.
 """
 
@@ -17,6 +17,7 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def main() -> None:
     methods = [parse_method(m) if isinstance(m, str) else m for m in given.methods]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    name = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} CPU threads"
     print(f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "
           f"pufferfish {pf.__version__}\n")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -75,6 +76,14 @@ def main() -> None:
         for model in given.models:
             print(measured(model, methods, given.rounds, device), "\n", flush=True)
         dist.destroy_process_group()
+
+
+def cpu_name() -> str:
+    """Model of the CPU: ratios of times depend on it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def measured(name: str, methods: list[Method], rounds: int, device: torch.device) -> str:
@@ -121,10 +130,10 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
 def metered(device: torch.device) -> None:
     """What the meter does in a step of two rounds."""
     meter = Meter()
-    with meter.part(device):
+    with meter.working(device):
         for _ in range(2):
-            meter.count("all_reduce", 100, 2)
-            with meter.exchange():
+            meter.sent("all_reduce", 100, 2)
+            with meter.waiting():
                 pass
     meter.step(100, 2)
 

@@ -44,10 +44,11 @@ def drive(
         pass
     for state, old in zip(states, before, strict=True):
         assert all(torch.equal(state[key], x) for key, x in old.items()), "old state was changed in place"
-    means, rests = zip(*(running.results[0] for running in exchanges), strict=True)
+    results = [running.results[0] for running in exchanges]
+    means = [torch.bmm(*mean) if isinstance(mean, tuple) else mean for mean, _ in results]
     assert all(torch.equal(mean, means[0]) for mean in means), "workers differ"
     states[:] = [context.state for context in contexts]
-    return Step(means[0], list(rests), transports[0].meter)
+    return Step(means[0], [rest for _, rest in results], transports[0].meter)
 
 
 def normal(*shape: int, workers: int, seed: int = 0) -> list[Tensor]:

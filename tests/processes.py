@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Workers are forked from a server that has these imported: 0.1 s for a group instead of 3 s for each process.
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pufferfish", "pytest"]
+    ["torch", "torch.distributed", "torch._dynamo", "torchft", "pufferfish", "pytest"]
 )
 
 #: Seconds after which a hanging group is killed.

@@ -34,6 +34,7 @@ from pufferfish.compression import (
     compress,
 )
 from pufferfish.compression.check_compressor import gradients
+from pufferfish.lab.rivals.lars import LARS
 
 
 def resumes_from_a_checkpoint(rank: int, size: int, folder: Path) -> None:
@@ -149,8 +150,8 @@ def bad_steps_leave_no_trace(rank: int, size: int, folder: Path) -> None:
 
 
 def error_feedback_follows_the_units(rank: int, size: int, folder: Path) -> None:
-    """Learning rate ÷ 10: error feedback × 10. Loss scale × 4: × 4. Under Adam only the latter."""
-    for kind, factor in ((torch.optim.SGD, 40.0), (torch.optim.Adam, 4.0)):
+    """Learning rate ÷ 10: error feedback × 10. Loss scale × 4: × 4. Where the update has a size of its own, the latter."""
+    for kind, factor in ((torch.optim.SGD, 40.0), (torch.optim.Adam, 4.0), (LARS, 4.0)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         ddp = DDP(build())
         optimizer = kind(ddp.parameters(), lr=0.1)

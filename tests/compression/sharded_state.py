@@ -94,11 +94,11 @@ def another_layout_starts_with_empty_state(mesh: DeviceMesh, rank: int, folder: 
 
 
 def error_feedback_follows_the_units(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    """Learning rate ÷ 10 and loss scale × 4: × 40; under Adam × 4; unchanged where rates differ."""
+    """Learning rate ÷ 10 and loss scale × 4: × 40; under Adam, and where rates differ, × 4."""
     for kind, split, factor in (
         (torch.optim.SGD, 0, 40.0),
         (torch.optim.Adam, 0, 4.0),
-        (torch.optim.SGD, 1, 1.0),
+        (torch.optim.SGD, 1, 4.0),
     ):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         model = sharded(mesh["shard"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from driver import mean
 from pufferfish.compression import (
     DGC,
+    AlternatingPowerSGD,
     BFloat16,
     BlockInt8,
     EFSignSGD,
@@ -71,6 +72,40 @@ def test_half_precision_gradients_have_error_feedback_in_fp32() -> None:
     torch.testing.assert_close(error(engine, "w")[1], torch.tensor(0.1), rtol=5e-3, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "workers", "close"),
+    [
+        (TopK(0.1), 2, 1e-6),
+        (BlockInt8(8), 2, 1e-6),
+        (PowerSGD(2), 1, 1e-6),
+        (PowerSGD(2), 2, 2e-3),  # rounding inside the sum, where no worker sees it
+        (AlternatingPowerSGD(2), 1, 1e-6),
+        (SparseLoCo(decay=1.0), 2, 1e-6),
+    ],
+    ids=repr,
+)
+def test_rounded_results_are_made_up_for(method: Method, workers: int, close: float) -> None:
+    """All bf16 gradients are what was applied, in bf16, and what error feedback holds."""
+    simulated = Simulated(Settings(method, smallest=0), workers)
+    shapes = {name: g.shape for name, g in gradients(1)[0].items() if g.dim() > 1}
+    given_in_all = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    left = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for step in range(6):
+        given = [{name: g[name].bfloat16() for name in shapes} for g in gradients(workers, step)]
+        done = simulated.average(given)[0]
+        for name in shapes:
+            assert done[name].dtype == torch.bfloat16
+            exact = mean([{name: g[name].float()} for g in given], name)
+            given_in_all[name] += exact
+            left[name] += exact - done[name].float()
+    for name, x in left.items():
+        held = sum(error(engine, name) for engine in simulated.engines) / workers
+        if method == BlockInt8(8):
+            states = [engine.state_dict()["own"][name]["owner"] for engine in simulated.engines]
+            held = held + torch.cat([s.flatten() for s in states])[: x.numel()].view(x.shape)
+        assert (x - held).norm() <= close * given_in_all[name].norm(), name
+
+
 def test_unused_parameters_keep_their_error_feedback() -> None:
     """Zero on all workers: it is not sent. Zero on one: that worker's error feedback is."""
     simulated = Simulated(Settings(TopK(0.1), smallest=0), 2)
@@ -90,7 +125,7 @@ def test_unused_parameters_keep_their_error_feedback() -> None:
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_units_scale_the_error_feedback(scope: str) -> None:
-    """Error feedback counts at the learning rate of its own step. Units of zero are unknown."""
+    """Error feedback counts at the learning rate of its own step. Where units are zero, the last ones count."""
     engine = Engine(Settings(TopK(0.1), smallest=0, scope=scope))  # type: ignore[arg-type]
     names = list(gradients(1)[0])
     zeros = {name: torch.zeros_like(g) for name, g in gradients(1)[0].items()}
@@ -100,8 +135,43 @@ def test_units_scale_the_error_feedback(scope: str) -> None:
     assert torch.equal(error(engine, "a.weight"), before["a.weight"] * 10)
     assert torch.equal(error(engine, "b.weight"), before["b.weight"])
     engine.average(zeros, dict.fromkeys(names, 0.0))
-    engine.average(zeros, dict.fromkeys(names, 7.0))
     assert torch.equal(error(engine, "b.weight"), before["b.weight"])
+    engine.average(zeros, dict.fromkeys(names, 20.0))
+    assert torch.equal(error(engine, "b.weight"), before["b.weight"] * 2)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    # powers of two, whose products are exact
+    [
+        [0, 1 / 8, 1 / 4, 1 / 2, 1 / 2, 1 / 8],
+        [1 / 2, 1 / 4, 0, 1 / 16, 1 / 8, 0],
+        [0, 0, 1 / 4, 0, 0, 1 / 32],
+    ],
+    ids=["warm-up from 0", "down to 0 and back", "zeros on both sides"],
+)
+@pytest.mark.parametrize("scales", [[1.0] * 6, [8.0, 8.0, 4.0, 2.0, 8.0, 8.0]], ids=["", "loss scale"])
+@pytest.mark.parametrize("method", [TopK(0.1), PowerSGD(2), BlockInt8(8)], ids=repr)
+def test_a_learning_rate_of_zero_keeps_the_unit(
+    method: Method, rates: list[float], scales: list[float]
+) -> None:
+    """The reference holds its error feedback as a part of the update: it needs no rescaling.
+
+    It passes rate × gradient, so what is left of that keeps its worth. Instead of 0 it takes the last rate, or the
+    first one to come.
+    """
+    simulated = Simulated(Settings(method, smallest=0), 2)
+    reference = Simulated(Settings(method, smallest=0), 2)
+    last = next(rate for rate in rates if rate)
+    for step, (rate, scale) in enumerate(zip(rates, scales, strict=True)):
+        last = rate or last
+        given = gradients(2, step)
+        scaled = [{name: g * scale for name, g in own.items()} for own in given]
+        units = dict.fromkeys(given[0], scale / rate if rate else 0.0)
+        applied = simulated.average(scaled, units, scale)[0]
+        right = reference.average([{name: g * last for name, g in own.items()} for own in given])[0]
+        for name, x in right.items():
+            torch.testing.assert_close(applied[name] * (last / scale), x, rtol=1e-4, atol=1e-5)
 
 
 @dataclass(frozen=True)

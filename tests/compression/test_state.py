@@ -25,6 +25,9 @@ from pufferfish.compression import (
     TopK,
 )
 from pufferfish.compression.check_compressor import gradients
+from pufferfish.compression.state import updates_by_rate
+from pufferfish.lab.rivals.lamb import LAMB
+from pufferfish.lab.rivals.lars import LARS
 
 
 def test_parameters_may_come_in_any_order() -> None:
@@ -257,3 +260,57 @@ def test_saved_methods_are_json_data() -> None:
     high = {"class": "TopK", "fields": {"k": 0.1, "sample": 1.0}}
     fields = {"low": low, "high": high, "every": 3, "change": 0.5}
     assert methods == {"w": {"class": "Accordion", "fields": fields, "shape": [24, 36]}}
+
+
+def test_a_worker_leaves_and_the_others_keep_what_they_have_not_sent() -> None:
+    """Error feedback stays, and the errors that an owner kept for all become its own: none of them is lost."""
+    size, left = 3, 2
+    three = Simulated(Settings(BlockInt8(), smallest=0), size)
+    for step in range(2):
+        three.average(gradients(size, step))
+    states = [engine.state_dict()["own"] for engine in three.engines[:left]]
+    for worker, engine in enumerate(three.engines[:left]):
+        engine.state.move(worker, left)
+    kept = 0
+    for name, g in gradients(1)[0].items():
+        if "owner" not in states[0].get(name, {}):
+            continue
+        # What is still missing in the mean of the two: their errors, and those of the shards that they owned.
+        owned = torch.zeros(size, states[0][name]["owner"].numel())
+        for worker, state in enumerate(states):
+            owned[worker] = state[name]["owner"].flatten()
+        missing = sum(state[name]["error"] for state in states) / left
+        missing = missing + owned.flatten()[: g.numel()].view_as(g)
+        after = [engine.state_dict()["own"][name] for engine in three.engines[:left]]
+        torch.testing.assert_close(sum(state["error"] for state in after) / left, missing)
+        assert all("owner" not in state for state in after)
+        kept += int(owned.count_nonzero())
+    assert kept > 0
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), TopK(0.1), DGC(), Signum()], ids=lambda m: type(m).__name__)
+def test_state_that_does_not_depend_on_the_number_of_workers_stays(method: Method) -> None:
+    three = Simulated(Settings(method, smallest=0), 3)
+    three.average(gradients(3))
+    before = three.engines[1].state_dict()
+    three.engines[1].state.move(0, 2)
+    after = three.engines[1].state_dict()
+    assert (after["worker"], after["size"]) == (0, 2)
+    for part in ("own", "shared"):
+        for name, tensors in before[part].items():
+            assert all(torch.equal(x, after[part][name][key]) for key, x in tensors.items())
+
+
+def test_a_subclass_of_sgd_with_its_own_step_is_not_sgd() -> None:
+    """Such as LARS. One that only adds something around `step` is."""
+
+    class Named(torch.optim.SGD):
+        pass
+
+    p = [torch.nn.Parameter(torch.ones(2, 2))]
+    scheduled = torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)  # wraps its step
+    assert updates_by_rate(Named(p, lr=0.1))
+    assert updates_by_rate(scheduled)
+    for other in (LARS(p, lr=0.1), LAMB(p, lr=0.1), torch.optim.Muon(p), torch.optim.AdamW(p)):
+        assert not updates_by_rate(other), other

@@ -247,13 +247,14 @@ def test_a_bench_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 class Sleeper:
-    """Stands in for a `TimedRun` whose updates take `seconds`."""
+    """Stands in for a `TimedRun` whose updates take `seconds`, in rounds of `period` updates."""
 
-    def __init__(self, seconds: float) -> None:
-        self.time, self.steps = seconds, 0
+    def __init__(self, seconds: float, period: int = 1) -> None:
+        self.time, self.steps, self.period, self.last = seconds, 0, period, 0
 
     def seconds(self, steps: int) -> float:
         self.steps += steps
+        self.last = steps
         return self.time
 
 
@@ -261,6 +262,13 @@ def test_all_models_take_turns() -> None:
     runs: Any = [Sleeper(0.02), Sleeper(0.01), Sleeper(0.05)]
     assert timed_run.relative_times(runs, Workers.of_job("test")) == (0.02, [1.0, 0.5, 2.5])
     assert runs[0].steps == runs[1].steps == runs[2].steps > 0
+
+
+def test_local_steps_are_timed_in_whole_rounds() -> None:
+    runs: Any = [Sleeper(0.02), Sleeper(0.02, period=11)]
+    timed_run.relative_times(runs, Workers.of_job("test"))
+    assert runs[0].last <= runs[1].last < runs[0].last + 11
+    assert runs[1].last % 11 == 0
 
 
 def test_equal_time_may_be_added_to_a_bench(tmp_path: Path) -> None:

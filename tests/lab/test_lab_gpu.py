@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pufferfish.cli import main
+from pufferfish.measure import read_run
 
 pytestmark = pytest.mark.gpu
 
@@ -59,3 +60,14 @@ def test_more_workers_than_gpus(command: str, tmp_path: Path, capsys: pytest.Cap
     assert said.startswith(f"pufferfish {command}: 64 workers on {torch.cuda.device_count()} GPU")
     assert len(said.splitlines()) == 1
     assert not out.exists()
+
+
+def test_simulated_local_steps_in_a_graph(tmp_path: Path) -> None:
+    """Each of the workers has a graph of its own, which averages and the switch do not break."""
+    losses = []
+    for mode in ("eager", "graph"):
+        words = ["train", TASK, *ON, "--precision", "fp32", "--epochs", "3", "--mode", mode]
+        more = ["--method", "pufferfish+streaming-4x2", "--workers", "4", "--simulate"]
+        assert main([*words, *more, "--out", str(tmp_path / mode)]) == 0
+        losses.append([value for _, _, value in read_run(tmp_path / mode).metrics["loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)

@@ -91,6 +91,13 @@ def test_the_closest_width(seed: int, tolerance: float) -> None:
     assert closest_width(lambda width: 0.9 * width, 40) == (1.0, 0.9)
 
 
+def test_a_number_of_parameters() -> None:
+    found = find(TASK, "narrow-5k")
+    size = count(built(find_task(TASK), found.width))
+    assert abs(size / 5000 - 1) < 0.1
+    assert found.note.endswith(f"{size:,} parameters, {size / 5000:.3f} of 5,000.")
+
+
 @pytest.mark.parametrize("method", ["narrow", "narrow-0.5"])
 def test_as_many_parameters_as_the_low_rank_model(method: str) -> None:
     task = find_task("digits:mlp,width=64")
@@ -315,7 +322,9 @@ def test_a_task_that_ignores_its_width(tmp_path: Path) -> None:
         train(Ignored(), settings(tmp_path, "narrow", Ignored()))
 
 
-@pytest.mark.parametrize("method", ["narrow-2", "narrow-0", "narrow-1..2", "narrow-0.5.1@time"])
+@pytest.mark.parametrize(
+    "method", ["narrow-2", "narrow-0", "narrow-1..2", "narrow-0.5.1@time", "narrow-0k", "narrow-2M@time"]
+)
 def test_invalid_ranks(method: str) -> None:
     with pytest.raises(ValueError, match=r"after narrow- write .*, as in narrow-0\.25"):
         bench_method(method)

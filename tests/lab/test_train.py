@@ -282,7 +282,21 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--simulate", "--workers", "3"], "cannot be split equally over 3 workers"),
         (["digits", "--simulate", "--workers", "2", "--hosts", "2"], "cannot be combined with --hosts"),
         (["digits", "--simulate", "--workers", "2", "--network", "1"], "network '1'"),
-        (["digits", "--simulate", "--workers", "2", "--compress", "dgc"], "momentum"),
+        (
+            [
+                "digits",
+                "--simulate",
+                "--workers",
+                "2",
+                "--compress",
+                "dgc",
+                "--optimizer",
+                "adam",
+                "--lr",
+                "0.001",
+            ],
+            "momentum, and so does the Adam",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

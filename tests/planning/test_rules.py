@@ -13,6 +13,7 @@ import pufferfish as pf
 from matrices import linear_with, matrix
 from pufferfish.lab.models import resnet18
 from pufferfish.layers import Matrix
+from pufferfish.planning.plan import Plan
 from pufferfish.planning.rules import Rule, align, as_rule, largest_rank, stable_rank
 
 # What a user may pass.
@@ -74,6 +75,10 @@ def test_other_ranks_raise_with_a_hint(rank: Any, error: type[Exception], hint: 
         lambda: pf.Energy(None),  # type: ignore[arg-type]
         lambda: pf.StableRank({"fc": math.nan}),
         lambda: pf.StableRank({"fc": math.inf}),
+        lambda: pf.StableRank(at_most=0),
+        lambda: pf.StableRank(at_most=1.1),
+        lambda: pf.StableRank(at_most=math.nan),
+        lambda: pf.StableRank(at_most=True),
     ],
 )
 def test_rules_check_their_settings(make: Any) -> None:
@@ -96,7 +101,7 @@ def test_plan_checks_its_settings(options: dict[str, Any]) -> None:
         pf.Fixed(7),
         pf.Energy(0.8),
         pf.StableRank(),
-        pf.StableRank({"a": 3.5}),
+        pf.StableRank({"a": 3.5}, at_most=0.5),
         pf.Budget(params=1e6),
     ],
 )
@@ -272,6 +277,37 @@ def test_stable_rank_of_a_layer_that_started_at_zero_is_assumed() -> None:
     plan = pf.plan(model, pf.StableRank(initial))
     assert plan["0"].note == "ξ assumed"
     assert pf.resolve(plan, model).hash == pf.resolve(pf.plan(model, pf.StableRank()), model).hash
+
+
+decays = st.sampled_from([0.0, 0.001, 0.1, 1.0])  # of the logarithm of singular values: from flat to steep
+
+
+@given(
+    layers=st.lists(st.tuples(st.integers(4, 60), st.integers(4, 60), decays), min_size=1, max_size=5),
+    share=st.sampled_from([0.25, 0.5, 0.8, 1.0]),
+    multiple=st.sampled_from([1, 4, 16]),
+)
+def test_stable_ranks_together_keep_at_most_a_share(
+    layers: list[tuple[int, int, float]], share: float, multiple: int
+) -> None:
+    model = nn.Sequential(
+        *(linear_with(torch.exp(-decay * torch.arange(min(m, n)).double()), m, n) for m, n, decay in layers)
+    )
+    plain, limited = (
+        pf.resolve(pf.plan(model, pf.StableRank(at_most=most), multiple=multiple), model)
+        for most in (1.0, share)
+    )
+    chosen = [e for e in plain if e.rank]
+    if sum(e.after for e in chosen) <= share * sum(e.before for e in chosen):
+        assert limited == plain
+        return
+    for e, (m, n, _) in zip(plain, layers, strict=True):
+        rank, now = e.rank or 0, limited[e.name]
+        half = share * m * n / (m + n)
+        rounded = next(r for r in range(multiple, 1000, multiple) if r > half - 1)  # int(half), rounded up
+        assert (now.rank or 0) == min(rank, rounded)
+        assert now.asked == e.rank
+    assert Plan.from_json(limited.to_json()) == limited
 
 
 def test_zero_weights_get_the_smallest_rank() -> None:

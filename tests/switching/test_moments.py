@@ -47,7 +47,7 @@ def test_epochs_and_steps_are_counts(n: Any) -> None:
     for moment in (AtEpoch, AtStep):
         with pytest.raises(ValueError, match=rf"{moment.__name__}: .* is not a whole number ≥ 0"):
             moment(n)
-    for name in ("every", "window", "span"):
+    for name in ("every", "window", "span") if n is not None else ("window", "span"):
         with pytest.raises(ValueError, match=rf"RanksSettle: {name}: .* is not a whole number ≥ 1"):
             RanksSettle(**{name: n})
 
@@ -102,5 +102,15 @@ def test_ranks_settle_when_their_changes_stay_small() -> None:
 def test_ranks_are_looked_at_every_so_often() -> None:
     assert [epoch for epoch in range(10) if RanksSettle(every=4).due(Position(epoch=epoch))] == [0, 4, 8]
     assert RanksSettle(every=50).due(Position(step=100))
+    assert all(RanksSettle().due(Position(epoch=epoch, step=7 * epoch, total=600)) for epoch in range(10))
+    for total, steps in ((600, [0, 10, 20]), (30, [*range(25)]), (None, [0])):
+        at = [Position(step=step, total=total) for step in range(25)]
+        assert [x.step for x in at if RanksSettle().due(x)] == steps
     with pytest.raises(ValueError, match="epoch= or step="):
         RanksSettle().due(Position())
+
+
+def test_a_third_of_the_run_is_the_latest_moment() -> None:
+    for total in (3, 30, 31, 100):
+        late = [n for n in range(total) if RanksSettle().overdue(Position(step=n, total=total))]
+        assert late == [n for n in range(total) if 3 * n >= total]

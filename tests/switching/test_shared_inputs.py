@@ -38,6 +38,31 @@ def test_groups_are_found_during_the_warm_up():
         torch.testing.assert_close(p, q)
 
 
+def test_a_run_that_resumes_at_the_switch_has_the_same_bits():
+    """Its switch sees no pass of its own before it changes the model."""
+    torch.manual_seed(0)
+    whole, resumed = SelfAttention(), SelfAttention()
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(4)]
+
+    def run(model, switch, optimizer, steps):
+        for step in steps:
+            switch.step(model, optimizer, step=step)
+            optimizer.zero_grad()
+            model(batches[step]).square().mean().backward()
+            optimizer.step()
+
+    switch, optimizer = pf.Switch(rank=0.25, when=pf.AtStep(2)), torch.optim.SGD(whole.parameters(), lr=0.01)
+    run(whole, switch, optimizer, range(2))
+    resumed.load_state_dict(whole.state_dict())
+    again, other = pf.Switch(rank=0.25, when=pf.AtStep(2)), torch.optim.SGD(resumed.parameters(), lr=0.01)
+    again.restore_(resumed, other, switch.state_dict())
+    run(whole, switch, optimizer, range(2, 4))
+    run(resumed, again, other, range(2, 4))
+    assert again.report.plan.shared_inputs == switch.report.plan.shared_inputs == (("q", "k", "v"),)
+    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_hooks_are_removed_after_one_pass():
     model, switch = SelfAttention(), pf.Switch(rank=0.25, when=pf.AtStep(5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
+    add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as of the others)")
     text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
     text = "with --equal, at most X times the updates of the dense run (default: 4)"
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
     add("--simulate", action="store_true", help="simulate all workers in one process; predict times")
     add("--rounds", type=whole, default=5, metavar="N", help="timing rounds (default: 5)")
-    add("--recipe", default="short", help="short or paper (default: short)")
+    text = "short or paper, also with other values, such as short,rank=0.33,optimizer=muon (default: short)"
+    add("--recipe", default="short", help=text)
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
@@ -67,11 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=modes, default="auto", help=text)
     add("--target", type=number, metavar="X", help="also report the time to this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
+    text = "runs that share the device, each in a process of its own; steps are then timed alone (default: 1)"
+    add("--beside", type=whole, metavar="N", help=text)
+    text = "start no run that would end after X minutes; the same command continues"
+    add("--minutes", type=number, metavar="X", help=text)
+    text = "keep finished runs as lines of JSON in FILE, too, and do no run that is there already"
+    add("--lines", type=Path, metavar="FILE", help=text)
     add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..lab.bench import BenchSettings, Shard, run_bench
+    from ..lab.bench import BenchLines, BenchSettings, Shard, run_bench
     from ..lab.bench.bench_runs import slug
     from ..lab.bench.bench_settings import parse_tune, split_methods
     from ..lab.tasks.text import with_tokenizer
@@ -92,4 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not out.exists():  # an existing folder may be in use by other shards, so no temporary files there
         check_output_folder(out)
     shard = Shard.parse(arguments.shard)
-    return run_bench(settings, out, data=arguments.data, shard=shard, target=arguments.target)
+    lines = BenchLines(arguments.lines, settings.task) if arguments.lines else None
+    return run_bench(
+        settings, out, data=arguments.data, shard=shard, target=arguments.target,
+        beside=arguments.beside, minutes=arguments.minutes, lines=lines,
+    )  # fmt: skip

@@ -19,12 +19,18 @@ methods:
   early-bird-0.5    removes this fraction of the channels once the selection
                     is stable
   lottery-ticket-5  prunes in this number of rounds, each trained from the start
+  diloco-30         workers average their models every 30 updates, not every
+                    gradient; streaming-30x4: in 4 parts, sent while training
+                    continues; sparseloco-30: compressed 142 times; each also
+                    after low rank: pufferfish+diloco-30, and with settings of
+                    the outer optimizer: 'diloco-30(lr=0.5, momentum=0.9)'
 
 examples:
   pufferfish train digits --method pufferfish
   pufferfish train digits --method auto --compress powersgd-4 \\
       --network 100mbit --hosts 4
   pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate
+  pufferfish train enwik8 --method streaming-30x4 --workers 8 --simulate
   pufferfish train cifar10 --batch 2048 --optimizer lars --lr 1.6
   torchrun --nproc-per-node 4 -m pufferfish train cifar10 --method auto \\
       --compress powersgd-4
@@ -52,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--method", default="dense", metavar="M", help="see above (default: dense)")
     add("--compress", metavar="C", help="gradient compression, for example powersgd-4 or bf16")
-    add("--recipe", default="short", help="short or paper (default: short)")
+    add(
+        "--recipe",
+        default="short",
+        help="short or paper, also with other values: short,rank=0.33 (default: short)",
+    )
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")

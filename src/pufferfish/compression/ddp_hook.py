@@ -26,6 +26,7 @@ from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
 from .methods.casts import BFloat16
 from .settings import HierarchyLike, Methods, Settings
+from .state import updates_by_rate
 
 
 def compress(
@@ -54,7 +55,8 @@ def compress(
             each of the `replicas` (see `compress_fsdp2`).
         method: One method, or a mapping name pattern → method; `BFloat16()` by default.
         optimizer: Under SGD error feedback is in the units of the update: when the learning rate changes, the part that was
-            left over at the old rate is rescaled. Other optimizers make no difference.
+            left over at the old rate is rescaled. Other optimizers, and subclasses of SGD with their own `step` (LARS), make
+            no difference.
         scaler: A `GradScaler`, so that error feedback follows its scale.
         error_feedback, scope, exchange, hierarchy, seed, smallest, nonfinite, overlap: See `Settings`.
         replicas: For FSDP2: the workers that hold the same shard.
@@ -141,6 +143,7 @@ class DDPHook(AtLastBucket):
         super().__init__()
         self.module, self.workers, self.engine = module, workers, engine
         self.optimizers = as_list(optimizer)
+        self._by_rate = [o for o in self.optimizers if updates_by_rate(o)]
         self.scaler = scaler
         self._step: Step | None = None  # the exchange of this backward pass
         self._arrived: dict[str, Tensor] = {}  # its gradients so far
@@ -219,7 +222,7 @@ class DDPHook(AtLastBucket):
     def _begin(self, names: Mapping[int, str]) -> Step:
         """Start a step. Units are read only where something is kept in them: reading a scaler waits for the device."""
         if self.engine.keeps_units or self.engine.state.has_error:
-            return self.engine.begin(*gradient_units(names, self.optimizers, self.scaler))
+            return self.engine.begin(*gradient_units(names, self._by_rate, self.scaler))
         return self.engine.begin()
 
     def _find_names(self, buckets: list[Any]) -> dict[int, str]:
@@ -294,19 +297,20 @@ def _refuse_momentum(
 
 
 def gradient_units(
-    names: Mapping[int, str], optimizers: Sequence[optim.Optimizer], scaler: Any = None
+    names: Mapping[int, str], by_rate: Sequence[optim.Optimizer], scaler: Any = None
 ) -> tuple[dict[str, float], float]:
-    """Loss scale over learning rate of each parameter (`names`: by id), and the loss scale. Only SGD's rates count.
+    """Loss scale over learning rate of each parameter (`names`: by id), and the loss scale. A rate of 0 gives 0: unknown.
+
+    `by_rate`: the optimizers whose rates count; see `updates_by_rate`.
 
     >>> p = nn.Parameter(torch.ones(1))
     >>> gradient_units({id(p): "w"}, [optim.SGD([p], lr=0.5)])
     ({'w': 2.0}, 1.0)
     """
     scale = 1.0 if scaler is None else float(scaler.get_scale())
-    sgd = [o for o in optimizers if isinstance(o, optim.SGD)]
-    if scaler is None and not sgd:
+    if scaler is None and not by_rate:
         return {}, scale
-    rates = {id(p): float(group["lr"]) for o in sgd for group in o.param_groups for p in group["params"]}
+    rates = {id(p): float(group["lr"]) for o in by_rate for group in o.param_groups for p in group["params"]}
     return {name: scale / rate if (rate := rates.get(i, 1.0)) else 0.0 for i, name in names.items()}, scale
 
 

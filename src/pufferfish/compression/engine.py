@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .batch import Batch, make_batches, make_buckets
+from .batch import Batch, Layout, gradient_norms, make_batches, make_buckets
 from .exchange import Exchange, Group, Transport
 from .hierarchy import Hierarchy, make_hierarchy
 from .meter import Meter
@@ -22,18 +22,6 @@ from .state import State
 BUCKET = 25 * 2**20
 #: Larger norms count as not finite: their squares may overflow fp32. Norms below about 1e-22 underflow to 0.
 _LIMIT = 1e15
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What is sent together, fixed until the gradients or the settings change."""
-
-    parts: list[list[Batch]]  # buckets; with a hierarchy, the batches of each worker of this machine
-    own: list[Batch]  # those that this worker exchanges
-    number: dict[Batch, int]  # its key in `Exchange`; 0 is the sum of the flags "not finite" and "used"
-    names: list[list[str]]  # of the gradients in each part
-    waits_for: dict[int, list[str]]  # part → gradients that must all be there before it is sent
-    device: torch.device
 
 
 class Engine:
@@ -67,7 +55,7 @@ class Engine:
             self.transport = group if isinstance(group, Transport) else Group(group)
         inside = (self.hierarchy.size, self.hierarchy.worker) if self.hierarchy else (1, 0)
         self.state = State(self.transport.worker, self.transport.size, *inside)
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
         self._used_before: bool  # whether these settings have been used in a step
         self.use(settings)
@@ -147,7 +135,7 @@ class Engine:
         # with a hierarchy nobody's part is complete before everything is there
         together = owners if self.hierarchy is None else [[name for names in owners for name in names]]
         before, self._arranged, self._used_before = self._layout, arranged, True
-        self._layout = _Layout(
+        self._layout = Layout(
             parts,
             batches if self.hierarchy is None else parts[self.hierarchy.worker],
             {batch: i for i, batch in enumerate(batches, 1)},
@@ -205,7 +193,7 @@ class Step:
     """One exchange in progress, made by `Engine.begin`. Gradients arrive in any order; a part is sent once complete."""
 
     engine: Engine
-    layout: _Layout
+    layout: Layout
     contexts: dict[Batch, StepContext]
     missing: dict[int, set[str]]  # names of the gradients that each part waits for
     exchange: Exchange
@@ -265,7 +253,7 @@ class Step:
         """Send the first messages of a part whose gradients are complete."""
         hierarchy, norms = (
             self.engine.hierarchy,
-            _norms([self.gradients[n] for n in self.layout.waits_for[i]]),
+            gradient_norms([self.gradients[n] for n in self.layout.waits_for[i]]),
         )
         self.norms[i] = norms
         part = self.layout.parts[i if hierarchy is None else hierarchy.worker]
@@ -291,12 +279,19 @@ class Step:
             gradients = self.engine.hierarchy.average_inside(self.layout.names, gradients, bad)
             bad = torch.zeros_like(bad)
         xs = {batch: self.contexts[batch].empty(batch.shape, batch.precision) for batch in part}
-        for dtype in {batch.dtype for batch in part}:  # one call for all of a dtype
-            some = [batch for batch in part if batch.dtype == dtype]
+        copied = []
+        for batch, x in xs.items():
+            if batch.error is None or bad.device.type != "cpu" or batch.dtype != batch.precision:
+                copied.append(batch)
+                continue
+            for name, place, error in zip(batch.names, batch.split(x), batch.split(batch.error), strict=True):
+                torch.add(gradients[name], error, out=place)  # one pass over memory less
+        for dtype in {batch.dtype for batch in copied}:  # one call for all of a dtype
+            some = [batch for batch in copied if batch.dtype == dtype]
             places = [place for batch in some for place in batch.split(xs[batch])]
             torch._foreach_copy_(places, [gradients[name] for batch in some for name in batch.names])
             errors = [(xs[batch], batch.error) for batch in some if batch.error is not None]
-            if errors:  # error feedback
+            if errors:
                 torch._foreach_add_([x for x, _ in errors], [error for _, error in errors])
         generators = {}
         for batch, x in xs.items():
@@ -320,30 +315,32 @@ class Step:
         nonfinite = torch.where(
             self.finite, 0.0, float("nan") if self.engine.settings.nonfinite == "nan" else 0.0
         )
+        direct = self.engine.hierarchy is None and layout.device.type == "cpu"
         means: dict[str, Tensor] = {}
         for batch in self.contexts:
             mean, rest = results[layout.number[batch]]
+            mask = self.finite if batch.zeros_stay_zero else self.used[batch]
+            if isinstance(mean, tuple):
+                right = batch.where(
+                    mask, mean[1], nonfinite.to(mean[1].dtype)
+                )  # 0 · left is 0, NaN · left is NaN
+                if direct and batch.dtype == right.dtype:
+                    batch.multiply(mean[0], right, [out[name] for name in batch.names])
+                    continue
+                mean = torch.bmm(mean[0], right)
             for what, x in (("mean", mean), *([("rest", rest)] if batch.error_feedback else [])):
                 if x is None or x.shape != batch.shape:
                     raise ValueError(
                         f"{batch.method!r}.compress must return a {what} of the shape {batch.shape} of x"
                     )
-            mask = self.finite if batch.zeros_stay_zero else self.used[batch]
             mean = batch.where(mask, mean, nonfinite.to(mean.dtype))
+            if rest is not None and batch.error_feedback and batch.dtype != batch.precision:
+                rest += mean - mean.to(batch.dtype)  # what rounding the result loses, on all workers alike
             means.update(zip(batch.names, batch.split(mean), strict=True))
         if self.engine.hierarchy is not None:
             means = self.engine.hierarchy.share_inside(layout.names, means, self.gradients)
-        torch._foreach_copy_([out[name] for name in means], list(means.values()))
-
-
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of each gradient: the fastest way to find zeros and non-finite numbers."""
-    found: dict[int, Tensor] = {}
-    for dtype in {g.dtype for g in gradients}:
-        some = {i: g for i, g in enumerate(gradients) if g.dtype == dtype}
-        norms = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
-        found.update(zip(some, norms, strict=True))
-    return torch.stack([found[i] for i in range(len(gradients))]).float()
+        if means:
+            torch._foreach_copy_([out[name] for name in means], list(means.values()))
 
 
 def _agreement(flags: Tensor) -> MessageGenerator:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -183,12 +182,12 @@ def _send_sums(tensors: Mapping[int, Tensor], transport: Transport) -> list[Pend
         for some in _packed([(i, x.nbytes) for i, x in tensors.items() if x.dtype == dtype]):
             mine = {i: tensors[i] for i in some}
             pending = transport.sum(_flatten_dense_tensors(list(mine.values())))
-            in_flight.append(partial(_unpacked_sum, pending, mine))
+            in_flight.append(
+                lambda sums=pending, like=mine: dict(  # type: ignore[misc]
+                    zip(like, _unflatten_dense_tensors(sums(), list(like.values())), strict=True)
+                )
+            )
     return in_flight
-
-
-def _unpacked_sum(pending: Pending[Tensor], like: Mapping[int, Tensor]) -> dict[int, Any]:
-    return dict(zip(like, _unflatten_dense_tensors(pending(), list(like.values())), strict=True))
 
 
 def _send_gathers(

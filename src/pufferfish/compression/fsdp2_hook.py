@@ -32,6 +32,7 @@ from .fsdp2_rows import Rows, move_engine
 from .meter import Meter
 from .method import Method
 from .settings import Methods, Settings
+from .state import updates_by_rate
 
 T = TypeVar("T")
 
@@ -326,7 +327,7 @@ class _ModuleHook:
         rates = [
             (float(group["lr"]), {id(p) for p in group["params"]})
             for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
-            if isinstance(optimizer, optim.SGD)
+            if updates_by_rate(optimizer)
         ]
         if not rates and self.hook.scaler is None:
             return {}

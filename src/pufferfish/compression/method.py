@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+#: Elements that stay in the cache of a CPU's core from one operation to the next.
+BLOCK = 2**18
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -44,8 +47,10 @@ class Scatter:
 
 
 Message = Sum | Gather | Scatter
+#: A tensor, or two thin ones, (b, m, r) and (b, r, n), that the engine multiplies where their product is to be.
+Mean = Tensor | tuple[Tensor, Tensor]
 #: Yields messages, receives the answers, returns the mean and what this worker did not send.
-MessageGenerator = Generator[Message, Any, tuple[Tensor, Tensor | None]]
+MessageGenerator = Generator[Message, Any, tuple[Mean, Tensor | None]]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -144,6 +149,11 @@ class Method:
     shared_state: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def divided_state(self) -> tuple[str, ...]:
+        """Keys of `ctx.state` that this worker keeps for all of them, so that their shapes depend on the number of workers."""
+        return ()
+
+    @property
     def has_momentum(self) -> bool:
         """Whether it has its own momentum, which an optimizer's momentum would multiply."""
         return False
@@ -195,8 +205,9 @@ class Method:
             ctx: The worker's number, the step, random generators, and the state kept from the step before.
 
         Returns:
-            The mean over the workers, in any float dtype, bit-identical on all of them; and the rest: the part of x
-            that this worker did not send, which becomes its error feedback. None for methods without.
+            The mean over the workers, in any float dtype, bit-identical on all of them; of matrices it may be two
+            factors (see `Mean`). And the rest: the part of x that this worker did not send, which becomes its error
+            feedback. None for methods without.
         """
         raise NotImplementedError
 

@@ -1,13 +1,14 @@
 """`State`: everything that compression keeps from step to step, by parameter name: moved to new batches, rescaled, saved."""
 
 import dataclasses
+import inspect
 import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from .batch import Batch
 from .method import Method
@@ -78,6 +79,27 @@ class State:
                         old = named[name].get(ERROR)
                         named[name][ERROR] = unsent if old is None else unsent + old
 
+    def move(self, worker: int, size: int) -> None:
+        """Continue as worker `worker` of `size`: workers came or left.
+
+        Error feedback is this worker's own and stays. The errors of a shard that it owned for all become error feedback.
+        """
+        before, (self.worker, self.size) = (self.worker, self.size), (worker, size)
+        if before == (worker, size):
+            return
+        self._place |= {"size": size, "worker": worker}
+        if self.resumed is not None:
+            self.resumed |= self._place
+        for batch in self.batches:
+            for key in batch.state.keys() & set(batch.method.divided_state):
+                pieces = zip(batch.unstack(batch.state.pop(key)), batch.shapes, strict=True)
+                unsent = [batch.method.unsent({key: piece}, shape, *before) for piece, shape in pieces]
+                known = [x for x in unsent if x is not None]
+                left = batch.stack(known) if known else None
+                if left is not None:
+                    left *= size / before[1]  # an error of the mean is `size` times that of one gradient
+                    batch.error = left if batch.error is None else batch.error + left
+
     @property
     def has_error(self) -> bool:
         """Whether there is any error feedback."""
@@ -93,19 +115,25 @@ class State:
         return any(batch.error is not None or batch.state for batch in self.batches)
 
     def rescale(self, units: Mapping[str, float], scale: float) -> None:
-        """Convert what is kept to new units by parameter name, and to a new loss scale."""
-        factors = {name: u / self.units[name] for name, u in units.items() if u and self.units.get(name)}
+        """Convert what is kept to new units by parameter name, and to a new loss scale.
+
+        A unit of 0 is unknown, such as that of a learning rate of 0: the last known one counts, at the new loss scale.
+        """
+        follow = scale / self.scale
+        old = {name: self.units.get(name, 0.0) for name in units}
+        known = {name: u or old[name] * follow for name, u in units.items()}
+        factors = {name: u / old[name] if old[name] else follow for name, u in known.items()}
         for batch in self.batches:
-            if scale != self.scale:
+            if follow != 1:
                 for key in batch.state.keys() & set(batch.method.in_scale):
-                    batch.state[key].mul_(scale / self.scale)
+                    batch.state[key].mul_(follow)
             mine = [factors.get(name, 1.0) for name in batch.names]
             if any(f != 1 for f in mine):
                 if batch.error is not None:
                     batch.error = _scaled(batch, batch.error, mine)
                 for key in batch.state.keys() & set(batch.method.in_units):
                     batch.state[key] = _scaled(batch, batch.state[key], mine)
-        self.units, self.scale = dict(units) or self.units, scale
+        self.units, self.scale = known or self.units, scale
 
     def named(self) -> Named:
         """All tensors by parameter name."""
@@ -188,6 +216,21 @@ class State:
         self._loaded_methods = dict(state["methods"])
         self.steps, self.units, self.scale = state["steps"], dict(state["units"]), state["scale"]
         self.resumed = {**state, **here, "shared": shared, "own": own}
+
+
+def updates_by_rate(optimizer: optim.Optimizer) -> bool:
+    """Whether an update is the gradient times the learning rate: in SGD, and its subclasses that keep its `step`.
+
+    Others divide the size of the gradient out (Adam, Muon, signs; LARS, which is often a subclass of SGD), so the rate at
+    which a part of it was left over does not matter.
+
+    >>> p = [torch.nn.Parameter(torch.ones(1))]
+    >>> updates_by_rate(optim.SGD(p, lr=0.1)), updates_by_rate(optim.Adam(p))
+    (True, False)
+    """
+    # torch wraps `step` in each class at its first use
+    steps = [inspect.unwrap(kind.step) for kind in (type(optimizer), optim.SGD)]
+    return isinstance(optimizer, optim.SGD) and steps[0] is steps[1]
 
 
 def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:

@@ -92,6 +92,7 @@ class LowRankMultiheadAttention(LowRank):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
+        """Weight of q, k and v of the dense layer, computed from the factors; None if their widths differ."""
         if not self._qkv_same_embed_dim:
             return None
         layers, shape = (self.q, self.k, self.v), (3 * self.embed_dim, self.embed_dim)
@@ -100,11 +101,13 @@ class LowRankMultiheadAttention(LowRank):
 
     @property
     def in_proj_bias(self) -> Tensor | None:
+        """Bias of q, k and v of the dense layer, or None."""
         biases = [x.bias for x in (self.q, self.k, self.v) if x.bias is not None]
         return ProductWeight.of(lambda: torch.cat(biases), (3 * self.embed_dim,), biases) if biases else None
 
     @property
     def out_proj(self) -> nn.Module:
+        """Output projection."""
         return self.out
 
     # Called by the fused path of nn.TransformerEncoderLayer; uses only the module's settings.

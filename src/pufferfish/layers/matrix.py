@@ -56,6 +56,7 @@ class Matrix:
 
     @property
     def full_rank(self) -> int:
+        """min(m, n)."""
         return min(self.m, self.n)
 
     def factor_numel(self, r: int) -> int:
@@ -64,10 +65,12 @@ class Matrix:
 
     @property
     def down(self) -> str:
+        """Name of the parameter V in the low-rank layer."""
         return join_name(self.name, "down.weight")
 
     @property
     def up(self) -> str:
+        """Name of the parameter U in the low-rank layer."""
         return join_name(self.name, "up.weight")
 
     @property

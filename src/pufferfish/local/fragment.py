@@ -25,8 +25,9 @@ class Fragment:
         self, names: Sequence[str], settings: Settings, uncompressed: Collection[str], transport: Transport
     ) -> None:
         self.names = list(names)
-        self.engine = Engine(_settings_for(names, settings, uncompressed), transport)
+        self.engine = Engine(settings_for(names, settings, uncompressed), transport)
         self.since = 0  # number of updates since it was sent
+        self.sent_bytes = 0.0  # on the wire, in its last average
         self.flight: Flight | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,6 +36,7 @@ class Fragment:
         return {
             "names": list(self.names),
             "since": self.since,
+            "sent_bytes": self.sent_bytes,
             "engine": self.engine.state_dict(),
             "flight": flight,
         }
@@ -43,6 +45,7 @@ class Fragment:
         """Continue from a saved state."""
         self.engine.load_state_dict(state["engine"])
         self.since = state["since"]
+        self.sent_bytes = state.get("sent_bytes", 0.0)
         self.flight = state["flight"] and Flight(**state["flight"])
 
 
@@ -64,7 +67,7 @@ def move_engine_states(
     return {**states[0], **parts, "steps": max(state["steps"] for state in states)}
 
 
-def _settings_for(names: Sequence[str], settings: Settings, uncompressed: Collection[str]) -> Settings:
+def settings_for(names: Sequence[str], settings: Settings, uncompressed: Collection[str]) -> Settings:
     """Return the settings with only those patterns that choose the method of a tensor among `names`."""
     patterns = settings.by_pattern
     chosen = {next((p for p in patterns if matches(n, p)), None) for n in names if n not in uncompressed}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from ..compression import Meter, NoCompression, Settings
-from ..compression.exchange import Group
+from ..compression.exchange import Group, Transport
 from ..compression.settings import Methods
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
@@ -54,7 +54,7 @@ class LocalSteps:
     repaired; `pf.FiniteGuard` skips such updates before.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
-    before a switch, which needs equal weights; call `start` after the switch:
+    before a switch, which needs equal weights; call `start` after the switch::
 
         local.sync(model)
         if switch.step(model, optimizer, epoch=epoch):
@@ -119,9 +119,7 @@ class LocalSteps:
                     f"LocalSteps: {name} sends signs without magnitudes; pass an outer optimizer with a small lr"
                 )
         self._make_outer: Outer = outer or (lambda params: optim.SGD(params, lr=1.0))
-        self._transport = Group(group)
-        if delay:
-            self._transport = Group(separate_group(self._transport.group))
+        self._transport = self._make_transport(group, delay)
         self._transport.operation = "LocalSteps.sync"
         self._rounds = Rounds(self.schedule, self._transport)
         self._phase = 0  # number of updates since `start` or `sync`, modulo h
@@ -142,6 +140,11 @@ class LocalSteps:
     def waited(self) -> float:
         """Seconds in which this worker waited for averages instead of training."""
         return self._rounds.waited
+
+    @property
+    def applied_bytes(self) -> float:
+        """Bytes on the wire of the averages applied so far: unlike those of `meter`, independent of what is on its way."""
+        return self._rounds.applied_bytes
 
     @property
     def meter(self) -> Meter:
@@ -216,6 +219,10 @@ class LocalSteps:
         self._phase = 0
         return averaged
 
+    def wait(self) -> None:
+        """Wait for averages on their way. They are applied when they are due."""
+        self._rounds.wait()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers and strings, by parameter name. Waits for averages on their way.
 
@@ -249,6 +256,10 @@ class LocalSteps:
             )
         self._phase, self._rounds.lost = state["phase"] % now.h, state["lost"]
         self._resumed = copy.deepcopy(dict(state)) if state["anchor"] else None
+
+    def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
+        transport = Group(group)
+        return Group(separate_group(transport.group)) if delay else transport
 
     def _workers(self, model: nn.Module, method: str) -> Workers:
         self._rounds.wait()

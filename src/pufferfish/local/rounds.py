@@ -30,6 +30,7 @@ class Rounds:
         inside: workers that train this replica together.
         lost: number of averages discarded because they were not finite.
         waited: seconds in which the caller waited for averages.
+        applied_bytes: wire bytes of the averages applied so far, the same on all workers at the same update.
     """
 
     anchor: Anchor
@@ -40,6 +41,7 @@ class Rounds:
         self.inside: list[Workers] = []
         self.lost = 0
         self.waited = 0.0
+        self.applied_bytes = 0.0
         self._last: Flight | None = None
         self._stream: torch.cuda.Stream | None = None  # of flights on a GPU
 
@@ -64,26 +66,30 @@ class Rounds:
         """Average fragments of this model and wait for it."""
         begin, means = time.perf_counter(), []
         for fragment in fragments:
-            means.append(fragment.engine.average(self.anchor.differences(fragment.names, tensors)))
+            means.append(self._metered(fragment, self.anchor.differences(fragment.names, tensors)))
             fragment.since = 0
         self.waited += time.perf_counter() - begin
-        self._apply(fragments, means, tensors)
+        self.apply(fragments, means, tensors)
 
     def send(self, fragment: Fragment, tensors: Mapping[str, Tensor], facts: str) -> None:
         """Start the average of a fragment of this model. `facts` must be equal on all workers."""
         differences = self.anchor.differences(fragment.names, tensors)
         device = next(iter(differences.values())).device
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
         workers = Workers(self.transport.group, device, "LocalSteps.step")
 
         def average() -> Means:
             workers.agree(facts, 0, UPDATES)
-            return fragment.engine.average(differences)
+            return self._metered(fragment, differences)
 
         fragment.since = 0
-        self._last = Flight.send(average, self.schedule.delay, after=self._last, stream=self._stream)
+        self._last = Flight.send(average, self.schedule.delay, after=self._last, stream=self.stream(device))
         fragment.flight = self._last
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of flights on a GPU; None on a CPU."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def land(self, fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) -> None:
         """Apply averages that were on their way."""
@@ -94,12 +100,13 @@ class Rounds:
             self._last = None if self._last is fragment.flight else self._last
             fragment.flight = None
         self.waited += time.perf_counter() - begin
-        self._apply(fragments, means, tensors)
+        self.apply(fragments, means, tensors)
 
-    def _apply(
+    def apply(
         self, fragments: Sequence[Fragment], means: Sequence[Means], tensors: Mapping[str, Tensor]
     ) -> None:
         """Update the anchor by the averages of some fragments, and this model by the anchor."""
+        self.applied_bytes += sum(fragment.sent_bytes for fragment in fragments)
         finite = self._all_finite(means)
         for fragment, mean, ok in zip(fragments, means, finite, strict=True):
             if ok:
@@ -117,6 +124,13 @@ class Rounds:
                 stacklevel=5,
             )
             self._return_to_anchor(tensors)
+
+    def _metered(self, fragment: Fragment, differences: Means) -> Means:
+        """Average a fragment and count its bytes; averages run one after the other."""
+        before = self.transport.meter.wire_bytes
+        means = fragment.engine.average(differences)
+        fragment.sent_bytes = self.transport.meter.wire_bytes - before
+        return means
 
     def _return_to_anchor(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from the anchor, with all fragments: a model with one that is not finite has no finite gradient."""

@@ -30,15 +30,13 @@ _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 class Breakdown:
     """Times the training steps that run in its `with` block; a step ends with `optimizer.step()`.
 
-    | part | covers |
-    |---|---|
-    | data | end of a step to the next forward, and between the passes of one step: data loading, logging, validation |
-    | forward | forward pass and loss, including DDP's broadcast of buffers |
-    | backward | backward pass, without waiting for the exchange and without compression's computation |
-    | encode, decode | compression's computation (see `Meter`) |
-    | exchange | communication that the step waits for |
-    | optimizer | end of backward to the end of `optimizer.step()`, including gradient clipping |
-    | hidden | communication that overlaps with backward, from its first message on; not part of the step |
+    - data: end of a step to the next forward, and between the passes of one step: data loading, logging, validation
+    - forward: forward pass and loss, including DDP's broadcast of buffers
+    - backward: backward pass, without waiting for the exchange and without compression's computation
+    - encode, decode: compression's computation (see `Meter`)
+    - exchange: communication that the step waits for
+    - optimizer: end of backward to the end of `optimizer.step()`, including gradient clipping
+    - hidden: communication that overlaps with backward, from its first message on; not part of the step
 
     On a GPU the times are those of its stream, and nothing synchronizes before `read`. The communication of `exact_` and
     of FSDP2 happens inside backward and forward and is counted there.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .link import WIRE_FACTOR, Link, interpolate
+from .local_exchange import LocalExchange
 
 _MIN_PACE = 0.1  # lower bound of the compute speed beside a message, as a fraction of the full speed
 
@@ -30,6 +31,9 @@ class Work:
     buffer_bytes: int = 0  # broadcast by DDP before forward
     #: Gradient bytes averaged inside each machine first (`hierarchy="node"`); `messages` are then between machines.
     intra_node_bytes: int = 0
+    local: LocalExchange | None = (
+        None  # local steps: an exchange once in several steps, instead of `messages`
+    )
     #: (fraction of the gradient bytes, fraction of backward after which they are available), from (0, 0) to (1, 1).
     gradient_curve: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
 
@@ -58,6 +62,11 @@ class Prediction:
     extrapolated: bool  # whether the number of workers or the link differs from the measured one
 
     @property
+    def utilisation(self) -> float:
+        """Computing time over the time of the step."""
+        return sum((self.data, self.forward, self.backward, self.optimizer)) / self.step
+
+    @property
     def step(self) -> float:
         """Seconds of the whole step: the sum of its parts."""
         before, after = (self.data, self.forward, self.backward), (self.decode, self.optimizer)
@@ -72,6 +81,9 @@ class CostModel:
     link, each once its gradients are available, and the step waits for those that are left after backward. On CPUs
     computation is slower while a message is being sent, by `Link.contention` seconds for each byte on the wire.
 
+    With local steps a prediction is the mean of the steps of a round. Without a delay all of them wait for the whole exchange;
+    with a delay, the exchange and its encoding and decoding are hidden as far as the steps until the average is applied last.
+
     >>> work = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),))
     >>> model = CostModel(link=Link.nominal(bandwidth=1e9, latency=0, size=2, goodput=1))
     >>> model.predict(work).step, model.predict(work, workers=4).step
@@ -83,6 +95,8 @@ class CostModel:
     def predict(self, work: Work, workers: int | None = None) -> Prediction:
         """Predict a step of `workers` workers (default: as many as the link was measured with)."""
         size = self.link.size if workers is None else workers
+        if work.local is not None:
+            return self._predict_local(work, work.local, size)
         times = self._times(work, size)
         backward, exchange, hidden = work.backward, sum(times), 0.0
         if work.overlaps and times and not work.intra_node_bytes:
@@ -104,6 +118,32 @@ class CostModel:
             decode=work.decode,
             optimizer=work.optimizer,
             hidden=hidden,
+            extrapolated=self.link.extrapolated or size != self.link.size,
+        )
+
+    def _predict_local(self, work: Work, local: LocalExchange, size: int) -> Prediction:
+        """Predict the mean step of local steps."""
+        h, fragments = local.schedule.h, local.fragments
+        messages = [sum(self.link.seconds(kind, n, size) for kind, n in f.messages) for f in fragments]
+        encode, decode, sent = (
+            sum(f.encode for f in fragments),
+            sum(f.decode for f in fragments),
+            sum(messages),
+        )
+        waited = sent
+        if local.schedule.delay:
+            whole = [f.encode + seconds + f.decode for f, seconds in zip(fragments, messages, strict=True)]
+            compute = work.data + work.forward + work.backward + work.optimizer
+            waited, sent, encode, decode = local.waiting(compute, whole), sum(whole), 0.0, 0.0
+        return Prediction(
+            data=work.data,
+            forward=work.forward,
+            backward=work.backward,
+            encode=encode / h,
+            exchange=waited / h,
+            decode=decode / h,
+            optimizer=work.optimizer,
+            hidden=(sent - waited) / h,
             extrapolated=self.link.extrapolated or size != self.link.size,
         )
 

@@ -30,7 +30,7 @@ class RunLog:
 
     If the folder holds an unfinished run, `resume` keeps its rows up to that step and continues its clock; without
     `resume` the run starts over, with a warning if rows are discarded. A finished run is never overwritten, but
-    can be continued with `resume`. With a `Checkpoint`, open the log after `Checkpoint.resume`:
+    can be continued with `resume`. With a `Checkpoint`, open the log after `Checkpoint.resume`::
 
         at = checkpoint.resume()
         log = RunLog("runs/mine", resume=at.position["step"] if at else None)

@@ -24,6 +24,7 @@ class SpeedupEstimate:
     note: str = ""
     measured: float | None = None  # seconds of a step, if the option was run
     interval: tuple[float, float] | None = None  # of `run_speedup`, if the measurement was repeated
+    utilisation: float | None = None  # predicted computing time over the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class SpeedupEstimator:
             hours=None if self.hours is None else self.hours / run_speedup,
             wire_bytes=wire_bytes(option.work, self.size, self.costs.link.per_node) / option.batches,
             note=option.note,
+            utilisation=self.costs.predict(option.work, self.size).utilisation,
         )
 
 
@@ -75,6 +77,8 @@ def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
     >>> [wire_bytes(replace(work, intra_node_bytes=n), 16, per_node=8) for n in (0, 400)]
     [1500, 100]
     """
+    if work.local is not None:
+        return work.local.wire_bytes(size)
     size = size // per_node if work.intra_node_bytes else size
     messages = (*work.messages, *work.forward_gathers)
     return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)

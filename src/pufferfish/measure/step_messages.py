@@ -3,11 +3,15 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
+from ..compression.settings import Methods
 from ..layers.names import own_name
+from ..local.schedule import Schedule
 from .cost_model import Work
 from .dry_run import Traffic
+from .local_exchange import LocalExchange
 
 MIB = 2**20
 
@@ -27,6 +31,35 @@ def with_ddp_messages(work: Work, parameters: Mapping[str, Tensor], cap: int = 2
 def with_compressed_messages(work: Work, traffic: Traffic) -> Work:
     """Return `work` with the messages and the encode and decode times of a dry run."""
     return replace(work, **vars(traffic))
+
+
+def with_local_exchange(
+    work: Work,
+    schedule: Schedule,
+    method: Methods,
+    parameters: Mapping[str, Tensor],
+    size: int,
+    device: torch.device | None = None,
+) -> Work:
+    """Return `work` with the averages of local steps among `size` workers instead of other messages.
+
+    >>> import torch
+    >>> from pufferfish.compression import NoCompression
+    >>> work = with_local_exchange(Work(forward=1.0, backward=1.0), Schedule(h=4), NoCompression(), {"w": torch.ones(8)}, 2)
+    >>> work.local.fragments[0].messages  # 8 bytes say whether all values are finite
+    (('all_reduce', 40),)
+    """
+    local = LocalExchange.of(schedule, method, parameters, size, device)
+    return replace(
+        work,
+        local=local,
+        messages=(),
+        overlaps=False,
+        bucket_bytes=(),
+        buffer_bytes=0,
+        encode=0.0,
+        decode=0.0,
+    )
 
 
 def with_fsdp2_messages(

@@ -1,7 +1,7 @@
 """`allocate`: share a budget among matrices so that the ranks keep the most energy for their cost."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..layers import Matrix
-from .rules import largest_rank
+from .plan import Plan
+from .rules import Budget, largest_rank
 
 Ranks = list[int | None]  # None: the matrix stays dense
 
@@ -109,3 +110,35 @@ def allocate(
         else:
             count += 1
     return ranks
+
+
+def apply_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
+    """Replace the budget rule by ranks, shared out among the entries that have it."""
+    chosen = [e for e in plan.entries if e.rule == budget]
+    after = plan.after
+    amounts = {"params": after.parameters, "bytes": after.gradient_bytes, "macs": after.forward_macs}
+    total = amounts[budget.unit]
+    assert total is not None
+    if budget.amount >= total:
+        met = "the budget is met without it"
+        return plan.replace(e.keep_dense(met) if e in chosen else e for e in plan.entries)
+    candidates = []
+    for e in chosen:
+        assert e.matrix is not None
+        macs = (e.positions or 0) * e.matrix.used_blocks / e.matrix.blocks
+        costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": macs}
+        cost = costs[budget.unit]
+        candidates.append(Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=cost))
+    rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
+    spare = 0.01 * budget.amount
+    ranks = allocate(candidates, budget.amount - rest, plan.multiple, plan.min_saving, spare)
+    by_name = dict(zip((e.name for e in chosen), ranks, strict=True))
+    entries = []
+    for e in plan.entries:
+        if e.name not in by_name:
+            entries.append(e)
+        elif (r := by_name[e.name]) is not None:
+            entries.append(e.with_rank(r))
+        else:
+            entries.append(e.keep_dense("the budget is best spent on leaving it dense"))
+    return plan.replace(entries)

@@ -84,7 +84,7 @@ class Entry:
     shape: tuple[int, ...]  # of the weight
     matrix: Matrix | None = None  # None: the layer cannot be factorized
     rank: int | None = None
-    asked: int | None = None  # rank before `max_jump` raised it or kept the layer dense
+    asked: int | None = None  # rank before `max_jump` raised or `at_most` lowered it, or kept the layer dense
     rule: Rule | None = None
     reason: str = ""
     note: str = ""  # remark about the rank, or how to register the layer's type; shown in the printed plan
@@ -145,12 +145,14 @@ class Entry:
         return dataclasses.replace(self, rank=rank, rule=None, reason="", fused=fused)
 
     def as_json(self) -> dict[str, Any]:
+        """The entry as values that JSON can hold, without defaults."""
         matrix = {"matrix": _without_defaults(self.matrix)} if self.matrix else {}
         rule = {"rule": self.rule.as_json()} if self.rule else {}
         return _without_defaults(self) | matrix | rule
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Entry:
+        """Convert the values of `as_json`."""
         data = dict(data)
         if data.get("matrix"):
             data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
@@ -266,22 +268,17 @@ class Plan:
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
+        """The plan as JSON text, indented for reading and editing."""
         return json.dumps(self.as_data(), indent=1)
 
     def as_data(self) -> dict[str, Any]:
         """The plan as values that JSON can hold."""
         return {
-            "pufferfish_plan": VERSION,
-            "hash": self.hash,
-            "multiple": self.multiple,
-            "min_saving": self.min_saving,
-            "before": dataclasses.asdict(self.before),
-            "functional": self.functional,
-            "parameters": self.parameters,
-            "shared_inputs": self.shared_inputs,
-            "measured": self.measured,
+            "pufferfish_plan": VERSION, "hash": self.hash, "multiple": self.multiple, "min_saving": self.min_saving,
+            "before": dataclasses.asdict(self.before), "functional": self.functional, "parameters": self.parameters,
+            "shared_inputs": self.shared_inputs, "measured": self.measured,
             "entries": [e.as_json() for e in self.entries],
-        }
+        }  # fmt: skip
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -314,10 +311,12 @@ class Plan:
             raise ValueError(f"the plan is damaged: {error}") from None
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
         write_text(Path(path), self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
+        """Read a file that `save` has written. Ranks may have been edited and are checked."""
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except (ValueError, UnicodeDecodeError) as error:

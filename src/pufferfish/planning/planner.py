@@ -1,5 +1,6 @@
 """`plan`: choose for every layer its rank, the rule that will choose its rank, or the reason it stays dense."""
 
+import dataclasses
 import fnmatch
 import os
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..layers import LowRankLinear, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
-from .budget import Candidate, allocate
+from .budget import apply_budget
 from .candidates import candidates, expert_entries
 from .measured_times import with_measured_times
 from .plan import Entry, Plan, check_is_plan, totals
@@ -283,12 +284,12 @@ def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
             entries.append(e)
         else:
             entries.append(_with_rank(e, e.rule.rank(e.matrix, e.name, spectra[e.name]), plan))
-    plan = plan.replace(entries)
+    plan = plan.replace(_at_most(plan, entries))
     budgets = list(dict.fromkeys(e.rule for e in plan.entries if isinstance(e.rule, Budget)))
     if len(budgets) > 1:
         raise ValueError("a plan can have only one Budget; use Ratio or Fixed in overrides")
     if budgets and spectra is not None:
-        plan = _apply_budget(plan, budgets[0], spectra)
+        plan = apply_budget(plan, budgets[0], spectra)
     return plan
 
 
@@ -306,33 +307,22 @@ def _with_rank(e: Entry, r: int, plan: Plan) -> Entry:
     return e.keep_dense(f"not smaller at rank {smallest}: the largest that saves is {largest}")
 
 
-def _apply_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
-    """Replace the budget rule by ranks, shared out among the entries that have it."""
-    chosen = [e for e in plan.entries if e.rule == budget]
-    after = plan.after
-    amounts = {"params": after.parameters, "bytes": after.gradient_bytes, "macs": after.forward_macs}
-    total = amounts[budget.unit]
-    assert total is not None
-    if budget.amount >= total:
-        met = "the budget is met without it"
-        return plan.replace(e.keep_dense(met) if e in chosen else e for e in plan.entries)
-    candidates = []
-    for e in chosen:
-        assert e.matrix is not None
-        macs = (e.positions or 0) * e.matrix.used_blocks / e.matrix.blocks
-        costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": macs}
-        cost = costs[budget.unit]
-        candidates.append(Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=cost))
-    rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
-    spare = 0.01 * budget.amount
-    ranks = allocate(candidates, budget.amount - rest, plan.multiple, plan.min_saving, spare)
-    by_name = dict(zip((e.name for e in chosen), ranks, strict=True))
-    entries = []
-    for e in plan.entries:
-        if e.name not in by_name:
-            entries.append(e)
-        elif (r := by_name[e.name]) is not None:
-            entries.append(e.with_rank(r))
-        else:
-            entries.append(e.keep_dense("the budget is best spent on leaving it dense"))
-    return plan.replace(entries)
+def _at_most(plan: Plan, ranked: list[Entry]) -> list[Entry]:
+    """Lower stable ranks, where those of `ranked` together keep a larger share of the weights than their rule allows."""
+    groups: dict[float, list[Entry]] = {}
+    for e, after in zip(plan.entries, ranked, strict=True):
+        if isinstance(e.rule, StableRank) and after.rank:
+            groups.setdefault(e.rule.at_most, []).append(after)
+    lowered: dict[str, Entry] = {}
+    for share, group in groups.items():
+        if sum(e.after for e in group) > share * sum(e.before for e in group):
+            lowered |= {e.name: _lowered(e, share, plan) for e in group}
+    return [lowered.get(e.name, e) for e in ranked]
+
+
+def _lowered(e: Entry, share: float, plan: Plan) -> Entry:
+    assert e.matrix is not None
+    assert e.rank is not None
+    x = e.matrix
+    most = align(int(share * x.m * x.n / (x.m + x.n)), x, plan.multiple, plan.min_saving)
+    return dataclasses.replace(e.with_rank(min(e.rank, most)), asked=e.rank)

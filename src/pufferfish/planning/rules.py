@@ -36,10 +36,12 @@ class Rule:
         return ""
 
     def as_json(self) -> dict[str, Any]:
+        """Class name and fields, for plans."""
         return {"rule": type(self).__name__, **asdict(self)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rule:
+        """Create the rule that `as_json` described."""
         settings = dict(data)
         name = settings.pop("rule", None)
         if name not in Rule._known:
@@ -114,12 +116,25 @@ class StableRank(Rule):
         initial: Spectra at initialisation, `pf.spectra(model)` computed before training, or the stable ranks
             themselves, by name. Without it ξ is computed from the closed form for random matrices,
             s = mn / (√m + √n)², and the plan notes "ξ assumed".
+        at_most: Share of their weights that all matrices with this rule may keep together. If stable ranks would keep
+            more, no matrix keeps more than this share of its own weights, up to rounding. Muon keeps all singular values
+            alike, so stable ranks alone save nothing there.
+
+    >>> import pufferfish as pf
+    >>> from torch import nn
+    >>> flat = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    >>> _ = [nn.init.orthogonal_(layer.weight) for layer in flat]
+    >>> [pf.resolve(pf.plan(flat, StableRank(at_most=share)), flat).after.parameters for share in (1.0, 0.5)]
+    [114688, 65536]
     """
 
     initial: Mapping[str, Any] | None = None
+    at_most: float = 1.0  # lower → smaller model where spectra are flat
     needs_weights = True
 
     def __post_init__(self) -> None:
+        if not _is_number(self.at_most) or not 0 < self.at_most <= 1:
+            raise ValueError(f"StableRank: at_most={self.at_most!r} is not a share above 0, at most 1")
         if self.initial is not None:
             # Only the stable ranks are needed, and numbers can be saved in JSON.
             ranks = {
@@ -149,7 +164,7 @@ class StableRank(Rule):
         return "" if self.initial and self.initial.get(name) else "ξ assumed"
 
     def __str__(self) -> str:
-        return "stable rank"
+        return "stable rank" + (f", at most {self.at_most:g}" if self.at_most < 1 else "")
 
 
 @dataclass(frozen=True)
@@ -171,10 +186,12 @@ class Budget(Rule):
 
     @property
     def unit(self) -> str:
+        """Name of the field that is given: params, macs or bytes."""
         return next(name for name, value in asdict(self).items() if value is not None)
 
     @property
     def amount(self) -> float:
+        """Value of that field."""
         return float(getattr(self, self.unit))
 
     def __str__(self) -> str:

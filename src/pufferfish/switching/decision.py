@@ -22,11 +22,12 @@ from ..lowrank.checks import (
     find_compiled,
 )
 from ..optim.carry import Carrier, check_optimizers
-from ..planning.plan import Plan
+from ..planning.plan import LITTLE, Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss, limit_jump
+from .ranks_by_loss import ranks_by_loss
 from .switch_settings import SwitchSettings
 
 T = TypeVar("T")
@@ -49,11 +50,17 @@ class Decision:
         self._started = False
         self._warned = False  # that the plan changes little
         self._observed: Position | None = None
-        self._inputs = _Inputs()
+        self.inputs = _Inputs()
 
-    def load(self, initial: dict[str, list[float]] | None, history: list[dict[str, float]]) -> None:
+    def state(self) -> dict[str, Any]:
+        """What `load` needs."""
+        inputs = [list(names) for names in self.inputs.groups]
+        return {"initial": self.initial, "history": self.history, "inputs": inputs}
+
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
-        self.initial, self.history = initial, history
+        self.initial, self.history = state["initial"], state["history"]
+        self.inputs.groups = state.get("inputs", [])  # the resumed run multiplies the same layers together
         self._plan, self._started = None, False
 
     def not_due(self, at: Position, switched: bool) -> bool:
@@ -86,7 +93,8 @@ class Decision:
             averages: averaged copies of the model, which will be changed too.
 
         Returns:
-            The plan with all ranks, the same on all workers, and the held-out loss before the switch.
+            The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
+            no ranks if the change would save too little.
         """
         max_jump = self.settings.max_jump
         plan = _checked(job, optimizers, lambda: self._checked_plan(job, optimizers, averages))
@@ -94,13 +102,21 @@ class Decision:
         unresolved = [e.name for e in plan if e.rule is not None]
         if unresolved:
             plan = apply_rules(plan, job.spectra(unresolved))
-        if shared := self._inputs.shared():
+        if shared := self.inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+        lowered = self._automatic and any(e.asked for e in plan)
+        if lowered and self.settings.evaluate is not None and not job.sharded:
+            plan = ranks_by_loss(job.inner, plan, lambda: self.loss(job) or 0.0)
         if max_jump is not None:
             plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
+        little = _saves_little(plan) if unresolved else ""
+        if little and self._automatic:
+            plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
         if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
             self._warned = plan.warn_if_little_changes(stacklevel=4)
+            if little and not self._warned:  # ranks that the user asked for are applied
+                warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=4)
         return plan, self.loss(job)
 
     def loss(self, job: Job) -> float | None:
@@ -132,7 +148,7 @@ class Decision:
         if isinstance(when, RanksSettle) and when.latest is None and at.total is None:
             warnings.warn(
                 f"Switch: switch.step got no total=, so it switches when the ranks settle, after more than {when.span} "
-                "observations, or never; with total= it switches at half of the run at the latest",
+                "observations, or never; with total= it switches at a third of the run at the latest",
                 stacklevel=5,
             )
 
@@ -156,8 +172,8 @@ class Decision:
         self._check(job, optimizers)
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
-        if not plan.shared_inputs and find_compiled(job.model) is None:
-            self._inputs.watch(job.inner, plan)
+        if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
+            self.inputs.watch(job.inner, plan)
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
@@ -194,7 +210,7 @@ class _Inputs:
     """Finds linear layers that one forward pass of the training loop calls, one after the other, with the same tensor."""
 
     def __init__(self) -> None:
-        self._groups: list[list[str]] = []
+        self.groups: list[list[str]] = []  # layers that were called one after the other with one tensor
         self._last: Tensor | None = None
         self._handles: list[Any] = []
 
@@ -210,9 +226,9 @@ class _Inputs:
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._handles[place].remove()
             if args and args[0] is self._last:
-                self._groups[-1].append(name)
+                self.groups[-1].append(name)
             else:
-                self._groups.append([name])
+                self.groups.append([name])
             self._last = args[0] if args else None  # the others are not held: an evaluation frees them
 
         return record
@@ -220,7 +236,7 @@ class _Inputs:
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """Groups of two and more layers; ends the watch."""
         self._remove()
-        return tuple(tuple(dict.fromkeys(names)) for names in self._groups if len(set(names)) > 1)
+        return tuple(tuple(dict.fromkeys(names)) for names in self.groups if len(set(names)) > 1)
 
     def _remove(self) -> None:
         self._last = None
@@ -300,6 +316,16 @@ def _some(names: list[str]) -> str:
     ('a', 'a, b, c and 1 more')
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _saves_little(plan: Plan) -> str:
+    """Text that says how little the plan saves; "" if it saves at least a tenth of the gradient bytes or of the time."""
+    saved = 1 - plan.after.gradient_bytes / max(plan.before.gradient_bytes, 1)
+    speedup = plan.speedup if plan.measured else None
+    if not plan.ranks or saved >= LITTLE or (speedup and 1 - 1 / speedup >= LITTLE):
+        return ""
+    time = f" and {1 - 1 / speedup:.1%} of the time" if speedup else ""
+    return f"low rank saves only {saved:.1%} of the gradient bytes{time}"
 
 
 def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:

@@ -88,29 +88,38 @@ class AtFraction:
 class RanksSettle:
     """When the smoothed stable ranks of the layers have stopped changing, as in Cuttlefish; at the latest at `latest`.
 
-    The defaults are the authors' settings for CIFAR; for ImageNet they use window 5, span 5, tolerance 0.33.
+    The defaults are the authors' settings for CIFAR; for ImageNet they use window 5, span 5, tolerance 0.33. Ranks of weights
+    that Muon trains rarely settle, so `latest` decides there.
     """
 
-    every: int = 1  # epochs (or steps, if `epoch` is not given) between two observations
+    #: Epochs, or steps if `epoch` is not given, between two observations. None: each epoch, or every sixtieth of the
+    #: `total` steps (100 steps without it): from one step to the next ranks hardly change, and an observation is an SVD.
+    every: int | None = None
     window: int = 15  # of the moving average, in observations; shorter → follows faster
     span: int = 11  # number of consecutive changes that must be small; shorter → switches earlier
     tolerance: float = 0.1  # largest mean size of these changes; larger → switches earlier
-    latest: Callable[[Position], bool] | None = None  # None: at half of the run, if `total` is given
+    latest: Callable[[Position], bool] | None = None  # None: at a third of the run, if `total` is given
 
     def __post_init__(self) -> None:
         for name in ("every", "window", "span"):
-            _check_whole(f"RanksSettle: {name}", getattr(self, name), least=1)
+            if name != "every" or self.every is not None:
+                _check_whole(f"RanksSettle: {name}", getattr(self, name), least=1)
         if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:
             raise ValueError(f"RanksSettle: tolerance: {self.tolerance!r} is not a number ≥ 0")
         if self.latest is not None and not callable(self.latest):
             raise TypeError(f"RanksSettle: latest: {self.latest!r} is not a moment such as pf.AtEpoch(80)")
 
     def due(self, at: Position) -> bool:
-        """Whether the stable ranks are observed at this position."""
+        """Whether the stable ranks are observed at this position.
+
+        >>> [RanksSettle().due(Position(epoch=3)), RanksSettle().due(Position(step=3, total=600))]
+        [True, False]
+        """
         now = at.step if at.epoch is None else at.epoch
         if now is None:
             raise ValueError("RanksSettle: switch.step needs epoch= or step=")
-        return now % self.every == 0
+        steps = 100 if at.total is None else max(at.total // 60, 1)
+        return now % (self.every or (steps if at.epoch is None else 1)) == 0
 
     def overdue(self, at: Position) -> bool:
         """Whether `latest` is reached. Its default never is without a total.
@@ -119,7 +128,7 @@ class RanksSettle:
         [True, False, False]
         """
         if self.latest is None:
-            return at.total is not None and AtFraction(0.5)(at)
+            return at.total is not None and AtFraction(1 / 3)(at)
         return bool(self.latest(at))
 
     def settled(self, history: Sequence[Mapping[str, float]]) -> bool:

@@ -36,16 +36,18 @@ class Switch:
     Args:
         plan: Layers and ranks, from `pufferfish.plan`. Rank rules in it are resolved at the switch.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
-            initial spectra are computed at the first call of `step`, so call it before the first update.
+            initial spectra are computed at the first call of `step`, so call it before the first update. Where these
+            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own, or with `evaluate`
+            what the loss needs most. The model stays dense, with a warning, if less than a tenth of the bytes is saved.
         keep: With `rank`, name patterns of layers that stay dense.
-        when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default) or any function
-            of a `Position`.
+        when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
+            of the run at the latest) or any function of a `Position`.
         back: Moment at which the factors are multiplied, for a full-rank finish.
         state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments with inf or NaN
             are reset with a warning: the weights are finite (others raise an error), so the job can train on.
         lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
-            worker, and the value of rank 0 is used, for the report and for `max_jump`.
+            worker, and the value of rank 0 is used, for the report, for automatic ranks and for `max_jump`.
         max_jump: Largest share by which this loss may rise; ranks are raised and layers left dense to stay below it.
         rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
@@ -110,8 +112,8 @@ class Switch:
 
     @property
     def low_rank(self) -> bool:
-        """Whether the model is low-rank now: after the switch and before `back`."""
-        return self.report is not None and self.merged is None
+        """Whether the model is low-rank now: after a switch that did not leave it dense, and before `back`."""
+        return self.report is not None and bool(self.report.plan.ranks) and self.merged is None
 
     @property
     def merged(self) -> Position | None:
@@ -120,7 +122,8 @@ class Switch:
 
     def __repr__(self) -> str:
         rank = "as planned" if self.settings.plan else self.settings.rule or StableRank()
-        status = "not yet switched" if self.report is None else f"low rank since {self.report.position}"
+        at = self.report and self.report.position
+        status = f"low rank since {at}" if self.low_rank else "stays dense" if at else "not yet switched"
         if self.merged is not None:
             status = f"full rank again since {self.merged}"
         return f"<Switch: {rank}, when={moment_text(self.when)}; {status}>"
@@ -155,22 +158,23 @@ class Switch:
         if self._skips(at, optimizers):
             return False
         job = _job_in_place(model, "switch.step")
-        if not self._due(job, at, optimizers):
+        if not self._decision.due(job, at, self.report is not None, optimizers):
             self._last = at
             return False
         if self.report is None:
             plan, loss = self._decision.prepare(job, optimizers, also)
-            fill = shared_svd.factors(job.inner, plan, job.workers)
-            plan = replace_layers_(job.inner, plan, optimizers, fill, self.settings.state == "project")
-            for average in also:
-                factorize_average_(average, job.inner, plan)
-            job.rewrap(self.settings.rewrap)
+            if plan.ranks:
+                fill = shared_svd.factors(job.inner, plan, job.workers)
+                plan = replace_layers_(job.inner, plan, optimizers, fill, self.settings.state == "project")
+                for average in also:
+                    factorize_average_(average, job.inner, plan)
+                job.rewrap(self.settings.rewrap)
             self._finish(job, plan, at, loss, optimizers)
         else:
             self._merge(job, optimizers, also)
             self.report = dataclasses.replace(self.report, merged=at)
         self._last = at
-        return True
+        return bool(self.report and self.report.plan.ranks)
 
     def rebuild(
         self,
@@ -203,12 +207,13 @@ class Switch:
         if self._skips(at, optimizers):
             return model, optimizer
         job = ShardedJob(model, build)
-        if self._due(job, at, optimizers):
+        if self._decision.due(job, at, False, optimizers):
             plan, loss = self._decision.prepare(job, optimizers, [])
-            model, plan = rebuild(
-                model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
-                workers=job.workers,
-            )  # fmt: skip
+            if plan.ranks:
+                model, plan = rebuild(
+                    model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
+                    workers=job.workers,
+                )  # fmt: skip
             self._finish(Job(model, "switch.rebuild"), plan, at, loss, optimizers)
         self._last = at
         return model, optimizer
@@ -221,11 +226,12 @@ class Switch:
         step: int | None = None,
         total: int | None = None,
     ) -> bool:
-        """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
+        """Whether this position is the moment of a change by `step`. Call it on every worker, like `step`."""
         at = Position(epoch=epoch, step=step, total=total)
         if self._over or self._decision.not_due(at, self.report is not None):
             return False
-        return self._due(_job_in_place(model, "switch.due"), at, [])
+        job = _job_in_place(model, "switch.due")
+        return self._decision.due(job, at, self.report is not None, [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -247,7 +253,7 @@ class Switch:
 
     @property
     def _over(self) -> bool:
-        return self.report is not None and (self.settings.back is None or self.merged is not None)
+        return self.report is not None and (self.settings.back is None or not self.low_rank)
 
     def _skips(self, at: Position, optimizers: list[Optimizer]) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
@@ -258,9 +264,6 @@ class Switch:
             self._last = at
             return True
         return False
-
-    def _due(self, job: Job, at: Position, optimizers: list[Optimizer]) -> bool:
-        return self._decision.due(job, at, self.report is not None, optimizers)
 
     def _finish(
         self, job: Job, plan: Plan, at: Position, before: float | None, optimizers: list[Optimizer]
@@ -288,7 +291,8 @@ class Switch:
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
-        if optimizers and self.report is not None and self.settings.lr != 1.0 and not self._rates:
+        switched = self.report and self.report.plan.ranks
+        if optimizers and switched and self.settings.lr != 1.0 and not self._rates:
             done = self._updates or [0] * len(optimizers)
             self._rates = [ScaledRate(o, self.settings.lr, n) for o, n in zip(optimizers, done, strict=True)]
 
@@ -296,8 +300,7 @@ class Switch:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        updates = [rate.done for rate in self._rates]
-        return report | {"initial": self.initial, "history": self.history, "updates": updates}
+        return report | self._decision.state() | {"updates": [rate.done for rate in self._rates]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, give the model its structure first:
@@ -305,7 +308,7 @@ class Switch:
         `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
         saved = json.loads(json.dumps(state))  # a copy
-        self._decision.load(saved["initial"], saved["history"])
+        self._decision.load(saved)
         self.report, self._last, self._updates = Report.from_json(saved), None, saved["updates"]
         while self._rates:
             self._rates.pop().remove()

@@ -13,6 +13,10 @@ from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
 from .moments import RanksSettle, When
 
+#: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
+#: 0.02 bits at 92 % of the weights of its blocks, 0.07 at 62 % and 0.14 at 48 %.
+AT_MOST = 0.6
+
 #: Returns the loss of a model on a held-out batch.
 Evaluate = Callable[[nn.Module], float | Tensor]
 
@@ -56,4 +60,4 @@ class SwitchSettings:
         if self.rule is not None:
             return make_plan(model, self.rule, keep=self.keep)
         spectra = {name: torch.tensor(s, dtype=torch.float64) for name, s in (initial or {}).items()}
-        return make_plan(model, StableRank(spectra or None), keep=self.keep)
+        return make_plan(model, StableRank(spectra or None, at_most=AT_MOST), keep=self.keep)

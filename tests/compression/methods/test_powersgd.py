@@ -5,7 +5,15 @@ import torch
 from torch import Tensor
 
 from driver import State, drive, normal
-from pufferfish.compression import AlternatingPowerSGD, PowerSGD, StepContext
+from pufferfish.compression import (
+    AlternatingPowerSGD,
+    Engine,
+    Method,
+    PowerSGD,
+    Settings,
+    Simulated,
+    StepContext,
+)
 from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.powersgd import SHIFTS, orthonormal_rows
 
@@ -84,7 +92,48 @@ def test_sums_may_reuse_the_memory_of_the_message() -> None:
             message = step.send(message.tensor)
     except StopIteration as end:
         mean, rest = end.value
-    torch.testing.assert_close(2 * mean + rest, M)  # the other of two workers sent zeros
+    torch.testing.assert_close(2 * torch.bmm(*mean) + rest, M)  # the other of two workers sent zeros
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        ((600, 512), torch.contiguous_format),
+        ((3, 2**17), torch.contiguous_format),
+        ((512, 20, 5, 6), torch.channels_last),
+    ],
+)
+def test_large_matrices_are_the_papers_equations(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    """Larger than one block of a CPU's cache, and in another order of elements."""
+    g, r = {name: normal(*shape, workers=1, seed=i)[0] for i, name in enumerate("ab")}, 2
+    engine = Engine(Settings(PowerSGD(r)))
+    done = engine.average({name: x.contiguous(memory_format=memory_format) for name, x in g.items()})
+    rng = StepContext(0, 1, 0, ("a", "b")).shared_rng
+    for (name, x), Q in zip(
+        g.items(), torch.randn(2, x0 := g["a"][0].numel(), r, generator=rng), strict=True
+    ):
+        M = x.reshape(-1, x0).double()
+        P = torch.linalg.qr(M @ Q.double()).Q
+        torch.testing.assert_close(done[name].double(), (P @ P.T @ M).view(shape), atol=1e-4, rtol=1e-4)
+        rest = engine.state_dict()["own"][name]["error"].double()
+        torch.testing.assert_close(rest, (M - P @ P.T @ M).view(shape), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", [PowerSGD(2), AlternatingPowerSGD(2)], ids=repr)
+def test_factors_of_bf16_gradients_are_sent_in_bf16(method: Method) -> None:
+    """Half of the bytes, for results that differ by rounding."""
+    given = [{"w": x.bfloat16()} for x in normal(40, 30, workers=2)]
+    both = []
+    for dtype in (torch.float32, torch.bfloat16):
+        simulated = Simulated(Settings(method, smallest=0), 2)
+        results = [simulated.average([{"w": g["w"].to(dtype)} for g in given])[0]["w"] for _ in range(4)]
+        flags = 4 * 2 * 4  # finite and used, in each step
+        both.append((simulated.meter.collective_bytes["all_reduce"] - flags, torch.stack(results).float()))
+    (wide_bytes, wide), (narrow_bytes, narrow) = both
+    assert wide_bytes == 2 * narrow_bytes
+    assert (wide - narrow).norm() < 2e-2 * wide.norm()
 
 
 def test_alternating_properties() -> None:

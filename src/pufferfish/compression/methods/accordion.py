@@ -69,6 +69,10 @@ class Accordion(Method):
         return self._of_both("in_units")
 
     @property
+    def divided_state(self) -> tuple[str, ...]:
+        return self._of_both("divided_state")
+
+    @property
     def in_scale(self) -> tuple[str, ...]:
         return self._of_both("in_scale")
 
@@ -126,6 +130,7 @@ class Accordion(Method):
             whole = known[key].clone() if key in known else s.new_zeros(len(ctx.names), *s.shape[1:])
             whole[rows] = s
             ctx.state[prefix + key] = whole
+        mean = torch.bmm(*mean) if isinstance(mean, tuple) else mean
         return mean.to(x.dtype).view_as(x), torch.zeros_like(x) if rest is None else rest.view_as(x)
 
     def _decide(self, mean: Tensor, light: Tensor, ctx: StepContext) -> None:

@@ -13,7 +13,7 @@ from .qsgd import dithered
 
 @dataclass(frozen=True)
 class TernGrad(Method):
-    """Sends s·sgn(gᵢ)·bᵢ with bᵢ = 1 with probability |gᵢ|/s, where s is the largest |gᵢ| of the tensor on any worker.
+    """Sends s·sgn(gᵢ)·bᵢ with bᵢ = 1 with probability `|gᵢ|/s`, where s is the largest `|gᵢ|` of the tensor on any worker.
 
     With one s for all workers, sums are integers from −W to W. Owners of shards add 2-bit numbers and send the exact
     sums back in ⌈log₂(2W + 1)⌉ bits: 2 + 5 bits per element for 8 workers, where an all-reduce of bytes, limited to 127

@@ -25,6 +25,10 @@ class TwoStage(Method):
     def in_units(self) -> tuple[str, ...]:
         return ("owner",) if self.kind == "contraction" else ()
 
+    @property
+    def divided_state(self) -> tuple[str, ...]:
+        return ("owner",)
+
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         if "owner" not in state:
             return None

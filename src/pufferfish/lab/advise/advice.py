@@ -16,10 +16,12 @@ from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
 from ...planning.plan import Plan
 from ...planning.table import Table
 from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
-from .method_name import NODE, parse_method_name, warm_up_name
+from .method_name import NODE, is_local, parse_method_name, warm_up_name
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
+#: Local steps change what is learned, so they are advised only if they are faster than all other methods by this factor.
+LOCAL_SPEEDUP = 1.5
 
 
 @dataclass(kw_only=True)
@@ -47,10 +49,14 @@ class Advice:
     def best(self) -> SpeedupEstimate:
         """The method to use: the simplest of the fastest ones, or "dense" if none is faster by `MIN_SPEEDUP`.
 
-        If methods were run, only those are considered.
+        If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`.
         """
+        every_step = [e for e in self._considered if not is_local(e.name)]
         fastest = max(e.run_speedup for e in self._considered)
-        simplest = next(e for e in self._considered if e.run_speedup * TOLERANCE >= fastest)
+        considered = self._considered
+        if fastest < LOCAL_SPEEDUP * max(e.run_speedup for e in every_step):
+            considered, fastest = every_step, max(e.run_speedup for e in every_step)
+        simplest = next(e for e in considered if e.run_speedup * TOLERANCE >= fastest)
         return simplest if simplest.run_speedup >= MIN_SPEEDUP else self.estimates[0]
 
     @property
@@ -171,7 +177,9 @@ class Advice:
             if best.hours is not None:
                 hours = f", {format_hours(best.hours)} instead of {format_hours(dense.hours)}"
             reason = ""
-            if best.run_speedup != max(e.run_speedup for e in self._considered):
+            if best.run_speedup != max(
+                e.run_speedup for e in self._considered if is_local(e.name) <= is_local(best.name)
+            ):
                 reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
             low, high = best.interval or (best.run_speedup, best.run_speedup)
             between = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
@@ -213,6 +221,8 @@ class Advice:
         method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
             yield f"pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
+        if method.local is not None:
+            yield method.local.as_code()
         if method.compress is not None:
             node = ', hierarchy="node"' if hierarchy == "node" else ""
             yield f"pf.compress(ddp, {as_code(method.compress)}{node})"

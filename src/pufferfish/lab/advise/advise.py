@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...compression import NoCompression
@@ -15,11 +16,18 @@ from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.option_builder import OptionBuilder, TrainingOption
 from ...measure.select_layers import select_layers
-from ...measure.speedup_estimate import SpeedupEstimator
-from ...measure.step_messages import probe_bytes, trainable_parameters, with_ddp_messages, with_fsdp2_messages
+from ...measure.speedup_estimate import SpeedupEstimator, wire_bytes
+from ...measure.step_messages import (
+    probe_bytes,
+    trainable_parameters,
+    with_ddp_messages,
+    with_fsdp2_messages,
+    with_local_exchange,
+)
 from ...planning.plan import Plan
 from ...planning.planner import plan
 from ...planning.progress import progress, track
+from ..train.local_method import LOCAL_METHODS
 from ..train.training_method import training_method
 from .advice import Advice
 from .build_timed_model import build_timed_model
@@ -31,16 +39,17 @@ from .measured_work import (
     slowest_coding,
     with_compute_seconds,
 )
-from .method_name import LOW_RANK, NODE, parse_method_name, warm_up_name
+from .method_name import LOW_RANK, NODE, exchange_method, parse_method_name, simplicity, warm_up_name
 from .timed_model import TimedModel
 from .timing_rounds import step_times, steps_per_round
 from .workload import Workload
 
-#: Compression methods that are tried by default, the simplest first.
-METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4")
+#: Compression methods and local steps that are tried by default, the simplest first.
+METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4", *LOCAL_METHODS)
 #: Fractions of the full rank for which the time of a low-rank step is shown.
 RANK_RANGE = (0.125, 0.5)
 _NOTE = "after a full-rank warm-up"
+_LOCAL_NOTE = "local steps: compare the quality"
 DENSE = "dense"
 
 
@@ -105,7 +114,10 @@ class _Advisor:
     ) -> None:
         self.workload, self.nodes, self.per_node, self.engine = workload, nodes, per_node, engine
         self.size = nodes * per_node
-        self.methods = {n: compression_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        parsed = {n: exchange_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        self.methods = {n: method.compress for n, method in parsed.items() if method.compress is not None}
+        #: Every worker is a replica, so only for one worker on each machine.
+        self.local = {n: m.local for n, m in parsed.items() if m.local is not None and per_node == 1}
         self.workers = Workers.of_job("advise")
         dense = build_timed_model(workload, training_method("dense"))
         self.model = dense.inner
@@ -118,6 +130,7 @@ class _Advisor:
         self.works: dict[str, Work] = {DENSE: measured_work(dense)}
         self.seconds: dict[str, list[float]] = {DENSE: []}  # of a step without communication, in each round
         self._plan_by_hash: dict[str, Plan] = {}
+        self._local_works: dict[tuple[str, str], Work] = {}  # by method and model
         self._use_work({})
         self.plans = self._select_plans()
         self._build_low_rank_models()
@@ -183,7 +196,8 @@ class _Advisor:
             hours=None if self.workload.steps is None else self.workload.steps * step / 3600,
         )  # fmt: skip
         dense = TrainingOption(kind="", name=DENSE, work=self.dense)
-        return _by_simplicity([estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())])
+        estimates = [estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())]
+        return sorted(estimates, key=lambda e: simplicity(e.name))
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that is not finite: compression skips such steps, which makes them faster."""
@@ -197,7 +211,7 @@ class _Advisor:
         """All methods but dense, under their names on the command line."""
         if LOW_RANK in self.plans:
             yield replace(self._low_rank(self._builders[self.plans[LOW_RANK].hash]), name=LOW_RANK)
-        for name, option in self._compressed_options().items():
+        for name, option in self._exchange_options().items():
             yield option
             both = f"{LOW_RANK}+{name}"
             if both in self.plans:
@@ -205,17 +219,27 @@ class _Advisor:
         if 1 < self.per_node < self.size and self.engine == "ddp":
             yield from self._hierarchical_options()
 
-    def _compressed_options(self) -> dict[str, TrainingOption]:
-        methods = self.methods if self.size > 1 else {}
-        return {name: self._compressed(self._builder, name, method) for name, method in methods.items()}
+    def _exchange_options(self) -> dict[str, TrainingOption]:
+        """Compression and local steps of the dense model, by name."""
+        if self.size == 1:
+            return {}
+        options = {n: self._compressed(self._builder, n, method) for n, method in self.methods.items()}
+        for name in self.local:
+            work = self._local_work(name, DENSE, self.compute, self._builder.parameters)
+            options[name] = TrainingOption(kind="", name=name, work=work, note=_LOCAL_NOTE)
+        return options
 
     def _select_plans(self) -> dict[str, Plan]:
         """The layers that each low-rank method should change, by its name."""
         dense_bytes = max(1, sum(n for _, n in self.dense.messages))
-        shares = {LOW_RANK: 1.0} | {
-            f"{LOW_RANK}+{name}": sum(n for _, n in option.work.messages) / dense_bytes
-            for name, option in self._compressed_options().items()
-        }
+        dense_wire = max(1.0, wire_bytes(self.dense, self.size))
+        shares = {LOW_RANK: 1.0}
+        for name, option in self._exchange_options().items():
+            if name in self.local:
+                share = wire_bytes(option.work, self.size) / dense_wire
+            else:
+                share = sum(n for _, n in option.work.messages) / dense_bytes
+            shares[f"{LOW_RANK}+{name}"] = share
         plans = {
             name: select_layers(self.layer_times, self.dense, self.costs, self.size, share)
             for name, share in shares.items()
@@ -253,7 +277,23 @@ class _Advisor:
             return TrainingOption(kind="", name="", work=work, warm_up=self.dense, note=_NOTE)
         return replace(builder.low_rank_option(), kind="")
 
+    def _local_work(self, name: str, key: str, compute: Work, parameters: Mapping[str, Tensor]) -> Work:
+        """The work of a model with local steps. Their dry runs are not repeated: averages are rare."""
+        local, device = self.local[name], torch.device(self.workload.device)
+        if (name, key) not in self._local_works:
+            self._local_works[name, key] = with_local_exchange(
+                compute, local.schedule, local.settings.method, parameters, self.size, device
+            )
+        return with_compute_seconds(self._local_works[name, key], compute_seconds(compute))
+
     def _combined(self, builder: OptionBuilder, compressed: TrainingOption) -> TrainingOption:
+        if compressed.name in self.local:
+            work = self._local_work(
+                compressed.name, builder.plan.hash, builder.low_rank_work, builder.low_rank_parameters
+            )
+            return TrainingOption(
+                kind="", name="", work=work, warm_up=compressed.work, note=f"{_NOTE}; {_LOCAL_NOTE}"
+            )
         if self.engine == "fsdp2":
             parameters = builder.low_rank_parameters
             work = with_fsdp2_messages(builder.low_rank_work, parameters, self.size, itemsize=2)
@@ -302,28 +342,3 @@ class _Advisor:
 def _slowest_coding(option: TrainingOption) -> TrainingOption:
     warm_up = option.warm_up and slowest_coding(option.warm_up)
     return replace(option, work=slowest_coding(option.work), warm_up=warm_up)
-
-
-def compression_method(name: str) -> Method:
-    """Parse one of `--methods`.
-
-    >>> compression_method("powersgd-4")
-    PowerSGD(rank=4)
-    """
-    method = training_method(name)
-    if method.compress is None or method.model != "dense":
-        raise ValueError(
-            f"--methods {name}: pass compression methods only; low rank and combinations are always tried"
-        )
-    return method.compress
-
-
-def _by_simplicity(estimates: list[SpeedupEstimate]) -> list[SpeedupEstimate]:
-    """Dense, bf16, low rank, then methods with a larger compression error; each without a hierarchy first."""
-    simple = ["dense", "bf16", LOW_RANK, f"{LOW_RANK}+bf16"]
-
-    def key(e: SpeedupEstimate) -> tuple[int, bool]:
-        name = e.name.removesuffix(NODE)
-        return simple.index(name) if name in simple else len(simple), e.name.endswith(NODE)
-
-    return sorted(estimates, key=key)

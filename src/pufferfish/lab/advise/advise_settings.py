@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..network import LinkShape
-from .advise import compression_method
+from .method_name import exchange_method
 
 ENGINES = ("ddp", "fsdp2")
 MAX_WORKERS = 1024  # a dry run decodes the messages of all workers
@@ -55,7 +55,7 @@ class AdviseSettings:
         if self.methods and self.engine != "ddp":
             raise ValueError(f"--methods: {self.engine} supports no compression but bf16; remove --methods")
         for name in self.methods or ():
-            compression_method(name)
+            exchange_method(name)
         if self.network not in (None, "real"):
             LinkShape.parse(self.network)
 

@@ -40,6 +40,7 @@ def combine_rounds(rounds: Sequence[Sequence[SpeedupEstimate]]) -> list[SpeedupE
         assert all(e.name == first.name for e in estimates)
         hours = [e.hours for e in estimates if e.hours is not None]
         runs = [e.run_speedup for e in estimates]
+        utilisation = [e.utilisation for e in estimates if e.utilisation is not None]
         combined.append(
             replace(
                 first,
@@ -48,6 +49,7 @@ def combine_rounds(rounds: Sequence[Sequence[SpeedupEstimate]]) -> list[SpeedupE
                 run_speedup=statistics.median(runs),
                 hours=statistics.median(hours) if hours else None,
                 interval=median_interval(runs),
+                utilisation=statistics.median(utilisation) if utilisation else None,
             )
         )
     return combined

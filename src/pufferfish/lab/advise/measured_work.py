@@ -81,6 +81,12 @@ def with_messages(
 
 def slowest_coding(work: Work) -> Work:
     """Return `work` with the encode and decode times of the slowest worker, for which the others wait."""
-    coding = torch.tensor([work.encode, work.decode], dtype=torch.float64)
-    encode, decode = Workers.of_job("advise").max(coding).tolist()
+    fragments = () if work.local is None else work.local.fragments
+    own = [(work.encode, work.decode), *((f.encode, f.decode) for f in fragments)]
+    slowest = Workers.of_job("advise").max(torch.tensor(own, dtype=torch.float64)).tolist()
+    (encode, decode), *coding = slowest
+    if work.local is not None:
+        each = zip(fragments, coding, strict=True)
+        slow = tuple(replace(fragment, encode=e, decode=d) for fragment, (e, d) in each)
+        work = replace(work, local=replace(work.local, fragments=slow))
     return replace(work, encode=encode, decode=decode)

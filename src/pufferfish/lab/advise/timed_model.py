@@ -43,18 +43,28 @@ class TimedModel:
         self.method, self.inner, self.loss, self.clip = method, model, loss, clip
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = next(model.parameters()).device
-        self.ddp = DistributedDataParallel(model) if self.size > 1 else None
+        self.ddp = DistributedDataParallel(model) if self.size > 1 and method.local is None else None
         self.model = self.ddp or model
         self.optimizer = optimizer(model)
         if isinstance(self.optimizer, SAM):
             self.optimizer.model = self.model  # its first pass runs under no_sync
         self.hook: DDPHook | None = None
         if self.ddp is not None and method.compress is not None:
-            hook = compress(self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy)
+            hook = compress(
+                self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy, scope=method.scope
+            )
             assert isinstance(hook, DDPHook)
             self.hook = hook
         if transform is not None:
             transform(self.model, self.optimizer)
+        self.local = None if method.local is None else method.local.build()
+        if self.local is not None:
+            self.local.start(model)
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which all of them recur: 1, or a round of local steps."""
+        return 1 if self.method.local is None else self.method.local.h
 
     def step(self, exchange: bool = True) -> None:
         """Make one update; without `exchange`, from the gradients of this worker only."""
@@ -70,6 +80,8 @@ class TimedModel:
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip)
         self.optimizer.step()
+        if exchange and self.local is not None:
+            self.local.step(self.inner)
 
     def _backward(self) -> None:
         self.loss(self.model).backward()
@@ -78,19 +90,33 @@ class TimedModel:
         """Mean seconds of a step, as "step", and of its parts (see `Breakdown`)."""
         breakdown = Breakdown(self.model, self.optimizer)
         seconds = self.seconds(steps, exchange, breakdown)
-        return breakdown.parts | {"step": seconds}
+        parts, waited = breakdown.parts, self._waited / steps  # which the breakdown counts as data
+        return parts | {
+            "data": parts["data"] - waited, "exchange": parts["exchange"] + waited, "step": seconds
+        }  # fmt: skip
 
     def seconds(
         self, steps: int = 1, exchange: bool = True, breakdown: AbstractContextManager[object] | None = None
     ) -> float:
         """Mean seconds of a step. All workers start and end at the same time; `breakdown` is active meanwhile."""
+        waited = self._wait()
         self._barrier()
         start = time.perf_counter()
         with breakdown or contextlib.nullcontext():
             for _ in range(steps):
                 self.step(exchange)
             self._barrier()
-            return (time.perf_counter() - start) / steps
+            seconds = (time.perf_counter() - start) / steps
+        self._waited = 0.0 if self.local is None else self.local.waited - waited
+        self._wait()  # messages on their way must not meet those of other models
+        return seconds
+
+    def _wait(self) -> float:
+        """Wait for averages of local steps on their way; return the seconds of waiting for averages so far."""
+        if self.local is None:
+            return 0.0
+        self.local.wait()
+        return self.local.waited
 
     def compute_seconds(self) -> float:
         """Seconds of one step of this worker without the exchange; all workers start at the same time."""
@@ -103,6 +129,10 @@ class TimedModel:
 
     def traffic(self) -> tuple[float, int]:
         """Bytes on the wire and messages of a step of this worker; plain DDP is counted as a ring all-reduce."""
+        if self.local is not None:
+            meter, fragments = self.local.meter, self.local.schedule.fragments
+            a_round = fragments / max(meter.steps, 1)  # of the meter's steps, one for each fragment
+            return meter.wire_bytes * a_round / self.period, round(meter.messages * a_round / self.period)
         if self.ddp is None:
             return 0.0, 0
         if self.hook is not None:

@@ -1,5 +1,6 @@
 """`timing_rounds`: interleaved timing of several models, so that machine noise affects all methods equally."""
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from .timed_model import TimedModel
 
 #: Steps of each model before the timing: DDP rebuilds its buckets, caches fill.
 WARM_UP_STEPS = 2
-#: The steps of a model in a round take about this many seconds, but are not more than this many.
+#: The steps of a model in a round take about this many seconds, but are not more than this many. Local steps: whole rounds.
 ROUND_SECONDS, MAX_STEPS = 0.3, 50
 
 Round = dict[str, dict[str, Any]]  # by method
@@ -25,7 +26,10 @@ def steps_per_round(models: Mapping[str, TimedModel]) -> dict[str, int]:
             seconds[name] = model.time_parts(1)["step"]
             if model.size > 1:
                 model.time_parts(1, exchange=False)
-    steps = torch.tensor([min(MAX_STEPS, max(1, round(ROUND_SECONDS / s))) for s in seconds.values()])
+    counts = {name: min(MAX_STEPS, max(1, round(ROUND_SECONDS / s))) for name, s in seconds.items()}
+    steps = torch.tensor(
+        [math.ceil(n / models[name].period) * models[name].period for name, n in counts.items()]
+    )
     if dist.is_initialized():
         steps = steps.to(next(iter(models.values())).device)
         dist.broadcast(steps, 0)

@@ -9,19 +9,23 @@ from typing import Any
 
 from ...distributed.workers import Workers
 from ..report import report, write
+from ..report.formatting import format_seconds
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
 from ..train.process_group import process_group
 from ..train.worker_device import check_gpu_count
+from .bench_lines import BenchLines
 from .bench_method import bench_method
 from .bench_mode import bench_mode
+from .bench_pieces import done_pieces
 from .bench_runs import Shard, bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker
 from .choose_rate import choose_rate
 from .models_to_time import untimed_methods
+from .run_beside import Pool
 from .run_on_hosts import EventDisplay, run_on_hosts
 from .summary import write_summary
 from .terminal_table import terminal_table
@@ -36,6 +40,10 @@ def bench(
     data: Path | None = None,
     shard: Shard | None = None,
     target: float | None = None,
+    beside: int | None = None,
+    minutes: float | None = None,
+    expected: float | None = None,
+    lines: BenchLines | None = None,
 ) -> list[str]:
     """Run what is missing in a bench, print its table, write its page, and return the names of the runs that failed.
 
@@ -46,6 +54,10 @@ def bench(
         root: folder of the bench; finished runs in it are kept.
         data: folder with the task's data.
         target: also show the time until the validation metric reached this value.
+        beside: processes that share the device, with a run each. Steps are then timed alone, in turns with dense ones.
+        minutes: start no run that is expected to end later. The same command continues.
+        expected: seconds of a run, as long as none is finished.
+        lines: a file that keeps finished runs; those in it are not done again.
     """
     shard = shard or Shard()
     settings = settings.merge_saved(root)
@@ -56,6 +68,17 @@ def bench(
         check_method(method, settings, task, recipe, steps_per_epoch)
     settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
     del loaded
+    if beside is not None or minutes is not None or lines is not None:
+        pool = Pool(
+            settings,
+            root,
+            {},
+            Console(),
+            beside=1 if beside is None else beside,
+            minutes=minutes,
+            expected=expected,
+        )
+        return _bench_beside(pool, data, shard, target, lines)
     if "RANK" in os.environ:
         return _bench_in_job(settings, root, data, shard, target)
     if not settings.simulate:
@@ -73,6 +96,36 @@ def bench(
         failed = display.failed
     write_results(settings, root, target)
     return failed
+
+
+def _bench_beside(
+    pool: Pool, data: Path | None, shard: Shard, target: float | None, lines: BenchLines | None
+) -> list[str]:
+    """`bench` with a process for each run."""
+    settings, root = pool.settings, pool.root
+    if pool.beside < 1:
+        raise ValueError(f"--beside {pool.beside}: must be at least 1")
+    if "RANK" in os.environ or (settings.workers > 1 and not settings.simulate) or shard.count > 1:
+        raise ValueError(
+            "--beside, --minutes and --lines are for runs of one process; leave out torchrun, --hosts, --workers and --shard"
+        )
+    settings.save(root)
+    if lines is not None:
+        restored = lines.restore(settings, root)
+        for name in done_pieces(settings, root):  # by a call that was killed
+            if name not in restored:
+                lines.add(settings, root, name)
+        pool.on_done = lambda piece: lines.add(settings, root, piece.name)
+    pool.options = {"data": data and str(data.resolve()), "shard": str(shard)}
+    pool.run()
+    write_results(settings, root, target)
+    if pool.left:
+        needed = format_seconds(pool.expected_seconds(pool.left[0]))
+        pool.console.info(
+            f"stopped before {pool.left[0].name}, which is expected to take {needed}; finished runs are kept, rerun the same "
+            "command to continue"
+        )
+    return pool.failed
 
 
 def run_bench(settings: BenchSettings, root: Path, **arguments: Any) -> int:

@@ -38,6 +38,7 @@ class BenchSettings:
         seeds: number of seeds, from 0.
         recipe, epochs, batch: the task's recipe, and overrides of its values.
         tune: learning rates that every method tries; 0: all use the recipe's.
+        tune_epochs: epochs of these runs; None: those of the others.
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
         equal: "steps"; "time" or "bytes": all methods but dense are also trained with as many updates as fit into the
@@ -61,6 +62,7 @@ class BenchSettings:
     epochs: int | None = None
     batch: int | None = None
     tune: int = 0
+    tune_epochs: int | None = None
     hosts: int = 1
     per_host: int = 1
     network: str | None = None
@@ -73,7 +75,7 @@ class BenchSettings:
     stretch: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
+        for name in ("seeds", "epochs", "batch", "tune_epochs", "hosts", "per_host", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -178,6 +180,7 @@ def load_settings(folder: Path) -> BenchSettings:
         )
     data.setdefault("mode", "graph" if data.get("graph") else "eager")  # as earlier versions wrote it
     data.setdefault("equal", "steps")
+    data.setdefault("tune_epochs", None)
     data.setdefault("stretch", BenchSettings.stretch)
     names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()

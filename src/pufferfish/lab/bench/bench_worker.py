@@ -9,10 +9,12 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,19 @@ import torch.distributed as dist
 
 from ...checkpoint.sigterm import Sigterm
 from ...distributed.workers import Workers
+from ...measure.machine import hardware, versions
+from ...measure.saved_run import RUN_FILE
 from ..advise.timing_rounds import steps_per_round, timing_rounds
 from ..network import LinkShape
+from ..rivals.pruning_by_name import is_pruning_method
 from ..train import train
 from ..train.equal_length import EqualLength
-from ..train.find_width import saved_width
+from ..train.find_width import find_width
 from ..train.narrow_method import NarrowWidth
 from ..train.process_group import process_group
 from ..train.worker_device import worker_device
 from .bench_method import bench_method
+from .bench_pieces import length_file, width_file, width_of_method
 from .bench_runs import BenchRun, Shard, bench_runs, is_finished
 from .bench_settings import load_settings, read_json, write_json
 from .choose_rate import choose_rate
@@ -39,6 +45,8 @@ from .predictions import predictions
 from .summary import LENGTH, read_rounds
 
 Event = dict[str, Any]
+#: Between checkpoints of runs in processes of their own, which take minutes, and may write to one disk at once.
+SAVE_SECONDS = 60.0
 
 
 class BenchWorker:
@@ -51,6 +59,8 @@ class BenchWorker:
         link: requested and measured link between the hosts, for the records.
         target_link: link that could not be emulated, for which steps are predicted.
         on_event: called on rank 0 with the events of runs and rounds.
+        only: name of the only `Piece` to do.
+        beside: runs that share the device with this one, itself included; above 1 its times are not comparable.
         stop_requested: whether this worker should stop. All workers stop after a run or a round if any of them should.
     """
 
@@ -63,6 +73,8 @@ class BenchWorker:
         skip: Sequence[str] = (),
         link: dict[str, Any] | None = None,
         target_link: str | None = None,
+        only: str | None = None,
+        beside: int = 1,
         on_event: Callable[[Event], None],
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -70,6 +82,7 @@ class BenchWorker:
         self.shard = shard or Shard()
         self.target_link = LinkShape.parse(target_link) if target_link else None
         self.failed, self.stop_requested = list(skip), stop_requested
+        self.only, self.beside = only, beside
         self.workers = Workers.of_job("bench", side_group=True)
         self.on_event = on_event if self.workers.rank == 0 else lambda event: None
         self.settings = load_settings(root)
@@ -78,11 +91,58 @@ class BenchWorker:
     def run(self) -> bool:
         """Do all missing runs and rounds; False if it was stopped before the end."""
         runs = [r for r in bench_runs(self.settings, self.recipe) if self.shard.has_run(r, self.settings)]
+        if self.only is not None:
+            return self._do(self.only, {run.name: run for run in runs})
         for number, run in enumerate(runs, 1):
             lr = self.workers.run_on_first(lambda run=run: self._rate(run))  # type: ignore[misc]
             if self._stopped() or (lr is not None and not self._train(run, lr, number, len(runs))):
                 return False
         return not self.settings.timed or self._time_steps()
+
+    def _do(self, name: str, runs: Mapping[str, BenchRun]) -> bool:
+        """Do one piece, and record how long it took; False if it was stopped."""
+        start = time.perf_counter()
+        if name in runs:
+            lr = self._rate(runs[name])
+            finished = lr is None or self._train(runs[name], lr, 1, 1)
+            if finished and is_finished(self.root / name):
+                self._record_sharing(self.root / name, time.perf_counter() - start)
+            return finished
+        with self._report_failure(name):
+            record = self._measure(name) | {"hardware": hardware(), "versions": versions()}
+            write_json(self.root / name, record | {"wall_seconds": time.perf_counter() - start})
+        return True
+
+    def _measure(self, name: str) -> dict[str, Any]:
+        """The width or the updates of a method, whichever is kept in the file of this name."""
+        for method in self.settings.methods:
+            if name == width_file(method):
+                return {"method": method, "width": dataclasses.asdict(self._measured_width(method))}
+            if self.root / name == length_file(method, self.settings, self.root):
+                return {"method": method, "length": dataclasses.asdict(self._measured_length(method))}
+        raise ValueError(f"{name}: not a piece of this bench")
+
+    def _record_sharing(self, folder: Path, seconds: float) -> None:
+        """Add the seconds of the process to a run; times measured beside other runs are kept apart."""
+        run = read_json(folder / RUN_FILE, "")
+        results = run["results"]
+        if self.beside > 1:
+            names = ("seconds_a_step", "training_seconds")
+            results["shared"] = {"beside": self.beside} | {n: results.pop(n) for n in names if n in results}
+        results["wall_seconds"] = seconds
+        write_json(folder / RUN_FILE, run)
+
+    def _measured_width(self, method: str) -> NarrowWidth:
+        recipe = bench_method(method).recipe(self.recipe)
+        settings = self.settings.run_settings(method, recipe, data=self.data)
+        data, device = self.task.load(self.data), worker_device(self.settings.device)
+        return find_width(self.task, settings, data, self.workers, device)
+
+    def _measured_length(self, method: str) -> EqualLength:
+        data, device = self.task.load(self.data), worker_device(self.settings.device)
+        equal = "time" if self.settings.equal == "steps" else self.settings.equal
+        settings = dataclasses.replace(self.settings, equal=equal)
+        return find_length(method, settings, self.root, data, self.workers, device, self.target_link)
 
     def _stopped(self) -> bool:
         return any(self.workers.gather(self.stop_requested))
@@ -104,9 +164,13 @@ class BenchWorker:
         self.on_event({"begin": run.name, "number": number, "of": count})
         start = time.perf_counter()
         recipe = dataclasses.replace(bench_method(run.method).recipe(self.recipe), lr=lr)
+        if run.lr is not None:
+            recipe = recipe.override(epochs=self.settings.tune_epochs)
         results: Any = {}
         with self._report_failure(run.name):
-            width = self.workers.run_on_first(lambda: self._known_width(run.method))
+            width = self.workers.run_on_first(
+                lambda: width_of_method(run.method, self.settings, self.recipe, self.root)
+            )
             settings = self.settings.run_settings(
                 run.method,
                 recipe,
@@ -115,20 +179,17 @@ class BenchWorker:
                 seed=run.seed,
                 narrow=width and NarrowWidth(**width),
                 equal_length=self._equal_length(run),
+                **({} if self.only is None else {"save_seconds": SAVE_SECONDS}),
             )
             results = train(self.task, settings, link=self.link)
         if results:
             score = {"measure": self.task.metric, "score": results[self.task.metric]}
             self.on_event({"done": run.name, "seconds": time.perf_counter() - start, **score})
-            if run.lr is not None and self.workers.rank == 0:
+            is_pruned = is_pruning_method(bench_method(run.method).method.model)  # whose model is timed later
+            unneeded = run.lr is not None or (self.only is not None and not is_pruned)
+            if unneeded and self.workers.rank == 0:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return results is not None
-
-    def _known_width(self, method: str) -> dict[str, Any] | None:
-        """The width of a narrow model that an earlier run of the method has found: all its runs train the same model."""
-        name = bench_method(method).method.name
-        runs = (run for run in bench_runs(self.settings, self.recipe) if run.method == method)
-        return next((found for run in runs if (found := saved_width(self.root / run.name, name))), None)
 
     def _equal_length(self, run: BenchRun) -> EqualLength | None:
         """The updates of a run at equal time or bytes, measured once for all seeds; None at equal steps."""
@@ -138,11 +199,8 @@ class BenchWorker:
         saved = self.workers.run_on_first(lambda: read_json(path, "") if path.is_file() else None)
         if saved is not None:
             return EqualLength(**saved["length"])
-        data, device = self.task.load(self.data), worker_device(self.settings.device)
         self.on_event({"measuring": run.method})
-        found = find_length(
-            run.method, self.settings, self.root, data, self.workers, device, self.target_link
-        )
+        found = self._measured_length(run.method)
         record = {"method": run.method, "length": dataclasses.asdict(found)}
         self.workers.run_on_first(lambda: write_json(path, record))
         return found
@@ -215,12 +273,27 @@ def main() -> None:
     arguments = parser.parse_args()
     options = arguments.options | {"shard": Shard.parse(arguments.options["shard"])}
     options["data"] = Path(options["data"]) if options["data"] else None
+    if options.get("only"):
+        _end_with_parent()
+        worker = BenchWorker(arguments.root, on_event=write_event, **options)
+        sys.exit(0 if worker.run() and not worker.failed else 1)
     sigterm = Sigterm()  # a worker that ends on SIGTERM between two runs would leave the others waiting
     with process_group(load_settings(arguments.root).device):
         BenchWorker(
             arguments.root, on_event=write_event, stop_requested=lambda: sigterm.seen, **options
         ).run()
         dist.barrier()
+
+
+def _end_with_parent() -> None:
+    """Send SIGTERM to this process, which saves a checkpoint, when its parent closes the pipe to it or dies."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

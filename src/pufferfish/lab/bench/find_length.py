@@ -90,7 +90,11 @@ def _relative_time(
     if "compile" in settings.mode:
         torch.compiler.reset()  # torch compiles a limited number of models of one class
     before, parsed = run.results["updates_before_change"], bench_method(method)
-    is_dense = parsed.recipe(default) == default and (parsed.method.compress is None or settings.workers == 1)
+    if "low_rank_updates" in run.results:
+        # A model that becomes dense again has dense updates after its last change, too.
+        before = run.results["updates"] - run.results["low_rank_updates"]
+    exchanges_less = parsed.method.compress is not None and settings.workers > 1
+    is_dense = parsed.recipe(default) == default and parsed.method.local is None and not exchanges_less
     compared = [components(REFERENCES[0], False), components(method, True)]
     compared += [components(method, False)] if before and not is_dense else []
     if target_link is None:

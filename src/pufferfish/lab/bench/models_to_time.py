@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...checkpoint.checkpoint_folder import list_checkpoints
 from ...layers.names import unwrap
 from ...measure import read_run
+from ...optim.frobenius_decay import FrobeniusDecay
 from ...planning.planner import plan
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
@@ -72,7 +73,8 @@ def models_to_time(
 def _needs_run(method: str) -> bool:
     """Whether the final model is known only from a run."""
     parsed = bench_method(method).method
-    return parsed.model == "auto" or parsed.narrow is not None or is_pruning_method(parsed.model)
+    automatic = parsed.low_rank is not None and parsed.low_rank.automatic
+    return automatic or parsed.narrow is not None or is_pruning_method(parsed.model)
 
 
 def finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
@@ -90,7 +92,7 @@ def known_width(method: str, run: Path | None) -> NarrowWidth | None:
 
 
 def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:
-    """The change from the initial to the final model of a method; None if the model is not changed."""
+    """The change from the initial to the final model of a method, or to the low-rank one that it trained; None if the model is not changed."""
     name = bench_method(method).method.model
     if is_pruning_method(name):
         assert run is not None
@@ -101,11 +103,13 @@ def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path
             build_pruning_change(name, model, optimizer, **lengths).restore(checkpoints)
 
         return prune
-    if name not in ("pufferfish", "auto"):
+    low_rank_method = bench_method(method).method.low_rank
+    if low_rank_method is None:
         return None
 
     def switch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        low_rank = plan(unwrap(model), recipe.rank, keep=task.keep if name == "pufferfish" else ())
+        rank, keep = low_rank_method.rank_of(recipe), low_rank_method.kept(task.keep)
+        low_rank = plan(unwrap(model), rank, keep=keep)
         if run is not None:
             layers = read_run(run).layers
             ranks = {layer["name"]: layer["rank"] for layer in layers if layer["rank"] is not None}
@@ -113,6 +117,8 @@ def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path
                 e.with_rank(ranks[e.name]) if e.name in ranks else e.keep_dense("dense in its run")
                 for e in low_rank
             )
+        if low_rank_method.frobenius:
+            FrobeniusDecay(model, optimizer, low_rank_method.frobenius)
         Switch(low_rank, when=AtStep(0)).step(model, optimizer, step=0)
 
     return switch

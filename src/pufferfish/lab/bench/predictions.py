@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ...measure import CostModel, Work, probe
 from ...measure.breakdown import PARTS
-from ...measure.step_messages import probe_bytes
+from ...measure.step_messages import probe_bytes, trainable_parameters, with_local_exchange
 from ..advise.measured_work import measured_work, with_messages
 from ..advise.timed_model import TimedModel
 from ..network import LinkShape
@@ -38,6 +38,9 @@ def _work(model: TimedModel) -> Work:
     work = measured_work(model)
     if isinstance(model.optimizer, SAM):  # only the second of its two passes overlaps with the exchange
         work = replace(work, forward=work.forward + work.backward / 2, backward=work.backward / 2)
+    if (local := model.method.local) is not None:
+        parameters = trainable_parameters(model.inner)
+        return with_local_exchange(work, local.schedule, local.settings.method, parameters, model.size)
     work = with_messages(work, model.inner, model.method.compress, model.size)
     if model.hook is not None:
         return work

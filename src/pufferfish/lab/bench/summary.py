@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import read_run
+from ...measure.measure_compute import COMPUTE_PARTS
 from ..advise.timing_rounds import Round, quartiles, speedups
 from ..report.bench_folder import NO_EXCHANGE, SUMMARY
 from .bench_settings import REFERENCES, read_json, write_json
@@ -27,7 +28,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
 
     "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
     quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
-    measured step times are left out. "equal" has the updates at equal time or bytes.
+    measured step times are left out. Methods whose runs shared the device have the times of their updates alone. "equal" has the updates at equal time or bytes.
     """
     files = read_rounds(root)
     rounds = [file["methods"] for file in files]
@@ -36,7 +37,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
         last = [file for file in files if method in file["methods"]][-1]
         results = _results(rounds, method)
         if target_link := last["target_link"]:
-            results |= dict.fromkeys(("seconds_a_step", "compute_seconds", "parts", "rounds"))
+            results |= dict.fromkeys(("seconds_a_step", "compute_seconds", "utilisation", "parts", "rounds"))
             results["notes"] = [
                 f"Steps are predicted for {target_link}, which cannot be emulated here. The runs used the unshaped "
                 "loopback, so their times are not shown."
@@ -44,7 +45,9 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
         predicted = {}
         if prediction := last["predicted"].get(method):
             parts = {part: value for part, value in prediction.items() if part != "seconds"}
-            predicted = {"seconds_a_step": prediction["seconds"], "parts": parts}
+            computing = sum(parts.get(part, 0.0) for part in COMPUTE_PARTS)
+            share = computing / prediction["seconds"]
+            predicted = {"seconds_a_step": prediction["seconds"], "utilisation": share, "parts": parts}
         summary[method] = {"results": results, "predicted": predicted}
     dense = REFERENCES[0]
     if any("compute_seconds" in r[dense] for r in rounds):
@@ -58,8 +61,28 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
                 "tried; a better one may lie beyond."
             )
     lengths = [read_json(path, "") for path in sorted(root.glob(f"equal-*/*/{LENGTH}"))]
+    for method, times in _times_alone(root, lengths).items():
+        summary[method]["results"] |= times
     equal = {"equal": {each["method"]: each["length"] for each in lengths}} if lengths else {}
     write_json(root / SUMMARY, {"methods": summary, **equal})
+
+
+def _times_alone(root: Path, lengths: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Seconds of a step and of all updates, measured alone, of methods whose runs shared the device with others."""
+    timed = {each["method"]: each["length"]["seconds"] for each in lengths if not each["length"]["link"]}
+    timed = {method: seconds for method, seconds in timed.items() if seconds}
+    if not timed:
+        return {}
+    dense = statistics.median(seconds["dense"] for seconds in timed.values())
+    relative = {method: (s["after"] / s["dense"], s["mean"] / s["dense"]) for method, s in timed.items()}
+    found = {}
+    for path in sorted((root / "runs").glob("*/*/run.json")):
+        run = read_run(path.parent)
+        after, mean = relative.get(run.name, (1.0, 1.0) if run.name == REFERENCES[0] else (None, None))
+        if after is not None and mean is not None and run.results.get("shared"):
+            updates = run.results["updates"]
+            found[run.name] = {"seconds_a_step": dense * after, "training_seconds": dense * mean * updates}
+    return found
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
@@ -73,7 +96,7 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
         "seconds_a_step": median("seconds"),
         "bytes_a_step": median("bytes"),
         "messages_a_step": median("messages"),
-        **({"compute_seconds": median("compute_seconds")} if "compute_seconds" in timings[0] else {}),
+        **(_compute(timings) if "compute_seconds" in timings[0] else {}),
         "parts": {part: statistics.median(t["parts"][part] for t in timings) for part in timings[0]["parts"]},
         "rounds": {
             "count": len(timings),
@@ -81,6 +104,13 @@ def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
             "against": {name: quartiles(speedups(rounds, method, name)) for name in references},
         },
     }
+
+
+def _compute(timings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of a step without the exchange, and the share that computing has of a step."""
+    shares = [min(1.0, timing["compute_seconds"] / timing["seconds"]) for timing in timings]
+    seconds = statistics.median(timing["compute_seconds"] for timing in timings)
+    return {"compute_seconds": seconds, "utilisation": statistics.median(shares)}
 
 
 def _simulated_compute(root: Path) -> list[float]:

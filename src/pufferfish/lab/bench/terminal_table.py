@@ -10,6 +10,7 @@ from ...planning.table import Table, format_count
 from ..report.bench_folder import NO_EXCHANGE
 from ..report.comparison import Comparison, MethodRuns, compare_runs, find_runs
 from ..report.equal_table import equal_tables
+from ..report.exchange_table import exchange_table
 from ..report.formatting import format_bytes, format_seconds
 from ..report.headline import (
     difference_cell,
@@ -52,6 +53,10 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     if reference:
         columns[f"difference vs. {reference.name}"] = lambda method: difference_cell(comparison, method).text
     columns["bytes/step"] = lambda method: median_cell(method.results("bytes_a_step"), format_bytes).text
+    if exchange := exchange_table(comparison):
+        cells_of = {row[0].text: row for row in exchange.rows}
+        for place in (1, 3, 4, 5):  # bytes of an update are in the table already
+            columns[exchange.columns[place]] = lambda method, n=place: cells_of[method.name][n].text  # type: ignore[misc]
     columns["run"] = lambda method: median_cell(method.run_seconds(), format_seconds).text
     if reference:
         columns[f"run vs. {reference.name}"] = partial(_run_speedup, reference)

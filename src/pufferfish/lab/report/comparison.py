@@ -145,9 +145,9 @@ def equal_length(run: Run) -> dict[str, Any]:
 
 
 def has_measured_time(run: Run) -> bool:
-    """Whether the time of the run is meaningful: not if its steps are only predicted, as with simulated workers."""
+    """Whether the time of the run is meaningful: not if its steps are only predicted, or shared the device with other runs."""
     predicted, measured = (is_number(x.get("seconds_a_step")) for x in (run.predicted, run.results))
-    return measured or not predicted
+    return measured or not (predicted or run.results.get("shared"))
 
 
 def seed_of(run: Run) -> int:

@@ -35,8 +35,10 @@ def _table(comparison: Comparison, kind: str) -> Table:
     equal = at_equal(comparison, kind)
     at_equal_steps = {method.name: method for method in comparison.methods}
     reference, runs = equal.reference, equal.runs
-    clock = kind == "time" and not _links(runs)
-    time = "time" if all(map(has_measured_time, runs)) and not _links(runs) else "time, predicted"
+    measured = all(map(has_measured_time, runs))
+    clock = kind == "time" and not _links(runs) and measured
+    shared = any(run.results.get("shared") for run in runs)
+    time = "time" if (measured or shared) and not _links(runs) else "time, predicted"
     rows = []
     for method in equal.methods:
         row = {"method": Cell(method.name)}

@@ -7,6 +7,7 @@ from .bench_folder import NO_EXCHANGE
 from .comparison import Comparison, recorded_layers
 from .curves import curve_spec
 from .equal_table import equal_tables
+from .exchange_table import exchange_table
 from .export import right_aligned
 from .figures import bars, curves, part_swatch, scatter
 from .headline import headline
@@ -85,7 +86,8 @@ def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
         figures.append(_figure("Predicted and measured", note, dots))
     else:
         missing.append(_missing("No run has both a predicted and a measured step time."))
-    return [_beside(figures), *missing, _table(table, marks), _table(beside, marks)]
+    tables = (table, exchange_table(comparison), beside)
+    return [_beside(figures), *missing, *(_table(each, marks) for each in tables)]
 
 
 def _curves(comparison: Comparison) -> list[str]:

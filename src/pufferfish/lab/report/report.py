@@ -7,6 +7,7 @@ from pathlib import Path
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
 from .equal_table import equal_tables
+from .exchange_table import exchange_table
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
 from .page import page
@@ -75,6 +76,7 @@ def _tables(comparison: Comparison, target: float | None, several: bool, with_cu
         headline(comparison, target),
         *equal_tables(comparison),
         breakdown(comparison),
+        exchange_table(comparison),
         ranks(comparison),
         predicted(comparison),
     ]

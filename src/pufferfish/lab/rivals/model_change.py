@@ -38,6 +38,8 @@ class ModelChange:
 
     #: Context for work that is not training.
     untimed: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    #: Makes the models of all workers equal, which differ between the averages of local steps.
+    sync: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, model: nn.Module, *, epochs: int, steps_per_epoch: int) -> None:
         self.model, self.epochs, self.steps_per_epoch = model, epochs, steps_per_epoch
@@ -59,6 +61,9 @@ class ModelChange:
 
     def restore(self, folder: Path) -> None:
         """Give the model the structure that the weights of the newest checkpoint in `folder` need."""
+
+    def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
+        """Give the model of another simulated worker the structure that a checkpoint gave this one."""
 
     def begin_epoch(self, epoch: int) -> bool:
         """Call at the start of every epoch, on every worker. True if the model or the optimizer's state was replaced."""

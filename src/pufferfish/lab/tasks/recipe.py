@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon", "lars", "lamb", "sam")
@@ -76,6 +77,25 @@ class Recipe:
         switch_at = self.switch_at and max(round(self.switch_at * epochs / self.epochs), 1)
         return replace(self, epochs=epochs, batch=self.batch if batch is None else batch, switch_at=switch_at)
 
+    def changed(self, text: str) -> Recipe:
+        """Return a copy with the values of a text such as `optimizer=muon,rank=0.33`; epochs as in `override`.
+
+        >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).changed("epochs=6,nesterov=true,clip=none").switch_at
+        2
+        >>> Recipe(epochs=12, batch=32, lr=0.1).changed("rate=1")
+        Traceback (most recent call last):
+        ValueError: 'rate=1' is not a value of a recipe; there are epochs, batch, lr, schedule, ...
+        """
+        kinds = {f.name: str(f.type) for f in fields(self) if not str(f.type).startswith("tuple")}
+        values: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in kinds:
+                raise ValueError(f"{part!r} is not a value of a recipe; there are {', '.join(kinds)}")
+            values[name] = _parse_value(kinds[name], part, value)
+        scaled = self.override(epochs=values.get("epochs"), batch=values.get("batch"))
+        return replace(scaled, **values)
+
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step`, counted from 0, in a run of `steps` updates."""
         warm_up = self.warm_up * steps
@@ -92,3 +112,19 @@ class Recipe:
         else:
             factor = up
         return self.lr * factor
+
+
+def _parse_value(kind: str, part: str, text: str) -> Any:
+    """A value of the type that `kind` names."""
+    kind, *optional = kind.split(" | ")
+    if kind == "str":
+        return text
+    if optional and text == "none":
+        return None
+    if kind == "bool" and text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text) if kind == "int" else float(text if kind == "float" else "")
+    except ValueError:
+        known = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise ValueError(f"{part!r}: must be {known}{' or none' * bool(optional)}") from None

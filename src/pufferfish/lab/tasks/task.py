@@ -86,11 +86,15 @@ class Task(ABC):
     ) -> dict[str, float]:
         """Figures of a whole split, including `self.metric`. The model's training mode is restored afterwards."""
 
-    def recipe(self, name: str) -> Recipe:
-        """Recipe by name."""
+    def recipe(self, text: str) -> Recipe:
+        """Recipe by name, also with other values: `short,rank=0.33,optimizer=muon`."""
+        name, _, changes = text.partition(",")
         if name not in self.recipes:
             raise ValueError(f"{self.name} has no recipe {name!r}; choose from {', '.join(self.recipes)}")
-        return self.recipes[name]
+        try:
+            return self.recipes[name].changed(changes)
+        except ValueError as error:
+            raise ValueError(f"recipe {text!r}: {error}") from None
 
 
 def check_choice(task: str, option: str, value: str, choices: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ def find_width(
         found = _by_time(task, settings, rank, data, workers, device)
         gc.collect()
     else:
-        found = NarrowWidth(**workers.run_on_first(lambda: asdict(_by_size(task, rank))))
+        found = NarrowWidth(**workers.run_on_first(lambda: asdict(_by_size(task, rank, method.parameters))))
     return replace(found, note=f"{settings.method.name}: {found.note}")
 
 
@@ -91,12 +91,11 @@ def closest_width(ratio: Callable[[float], float], tries: int, tolerance: float 
     return best
 
 
-def _by_size(task: Task, rank: float) -> NarrowWidth:
-    target = plan(_on_meta(task, None), rank, keep=task.keep).after.parameters
+def _by_size(task: Task, rank: float, parameters: int | None) -> NarrowWidth:
+    target = parameters or plan(_on_meta(task, None), rank, keep=task.keep).after.parameters
     width, ratio = closest_width(lambda width: _parameters(task, width) / target, COUNTED)
-    return NarrowWidth(
-        width, f"{_size_text(task, width)}, {ratio:.3f} of the low-rank model's {target:,} (rank {rank:g})."
-    )
+    wanted = f"{target:,}" if parameters else f"the low-rank model's {target:,} (rank {rank:g})"
+    return NarrowWidth(width, f"{_size_text(task, width)}, {ratio:.3f} of {wanted}.")
 
 
 def _by_time(

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...distributed.job import Job
 from ...layers.names import unwrap
+from ...lowrank.factorize import merge_
 from ...measure import RunLog
+from ...optim.frobenius_decay import FrobeniusDecay
+from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
@@ -15,13 +18,21 @@ from .run_components import RunComponents
 
 
 class LowRankChange(ModelChange):
-    """Switches the model to low rank at the moment that a `Switch` chooses."""
+    """Switches the model to low rank at the moment that a `Switch` chooses, and back if it says so.
 
-    def __init__(self, components: RunComponents, switch: Switch, steps_per_epoch: int) -> None:
+    Args:
+        frobenius: strength of the Frobenius decay; 0: none.
+    """
+
+    def __init__(
+        self, components: RunComponents, switch: Switch, steps_per_epoch: int, frobenius: float = 0.0
+    ) -> None:
         epochs = components.settings.recipe.epochs
         super().__init__(components.model, epochs=epochs, steps_per_epoch=steps_per_epoch)
-        self.switch, self.optimizer = switch, components.optimizer
+        self.switch, self.optimizer, self.replicas = switch, components.optimizer, components.replicas
         self._dense_spectra: dict[str, Tensor] = {}
+        if frobenius:
+            FrobeniusDecay(components.model, components.optimizer, frobenius)
 
     @property
     def checkpoint_parts(self) -> dict[str, Any]:
@@ -31,22 +42,51 @@ class LowRankChange(ModelChange):
     def summary(self) -> str:
         return str(self.switch.report or "The model did not become low-rank").splitlines()[0]
 
+    def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
+        if self.switch.low_rank:
+            Switch(lr=self.switch.settings.lr).restore_(module, optimizer, self.switch.state_dict())
+
     def begin_epoch(self, epoch: int) -> bool:
+        if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
+            self.sync()  # it looks at the weights
         if not self.switch.due(self.model, epoch=epoch, total=self.epochs):
             return False
-        with self.untimed():
-            self._dense_spectra = Job(self.model).spectra()
-        return self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+        self.sync()
+        if not self.switch.low_rank:
+            with self.untimed():
+                self._dense_spectra = Job(self.model).spectra()
+        changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+        if changed and self.switch.report is not None:
+            for replica in self.replicas:  # of the same weights, so that the factors are the same
+                if not self.switch.low_rank:
+                    merge_(replica.module, replica.optimizer)
+                    continue
+                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.settings.lr)
+                switch.step(replica.module, replica.optimizer, step=0)
+        return changed
 
     def log_change(self, log: RunLog) -> None:
         assert self.switch.report is not None
-        log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
+        if self.switch.low_rank:
+            log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
 
     def results(self, log: RunLog) -> dict[str, Any]:
-        if log.writes and self.switch.report is not None:
-            plan, model = self.switch.report.plan, unwrap(self.model)
+        report = self.switch.report
+        if log.writes and report is not None and self.switch.low_rank:
+            plan, model = report.plan, unwrap(self.model)
             log.describe(layers=with_final_spectra(log.data["layers"], plan, model))
-        return super().results(log)
+        found = super().results(log) | {"low_rank_updates": self._low_rank_updates()}
+        if report is not None:
+            found["low_rank_parameters"] = report.plan.after.parameters
+        return found
+
+    def _low_rank_updates(self) -> int:
+        """Updates of the low-rank model."""
+        report = self.switch.report
+        if report is None or report.position.epoch is None or not report.plan.ranks:
+            return 0
+        end = report.merged.epoch if report.merged is not None else None
+        return ((self.epochs if end is None else end) - report.position.epoch) * self.steps_per_epoch
 
 
 def build_model_change(components: RunComponents, steps_per_epoch: int) -> ModelChange:
@@ -58,6 +98,6 @@ def build_model_change(components: RunComponents, steps_per_epoch: int) -> Model
             epochs=recipe.epochs, steps_per_epoch=steps_per_epoch,
         )  # fmt: skip
     switch = method.switch(recipe, components.task.keep)
-    if switch is not None:
-        return LowRankChange(components, switch, steps_per_epoch)
+    if switch is not None and method.low_rank is not None:
+        return LowRankChange(components, switch, steps_per_epoch, method.low_rank.frobenius)
     return ModelChange(components.model, epochs=recipe.epochs, steps_per_epoch=steps_per_epoch)

@@ -16,10 +16,12 @@ class NarrowMethod:
     Args:
         rank: fraction of the full rank of the low-rank model; None: the recipe's.
         time: whether a step takes equally long; otherwise the number of parameters is equal.
+        parameters: instead of a rank, the number of parameters.
     """
 
     rank: float | None = None
     time: bool = False
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,26 @@ class NarrowWidth:
 
 
 def narrow_method(text: str) -> NarrowMethod | None:
-    """Parse `narrow` and `narrow@time`, also with a rank: `narrow-0.5`. Returns None for other methods.
+    """Parse `narrow` and `narrow@time`, also with a rank, or with a number of parameters. Returns None for other methods.
 
     >>> narrow_method("narrow"), narrow_method("narrow-0.5@time"), narrow_method("dense")
-    (NarrowMethod(rank=None, time=False), NarrowMethod(rank=0.5, time=True), None)
+    (NarrowMethod(rank=None, time=False, parameters=None), NarrowMethod(rank=0.5, time=True, parameters=None), None)
+    >>> narrow_method("narrow-1.5M").parameters, narrow_method("narrow-800k").parameters
+    (1500000, 800000)
     """
-    match = re.fullmatch(r"narrow(?:-([\d.]+))?(@time)?", text)
+    match = re.fullmatch(r"narrow(?:-([\d.]+)([kM])?)?(@time)?", text)
     if match is None:
         return None
-    digits, time = match.groups()
-    rank = float(digits) if digits and re.fullmatch(r"\d*\.?\d+", digits) else 0.0
-    if digits and not 0 < rank < 1:
+    digits, unit, time = match.groups()
+    number = float(digits) if digits and re.fullmatch(r"\d*\.?\d+", digits) else 0.0
+    if digits and (not number > 0 if unit and not time else unit or not 0 < number < 1):
         raise ValueError(
-            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25"
+            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25, or without "
+            "@time a number of parameters, as in narrow-1.5M"
         )
-    return NarrowMethod(rank if digits else None, time is not None)
+    if unit:
+        return NarrowMethod(parameters=round(number * {"k": 1e3, "M": 1e6}[unit]))
+    return NarrowMethod(number if digits else None, time is not None)
 
 
 def check_takes_width(task: Task) -> None:

@@ -7,7 +7,12 @@ import torch
 
 from ...measure import CostModel, Link, Prediction, Work, dry_run
 from ...measure.measure_compute import measure_compute
-from ...measure.step_messages import ddp_bucket_bytes, trainable_parameters, with_compressed_messages
+from ...measure.step_messages import (
+    ddp_bucket_bytes,
+    trainable_parameters,
+    with_compressed_messages,
+    with_local_exchange,
+)
 from ..network import LinkShape
 from ..report.formatting import format_seconds
 from .build_optimizer import build_optimizer
@@ -27,7 +32,11 @@ def log_predicted_step(components: RunComponents, log: TrainingLog, console: Con
     network = components.settings.network
     prediction = predict_step(components, LinkShape.parse(network))
     earlier = log.data["predicted"].get("seconds_a_step")
-    log.predict(seconds_a_step=prediction.step, **({"warm_up_seconds_a_step": earlier} if earlier else {}))
+    log.predict(
+        seconds_a_step=prediction.step,
+        utilisation=prediction.utilisation,
+        **({"warm_up_seconds_a_step": earlier} if earlier else {}),
+    )
     log.log(step=step, **{"predicted/step": prediction.step, "predicted/exchange": prediction.exchange})
     console.info(
         f"predicted, not measured: {format_seconds(prediction.step)} a step with {components.world_size} workers on {network}, "
@@ -71,7 +80,10 @@ def _measure_work(components: RunComponents) -> Work:
 def _with_exchange(work: Work, components: RunComponents) -> Work:
     """Add the messages of the run's compression, and the time to encode and decode them."""
     parameters = trainable_parameters(components.module)
-    method = components.settings.method.compress
+    method, local = components.settings.method.compress, components.settings.method.local
+    if local is not None:
+        size = components.world_size
+        return with_local_exchange(work, local.schedule, local.settings.method, parameters, size)
     if method is None:
         sizes = ddp_bucket_bytes(x.nbytes for x in reversed(list(parameters.values())))
         return replace(work, messages=tuple(("all_reduce", nbytes) for nbytes in sizes), overlaps=True)

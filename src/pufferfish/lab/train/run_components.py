@@ -1,7 +1,7 @@
 """`RunComponents`: model, optimizer and everything else that a run trains with."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,13 @@ from .step_modes import StepModes, step_modes
 from .worker_device import move_to_device
 
 
+class Replica(NamedTuple):
+    """Model and optimizer of one worker."""
+
+    module: nn.Module
+    optimizer: Any
+
+
 @dataclass
 class RunComponents:
     """Everything that a run trains with.
@@ -25,10 +32,11 @@ class RunComponents:
         model: wrapped by DDP if there are several processes.
         module: the model without wrappers.
         optimizer: of torch, or an `OptimizerList`.
-        hook: compresses gradients between processes, or None.
+        hook: compresses gradients between processes, or the `LocalSteps` of this worker, or None.
         worker: number of this worker, from 0.
         world_size: real or simulated workers.
         modes: in which updates may run.
+        replicas: models and optimizers of the other simulated workers, if they have their own.
     """
 
     task: Task
@@ -43,6 +51,7 @@ class RunComponents:
     world_size: int
     device: torch.device
     modes: StepModes
+    replicas: list[Replica] = field(default_factory=list)
 
 
 def build_components(
@@ -54,24 +63,59 @@ def build_components(
     device: torch.device,
     module: nn.Module | None = None,
 ) -> RunComponents:
-    """Build the run's model, the recipe's optimizer, and DDP with compression if there are several processes.
+    """Build the run's model, the recipe's optimizer, and how workers exchange what they learn: DDP or local steps.
 
     Args:
         module: a model to use instead of the run's.
     """
     torch.manual_seed(settings.seed)
     modes = step_modes(task, settings, processes)
-    module = move_to_device(module or build_model(task, settings.narrow), device)
-    optimizer = build_optimizer(module, settings.recipe, graph=modes.capturable)
-    model: Any = DistributedDataParallel(module) if processes > 1 else module
+    method, replicas = settings.method, []
+    if method.local is not None and settings.simulate:
+        replicas = [_replica(task, settings, modes, device, None) for _ in range(settings.simulate - 1)]
+        torch.manual_seed(settings.seed)
+    module, optimizer = _replica(task, settings, modes, device, module)
+    world_size = settings.simulate or processes
+    if method.compress is not None and method.compress.has_momentum and world_size > 1:
+        _remove_momentum(optimizer)
+    model: Any = DistributedDataParallel(module) if processes > 1 and method.local is None else module
     if isinstance(optimizer, SAM):
         optimizer.model = model  # its first pass runs under DDP's no_sync
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     hook: Any = None
-    if settings.method.compress is not None and processes > 1:
+    if method.local is not None and not settings.simulate:
+        hook = method.local.build()
+    elif method.compress is not None and processes > 1:
         enabled_scaler = scaler if scaler.is_enabled() else None
-        hook = compress(model, settings.method.compress, optimizer=optimizer, scaler=enabled_scaler)
-    world_size = settings.simulate or processes
+        hook = compress(
+            model, method.compress, optimizer=optimizer, scaler=enabled_scaler, scope=method.scope
+        )
     return RunComponents(
-        task, settings, data, model, module, optimizer, scaler, hook, worker, world_size, device, modes
+        task,
+        settings,
+        data,
+        model,
+        module,
+        optimizer,
+        scaler,
+        hook,
+        worker,
+        world_size,
+        device,
+        modes,
+        replicas,
     )
+
+
+def _remove_momentum(optimizer: Any) -> None:
+    """Switch off the momentum of matrices and filters, for compression with momentum of its own; vectors are sent uncompressed."""
+    for group in optimizer.param_groups:
+        if group.get("momentum") and any(p.dim() > 1 for p in group["params"]):
+            group |= {"momentum": 0.0, "nesterov": False}
+
+
+def _replica(
+    task: Task, settings: RunSettings, modes: StepModes, device: torch.device, module: nn.Module | None
+) -> Replica:
+    module = move_to_device(module or build_model(task, settings.narrow), device)
+    return Replica(module, build_optimizer(module, settings.recipe, graph=modes.capturable))

@@ -29,7 +29,7 @@ class RunSettings:
         accumulate: backward passes per update.
         mode: how updates run: "eager"; "compile": with torch.compile; "graph": whole updates in a CUDA graph;
             "compile+graph": both; "auto": the fastest that works on a GPU, eager on a CPU.
-        save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
+        save_every: updates between checkpoints; None: at the end of epochs, at most every `save_seconds`.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
         sinks: further outputs for metrics: "jsonl", "tensorboard".
@@ -56,6 +56,7 @@ class RunSettings:
     accumulate: int = 1
     mode: str = "auto"
     save_every: int | None = None
+    save_seconds: float = 10.0
     simulate: int | None = None
     network: str = "10gbit"
     sinks: tuple[str, ...] = ()
@@ -92,6 +93,10 @@ class RunSettings:
         if self.recipe.optimizer == "sam" and self.simulate:
             raise ValueError(
                 "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
+            )
+        if self.method.local is not None and self.precision == "fp16":
+            raise ValueError(
+                f"--method {self.method.name}: each worker would have a loss scale of its own; use --precision bf16"
             )
         if self.method.narrow is not None:
             check_takes_width(task)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...compression import Meter, Settings, Simulated
 from ...compression.ddp_hook import checked_settings, gradient_units
+from ...compression.state import updates_by_rate
 from ...layers.names import own_name
 from ...optim.carry import Optimizers, as_list
 
@@ -49,6 +50,7 @@ class SimulatedDDP:
         seeds: Sequence[int] | None = None,
     ) -> None:
         self.model, self.size, self.scaler, self.optimizers = model, size, scaler, as_list(optimizer)
+        self._by_rate = [o for o in self.optimizers if updates_by_rate(o)]
         self.generators = None
         if seeds is not None:
             self.generators = WorkerGenerators(seeds, next(model.parameters()).device)
@@ -89,7 +91,7 @@ class SimulatedDDP:
         """Exchange the workers' gradients; their mean replaces every `p.grad`."""
         params = self._params()
         names = {id(p): name for name, p in params.items()}
-        means = self.simulated.average(gradients, *gradient_units(names, self.optimizers, self.scaler))[0]
+        means = self.simulated.average(gradients, *gradient_units(names, self._by_rate, self.scaler))[0]
         # In the parameters' memory formats, as under DDP.
         grads = [torch.empty_like(p) if p.grad is None else p.grad for p in params.values()]
         torch._foreach_copy_(grads, [means[name] for name in params])

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import NoCompression, Settings
 from ..tasks import Batch
 from .rewind_point import RewindPoint
 from .run_components import RunComponents
@@ -23,7 +22,7 @@ class SimulatedStepRunner(StepRunner):
     def __init__(self, components: RunComponents, **more: Any) -> None:
         settings, scaler = components.settings, components.scaler
         self.ddp = SimulatedDDP(
-            components.module, Settings(settings.method.compress or NoCompression()), components.world_size,
+            components.module, settings.method.compression, components.world_size,
             optimizer=components.optimizer, scaler=scaler if scaler.is_enabled() else None,
             seeds=[worker_seed(settings.seed, worker) for worker in range(components.world_size)],
         )  # fmt: skip

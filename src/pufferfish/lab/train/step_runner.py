@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rivals import SAM
+from ..rivals.model_change import ModelChange
 from ..tasks import Batch
 from .fastest_step import FastestStep, Step
 from .graphed_callable import GraphedCallable
@@ -56,6 +57,25 @@ class StepRunner:
     def mode(self) -> str | None:
         """Mode of the updates; None before it is chosen, within the first updates of a model."""
         return self.components.modes.candidates[0] if self._chosen is None else self._chosen.mode
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a worker has sent in local steps so far."""
+        return 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this worker has waited for averages of local steps so far."""
+        return 0.0
+
+    def wait(self) -> None:
+        """Wait for averages of local steps on their way."""
+
+    def sync(self) -> None:
+        """Make the models of all workers equal, if they have different ones."""
+
+    def resumed(self, change: ModelChange) -> None:
+        """Call it after a checkpoint was restored, with the change of the model."""
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """Use the batches of an epoch, from its update `start` on."""

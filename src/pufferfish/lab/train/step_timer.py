@@ -43,6 +43,14 @@ class StepTimer:
             return elapsed(done[0], done[-1]) / (len(done) - 1)
         return statistics.mean(self._seconds[-50:]) if self._seconds else None
 
+    def total(self) -> float:
+        """Return the seconds of all steps."""
+        return sum(self._seconds)
+
+    def mean(self) -> float | None:
+        """Return the mean seconds per step; None without steps."""
+        return statistics.mean(self._seconds) if self._seconds else None
+
     def median(self) -> float | None:
         """Return the median seconds per step; None without steps."""
         return statistics.median(self._seconds) if self._seconds else None

@@ -1,5 +1,6 @@
 """`TimedRun`: updates of a run that are only timed, as they run in training: eager, compiled or in a CUDA graph."""
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ...distributed.workers import Workers
+from .build_step_runner import build_step_runner
 from .run_components import RunComponents
-from .step_runner import StepRunner
 
 #: Updates before the timing: DDP rebuilds its buckets, models are compiled or captured in a CUDA graph.
 WARM_UP = 5
@@ -26,10 +27,16 @@ class TimedRun:
 
     def __init__(self, components: RunComponents, steps_left: int = 0) -> None:
         self.components = components
-        self._runner = StepRunner(components, steps_left=lambda: steps_left)
+        self._runner = build_step_runner(components, steps_left=lambda: steps_left)
         self._steps_per_epoch = components.task.steps(components.data, components.settings.recipe.batch)
         self._done = 0
         components.model.train()
+
+    @property
+    def period(self) -> int:
+        """Number of updates after which all of them recur: 1, or a round of local steps."""
+        local = self.components.settings.method.local
+        return 1 if local is None else local.h
 
     @property
     def mode(self) -> str:
@@ -38,6 +45,7 @@ class TimedRun:
 
     def seconds(self, steps: int) -> float:
         """Mean seconds of an update. All workers start and end at the same time."""
+        self._runner.wait()
         self._barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -47,7 +55,9 @@ class TimedRun:
             self._runner.update(0.0)  # weights stay the same, so that the loss stays finite
             self._done += 1
         self._barrier()
-        return (time.perf_counter() - start) / steps
+        seconds = (time.perf_counter() - start) / steps
+        self._runner.wait()  # messages on their way must not meet those of other runs
+        return seconds
 
     def _barrier(self) -> None:
         if self.components.device.type == "cuda":
@@ -74,11 +84,12 @@ def relative_times(runs: Sequence[TimedRun], workers: Workers) -> tuple[float, l
         run.seconds(WARM_UP)
     longest = max(workers.mean([run.seconds(3) for run in runs]))
     steps = min(MAX_STEPS, max(1, round(SECONDS / longest)))
+    counts = [math.ceil(steps / run.period) * run.period for run in runs]
     rounds = []
     for number in range(ROUNDS):
         first = number % len(runs)
         order = [*range(first, len(runs)), *range(first)]
-        times = {n: runs[n].seconds(steps) for n in order}
+        times = {n: runs[n].seconds(counts[n]) for n in order}
         rounds.append([times[n] for n in range(len(runs))])
     ratios = [statistics.median(times[n] / times[0] for times in rounds) for n in range(len(runs))]
     seconds, *ratios = workers.mean([statistics.median(times[0] for times in rounds), *ratios])

@@ -1,6 +1,7 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...layers.names import unwrap
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
+from .build_step_runner import build_step_runner
 from .console import Console
 from .low_rank_change import build_model_change
 from .macs_per_row import macs_per_row
@@ -23,20 +25,18 @@ from .run_folder import has_unfinished_run, open_log
 from .run_settings import RunSettings
 from .signals import sigint_as_sigterm
 from .simulated_ddp import SimulatedDDP
+from .simulated_local_runner import SimulatedLocalRunner
 from .simulated_step_runner import SimulatedStepRunner, worker_seed
-from .step_runner import StepRunner
 from .step_timer import StepTimer
 from .training_log import TrainingLog
 
 #: Updates between rows of the log.
 LOG_EVERY = 20
-#: Least seconds between checkpoints at the end of epochs.
-SAVE_SECONDS = 10.0
 _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
     "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "phase_sent": "phase_start_bytes",
-    "elapsed": "simulated_seconds",
+    "elapsed": "simulated_seconds", "peak": "peak_bytes", "round": "round_bytes",
 }  # fmt: skip
 
 
@@ -59,15 +59,17 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        kind = SimulatedStepRunner if settings.simulate else StepRunner
-        self.runner = kind(c, steps_left=self._steps_left, tell=self.console.info)
+        self.runner = build_step_runner(c, steps_left=self._steps_left, tell=self.console.info)
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
+        elif isinstance(self.runner, SimulatedLocalRunner):
+            self.hook = self.runner.local
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
         self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
         if settings.equal_length is not None:
             self.steps_per_epoch = settings.equal_length.steps_per_epoch
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
+        self.change.sync = self._sync
         self.total_steps = self.change.epochs * self.steps_per_epoch
         self.checkpoint = Checkpoint(
             settings.folder / "checkpoints", self.model, self.optimizer,
@@ -80,6 +82,12 @@ class TrainingRun:
         self.earlier_bytes = 0.0  # sent before the last restart
         self.ddp_bytes = 0.0  # sent since then if nothing is compressed
         self.phase_start, self.phase_start_bytes = 0, 0.0  # updates and bytes before the model's last change
+        # Bytes sent in one update and in one round of local steps, at most, since the model's last change.
+        self.peak_bytes, self.round_bytes = 0.0, 0.0
+        self.recent_bytes: deque[float] = deque(
+            maxlen=settings.method.local.h if settings.method.local else 1
+        )
+        self.phase_waited = 0.0  # seconds of waiting for local steps that belong to no timed step
         self.predicted_step: float | None = None  # seconds, for simulated workers
         self.simulated_seconds = 0.0
 
@@ -89,13 +97,17 @@ class TrainingRun:
         at = self.checkpoint.resume()
         done = self.step = at.position["step"] if at else 0
         if at:
+            self.runner.resumed(self.change)
             for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
                 setattr(self, name, at.position.get(key, getattr(self, name)))
             self.console.info(f"resumed after update {done} of {self.total_steps}")
         elif has_unfinished_run(self.settings):
             self.console.info("no checkpoint yet, starting over")
-        if self.world_size == 1 and self.settings.method.compress is not None:
-            self.console.info(f"one worker sends no gradients: {self.settings.method.compress} has no effect")
+        method = self.settings.method.compress
+        if self.world_size == 1 and method is not None:
+            self.console.info(f"one worker sends no gradients: {method} has no effect")
+        if self.world_size > 1 and method is not None and method.has_momentum:
+            self.console.info(f"{method} has its own momentum, so that of the optimizer is switched off")
         if self.settings.narrow is not None:
             self.console.info(self.settings.narrow.note)
         with sigint_as_sigterm(), self._open_log(done if at else None) as log:
@@ -130,9 +142,14 @@ class TrainingRun:
             finished = self._epoch(epoch, start, log)
             parts = {"step": self.timer.recent() or 0.0}
         else:
+            waited = self.runner.waited
             with Breakdown(self.runner.model, self.optimizer) as times:
                 finished = self._epoch(epoch, start, log)
-            parts = times.parts
+            waited = (self.runner.waited - waited) / max(times.steps, 1)
+            parts = times.parts | {
+                "exchange": times.parts["exchange"] + waited,
+                "data": times.parts["data"] - waited,
+            }
         log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
         return finished
 
@@ -150,12 +167,14 @@ class TrainingRun:
             if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
                 self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
+            self.recent_bytes.append(self._wire_bytes())
             loss = self.runner.update(lr)
             self.change.after_step()
             self.timer.tick()
             self.step += 1
             self._advance_simulated_time(log)
             self.ddp_bytes += ddp_bytes_per_step
+            self._count_bytes()
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
                 row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
@@ -173,13 +192,23 @@ class TrainingRun:
         self.timer.pause()
         return True
 
+    def _count_bytes(self) -> None:
+        now, recent = self._wire_bytes(), self.recent_bytes
+        self.peak_bytes = max(self.peak_bytes, now - recent[-1])
+        self.round_bytes = max(self.round_bytes, now - recent[0])
+
     def _advance_simulated_time(self, log: TrainingLog) -> None:
         if self.predicted_step is not None:
             self.simulated_seconds += self.predicted_step
             log.simulated_seconds = self.simulated_seconds
 
     def _end_epoch(self, epoch: int, log: TrainingLog) -> bool:
-        """Validate and save; False if the run was stopped after a checkpoint."""
+        """Validate and save; False if the run was stopped after a checkpoint.
+
+        Between the averages of local steps the model is that of the first worker, at the end that of all.
+        """
+        if epoch + 1 == self.change.epochs:
+            self._sync()
         with log.paused():
             self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
@@ -188,10 +217,19 @@ class TrainingRun:
                 self.last_save = time.monotonic()
         return not stop
 
+    def _sync(self) -> None:
+        """Average what local steps have not averaged yet."""
+        before = self.runner.waited
+        self.runner.sync()
+        self.recent_bytes.clear()  # a round in the middle has more bytes
+        self.phase_waited += self.runner.waited - before
+
     def _save_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
         always = epoch + 1 == self.change.epochs or self.settings.save_every is not None
-        return self.workers.run_on_first(lambda: always or time.monotonic() > self.last_save + SAVE_SECONDS)
+        return self.workers.run_on_first(
+            lambda: always or time.monotonic() > self.last_save + self.settings.save_seconds
+        )
 
     def _show_progress(self, epoch: int, loss: float) -> None:
         position = f"epoch {epoch + 1}/{self.change.epochs}, update {self.step}/{self.total_steps}"
@@ -217,6 +255,8 @@ class TrainingRun:
             return
         self.runner.model_changed()
         self.timer.reset()
+        self.peak_bytes = self.round_bytes = 0.0
+        self.phase_waited = self.runner.waited
         self.phase_start, self.phase_start_bytes = self.step, self._wire_bytes()
         if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
             self.best_score, self.lr_factor = _WORST_SCORE, 1.0
@@ -253,12 +293,26 @@ class TrainingRun:
         results = self._evaluate("test") | self.change.results(log)
         phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
         results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1), "bytes": self._wire_bytes()}
-        results |= {"updates": self.step, "updates_before_change": self.phase_start}
+        results |= {
+            "updates": self.step,
+            "updates_before_change": self.phase_start,
+            "peak_bytes": self.peak_bytes,
+        }
+        local = self.settings.method.local
+        if local is not None:
+            results |= {
+                "bytes_a_round": self.round_bytes,
+                "exchange_updates": max(local.delay, 1),
+            }
         if not self.settings.simulate:
             measured: dict[str, Any] = {
                 "seconds_a_step": self.timer.median(), "training_seconds": training_seconds,
                 "peak_memory": peak_memory(self.device),
             }  # fmt: skip
+            if local is not None:  # one update in several waits
+                waited, total = self.runner.waited - self.phase_waited, self.timer.total()
+                measured["seconds_a_step"] = self.timer.mean()
+                measured["utilisation"] = 1 - waited / total if total else None
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
@@ -272,6 +326,8 @@ class TrainingRun:
 
     def _wire_bytes(self) -> float:
         """Bytes that this worker has sent; plain DDP is counted as a ring all-reduce of the gradients."""
+        if self.settings.method.local is not None:
+            return self.earlier_bytes + self.runner.wire_bytes
         if isinstance(self.hook, DDPHook | SimulatedDDP) and self.settings.method.compress is not None:
             return self.earlier_bytes + self.hook.meter.wire_bytes
         return self.earlier_bytes + self.ddp_bytes

@@ -1,0 +1,248 @@
+"""The tables of the results, a command each: what is missing is run, in pieces of some minutes, and kept in one small file.
+
+    python benchmarks/tables.py enwik8 --data FOLDER --minutes 9 --beside 3     # again until nothing is missing
+    python benchmarks/tables.py enwik8 --show                                   # the table, from the file alone
+    python benchmarks/tables.py enwik8 --commands                               # the same as `pufferfish bench` commands
+
+A table has one or several parts, and a part is a bench: every method tries the same learning rates on a seed of its own and is
+judged by validation data; then all seeds are trained with the best rate, and test data is looked at once. Each run is a
+process. `--beside` of them share the GPU; widths and step times are measured while nothing else runs. A run that would end
+later than `--minutes` is not started, and a finished run is appended to RESULTS/NAME.jsonl at once, with its settings,
+versions, device, validation curve, results and times. What does not fit the declaration below (other epochs, another rate
+after the tuning) is ignored, and stays in the file.
+
+Unfinished runs stay in `--work` with their checkpoints, and are continued if that folder is still there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pufferfish.lab.bench import BenchLines, BenchSettings, run_bench
+from pufferfish.lab.bench.bench_tables import bench_tables
+from pufferfish.lab.report.export import as_markdown
+from pufferfish.lab.report.tables import Cell, Table
+
+RESULTS = Path(__file__).parent / "results"
+GPU = {"device": "cuda", "precision": "bf16", "mode": "graph"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A bench, and how its table is shown.
+
+    Args:
+        seconds: of a run, roughly, as long as none is finished.
+        against: methods that all others are compared with, beside dense.
+        published: figures of the papers, by method.
+    """
+
+    settings: BenchSettings
+    seconds: float = 0.0
+    against: tuple[str, ...] = ()
+    published: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def part(
+    task: str,
+    *methods: str,
+    seconds: float = 0.0,
+    against: tuple[str, ...] = (),
+    published: dict[str, str] | None = None,
+    **settings: Any,
+) -> Part:
+    """A part with the settings of `BenchSettings`."""
+    made = BenchSettings(task=task, methods=methods, **settings)
+    return Part(made, seconds, against, published or {})
+
+
+#: Dense, low-rank at a third of the full rank after a third of the run, and narrower models; Muon, and AdamW for comparison.
+LANGUAGE = ("dense@adamw", "pufferfish", "auto", "narrow", "narrow@time")
+LANGUAGE_RECIPE = "short,optimizer=muon,lr=2e-3,rank=0.3333"
+NARROW = ("narrow", "narrow@time")
+
+#: The paper's ablation, the automatic ranks, narrow models as large as the low-rank ones, and pruned channels.
+IMAGES = (
+    "pufferfish(at=0)", "pufferfish", "pufferfish(frobenius=5e-4)", "auto(frobenius=5e-4)",
+    "auto(frobenius=5e-4,back=0.9)", "narrow", "narrow@time", "narrow-1.6M", "early-bird-0.5",
+)  # fmt: skip
+
+SPARSE = (
+    "TopK(0.01)", "RandomK(0.01,'own')", "RandomK(0.01,'shared')", "BlockRandomK(0.01,'own')",
+    "BlockRandomK(0.01,'shared')",
+)  # fmt: skip
+OTHERS = ("powersgd-4", "Signum()", "OneBitSGD()", "QSGD()", "DGC(0.99)", "int8")
+SPARSE_PUBLISHED = {
+    "dense": "94.30", "TopK(0.01)": "93.41", "RandomK(0.01,'own')": "92.54", "RandomK(0.01,'shared')": "92.43",
+    "BlockRandomK(0.01,'own')": "93.10", "BlockRandomK(0.01,'shared')": "90.63",
+    "global-BlockRandomK(0.01,'shared')": "78.11",
+}  # fmt: skip
+
+
+def sparse(workers: int, *methods: str, **more: Any) -> Part:
+    """Compression with simulated workers; the batch is that of all workers together."""
+    return part(
+        "cifar10", *methods, per_host=workers, simulate=True, network="1gbit", epochs=60, seeds=2, tune=3,
+        tune_epochs=15, **GPU, **more,
+    )  # fmt: skip
+
+
+TABLES: dict[str, dict[str, Part]] = {
+    "smoke": {
+        "digits": part(
+            "digits:mlp,width=16", "pufferfish", recipe="short,rank=0.5", epochs=2, seeds=2, tune=2,
+            tune_epochs=1, mode="eager", against=("pufferfish",), published={"dense": "none"},
+        ),
+    },
+    "enwik8": {
+        "d512": part(
+            "enwik8", *LANGUAGE, recipe=LANGUAGE_RECIPE, epochs=40, seeds=3, tune=5, tune_epochs=10, equal="time",
+            seconds=200, against=NARROW, **GPU | {"mode": "compile+graph"},
+        ),
+    },
+    "enwik8-768": {
+        "d768": part(
+            "enwik8:d=768,layers=12,heads=12", *LANGUAGE, recipe=LANGUAGE_RECIPE, epochs=30, seeds=2, tune=4,
+            tune_epochs=5, equal="time", seconds=400, against=NARROW, **GPU | {"mode": "compile+graph"},
+        ),
+    },
+    "cifar10": {
+        "resnet18": part(
+            "cifar10", "pufferfish(at=0,keep=conv1|fc)", *IMAGES, epochs=100, seeds=3, tune=3, tune_epochs=20,
+            seconds=150, against=("narrow", "narrow@time", "narrow-1.6M"), **GPU,
+            published={
+                "dense": "95.09", "pufferfish(at=0,keep=conv1|fc)": "93.75", "pufferfish(at=0)": "93.92",
+                "pufferfish": "94.87",
+            },
+        ),
+        "vgg19": part(
+            "cifar10:vgg19", "pufferfish(at=0,keep=features.conv1|classifier.fc3)", *IMAGES, epochs=100, seeds=3, tune=3,
+            tune_epochs=20, seconds=150, against=("narrow", "narrow@time", "narrow-1.6M"), **GPU,
+            published={"dense": "93.91", "pufferfish": "93.89"},
+        ),
+        "resnet18, lottery": part(  # six trainings in a run
+            "cifar10", "pufferfish", "lottery-ticket-5", epochs=60, seeds=2, seconds=350, **GPU
+        ),
+        "vgg19, lottery": part(
+            "cifar10:vgg19", "pufferfish", "lottery-ticket-5", epochs=60, seeds=2, seconds=350, **GPU
+        ),
+        "resnet18, 300 epochs": part(
+            "cifar10", "pufferfish", recipe="paper", seeds=1, seconds=500, **GPU,
+            published={"dense": "95.09", "pufferfish": "94.87"},
+        ),
+    },
+    "wikitext2": {
+        # Batch 80 in place of the paper's 20, with which a run takes more than ten minutes.
+        "lstm": part(
+            "wikitext2", "pufferfish(at=0)", "pufferfish", *NARROW, epochs=40, seeds=3, tune=3, tune_epochs=10, seconds=350,
+            against=NARROW, **GPU,
+            published={"dense": "88.16", "pufferfish(at=0)": "92.04", "pufferfish": "88.72"},
+        ),
+    },
+    "multi30k": {
+        "transformer": part(
+            "multi30k:dropout=0.3", "pufferfish", "auto", *NARROW, epochs=40, seeds=3, tune=4, tune_epochs=20,
+            seconds=300, against=NARROW, **GPU | {"mode": "eager"},
+        ),
+    },
+    "seed004": {
+        "8 workers": sparse(
+            8, *SPARSE, *(f"global-{method}" for method in SPARSE), *OTHERS, seconds=400, published=SPARSE_PUBLISHED
+        ),
+        "4 workers": sparse(4, SPARSE[0], *SPARSE[3:], seconds=300),
+        "2 workers": sparse(2, SPARSE[0], *SPARSE[3:], seconds=200),
+    },
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a table or show it; 0 if nothing failed."""
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("table", choices=TABLES)
+    ask.add_argument("--part", help="only this part of the table")
+    ask.add_argument("--show", action="store_true", help="only print the table, as Markdown")
+    ask.add_argument("--commands", action="store_true", help="only print the commands of `pufferfish bench`")
+    ask.add_argument("--data", type=Path, help="folder with the task's data")
+    ask.add_argument("--minutes", type=float, help="start no run that would end later")
+    ask.add_argument("--beside", type=int, default=1, help="runs that share the device")
+    ask.add_argument("--results", type=Path, default=RESULTS, help="folder of NAME.jsonl")
+    ask.add_argument("--work", type=Path, default=Path("runs/tables"), help="folder for unfinished runs")
+    given = ask.parse_args(arguments)
+    parts = TABLES[given.table]
+    if given.part is not None:
+        if given.part not in parts:
+            ask.error(f"--part {given.part}: {given.table} has the parts {', '.join(parts)}")
+        parts = {given.part: parts[given.part]}
+    file = given.results / f"{given.table}.jsonl"
+    if given.commands:
+        print("\n".join(command(each.settings) for each in parts.values()))
+    elif given.show:
+        print("\n".join(shown(name, each, BenchLines(file, name)) for name, each in parts.items()))
+    else:
+        return run(parts, file, given)
+    return 0
+
+
+def run(parts: dict[str, Part], file: Path, given: argparse.Namespace) -> int:
+    """Run what is missing, part after part, while there is time."""
+    end = None if given.minutes is None else time.monotonic() + 60 * given.minutes
+    codes = []
+    for name, each in parts.items():
+        left = None if end is None else (end - time.monotonic()) / 60
+        if left is not None and left <= 0:
+            break
+        digest = hashlib.sha256(repr(each.settings).encode()).hexdigest()[:12]
+        root = (
+            given.work / given.table / digest
+        )  # changed settings make a new folder; the file has what still fits
+        root.parent.mkdir(parents=True, exist_ok=True)
+        codes.append(run_bench(
+            each.settings, root, data=given.data, beside=given.beside, minutes=left, expected=each.seconds or None,
+            lines=BenchLines(file, name),
+        ))  # fmt: skip
+        if codes[-1] == 130:
+            break
+    return max(codes, default=0)
+
+
+def shown(name: str, each: Part, lines: BenchLines) -> str:
+    """A part's tables as Markdown."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines.restore(each.settings, Path(folder))
+        tables = bench_tables(each.settings, Path(folder), each.against)
+    if each.published and tables[0].columns[0] == "method" and len(tables) > 1:
+        tables[0] = with_published(tables[0], each.published)
+    return f"# {name}: {each.settings.task}\n\n{as_markdown(tables)}"
+
+
+def with_published(table: Table, published: dict[str, str]) -> Table:
+    """The table with the papers' figures as a last column."""
+    rows = [[*row, Cell(published.get(row[0].text, "–"))] for row in table.rows]
+    return dataclasses.replace(table, columns=[*table.columns, "published"], rows=rows)
+
+
+def command(settings: BenchSettings) -> str:
+    """The same bench as a command."""
+    methods = [method for method in settings.methods if method not in settings.references]
+    words = ["pufferfish", "bench", settings.task, "--methods", ",".join(methods)]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in ("task", "methods") or value == field.default:
+            continue
+        flag = "--workers" if field.name == "per_host" else f"--{field.name.replace('_', '-')}"
+        value = f"lr={value}" if field.name == "tune" else value
+        words += [flag] if value is True else [flag, f"{value}"]
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""torchft: replicas that may be killed, hang, join and come back while the others continue training."""
+
+from .elastic_gradients import ElasticGradients
+from .elastic_local_steps import ElasticLocalSteps
+from .replica_transport import LostReplica
+from .replicas import Replicas
+from .state_server import StateServer
+
+__all__ = ["ElasticGradients", "ElasticLocalSteps", "LostReplica", "Replicas", "StateServer"]

@@ -1,0 +1,171 @@
+"""`ElasticGradients`: gradients averaged in every step between replicas that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compression import Engine, Meter, NoCompression, Settings
+from ...compression.ddp_hook import checked_settings, gradient_units
+from ...compression.engine import Step
+from ...compression.settings import Methods
+from ...layers.names import own_name, unwrap
+from ...optim.carry import Optimizers
+from ...switching.switch import Switch
+from .replica_transport import LostReplica
+from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
+from .shared_state import SharedState
+
+
+class ElasticGradients:
+    """Average every gradient, compressed or not, between replicas that may be killed, hang, join and come back.
+
+    It takes the place of DDP, and needs neither a wrapper nor a communication hook.
+
+    A replica that joins gets weights, low-rank structure and optimizer state from another one in its first `average`. Its own
+    gradient, of other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
+
+    Args:
+        replicas: of this job.
+        method: compression method, or a mapping from name patterns to methods.
+        settings: other arguments of `pf.compression.Settings`.
+
+    >>> from torchft.coordination import LighthouseServer
+    >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    >>> port = lighthouse.address().split(":")[-1]
+    >>> replicas = Replicas(f"http://127.0.0.1:{port}", hostname="127.0.0.1")
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> gradients = ElasticGradients(replicas)
+    >>> gradients.start(model, optimizer)
+    >>> while gradients.position < 2:
+    ...     model(torch.ones(2)).sum().backward()
+    ...     gradients.average(model)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> replicas.shutdown(), lighthouse.shutdown()
+    (None, None)
+    """
+
+    def __init__(self, replicas: Replicas, method: Methods | None = None, **settings: Any) -> None:
+        self._replicas = replicas
+        self._settings = Settings(NoCompression() if method is None else method, **settings)
+        if self._settings.hierarchy != "flat":
+            raise ValueError("ElasticGradients: hierarchy= is not supported between replicas")
+        replicas.transport.operation = "ElasticGradients.average"
+        self.engine = Engine(self._settings, replicas.transport)
+        self._state: SharedState | None = None
+        self._stale = False  # whether the gradients belong to weights that were replaced
+        replicas.share_state(self._shared_state, self._adopt)
+
+    @property
+    def position(self) -> int:
+        """Number of averages of the whole job. A replica that joins continues from that of the others."""
+        return self._replicas.round
+
+    @property
+    def meter(self) -> Meter:
+        """Bytes and times so far."""
+        return self.engine.meter
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        switch: Switch | None = None,
+        parts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set what a replica that joins gets from another one. Call it before the first step.
+
+        Args:
+            optimizer: every optimizer of the model.
+            switch: brings the low-rank structure to a replica that joins after the switch.
+            parts: other objects with `state_dict` and `load_state_dict`, such as a scheduler, by name.
+        """
+        state = SharedState(model, optimizer, switch, parts)
+        settings = self._settings
+        checked_settings(
+            settings, settings.method, settings.error_feedback, _trained(model), state.optimizers
+        )
+        self._state = state
+
+    @torch.no_grad()
+    def average(self, model: nn.Module) -> None:
+        """Replace the gradients by their means over the replicas. Call it after the backward pass, before the update."""
+        if self._state is None:
+            raise ValueError("ElasticGradients: call gradients.start(model, optimizer) before the first step")
+        self._state.model, self._stale = model, False
+        for name, p in _trained(model).items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise ValueError(
+                    f"ElasticGradients: {name} has a sparse gradient; build it with sparse=False"
+                )
+        while True:
+            count, error = self.engine.steps, None
+            try:
+                self._replicas.join()  # may replace the model's state
+                self.engine.state.move(self._replicas.transport.worker, self._replicas.size)
+                count = self.engine.steps
+                step, means = self._exchange(_trained(model))
+            except LostReplica as lost:
+                error = lost
+            if self._replicas.commit(error):
+                break
+            self.engine.state.steps = count
+        step.commit()
+        for name, p in _trained(model).items():
+            p.grad = means[name]
+
+    def _exchange(self, params: Mapping[str, nn.Parameter]) -> tuple[Step, dict[str, Tensor]]:
+        unused = self._stale or all(p.grad is None for p in params.values())
+        gradients = {
+            name: torch.zeros_like(p) if unused or p.grad is None else p.grad for name, p in params.items()
+        }
+        layout = [(name, tuple(p.shape), p.dtype) for name, p in params.items()]
+        facts = repr((self._settings.method, self._settings.error_feedback, self.engine.steps, layout))
+        size, contributors = self._replicas.size, self._replicas.agree(facts, digest(params), not unused)
+        means = {name: torch.empty_like(g) for name, g in gradients.items()}
+        self.engine.arrange(gradients)
+        assert self._state is not None
+        names = {id(p): name for name, p in params.items()}
+        units = gradient_units(names, self._state.optimizers) if self.engine.keeps_units else ()
+        step = self.engine.begin(*units)
+        step.add(gradients)
+        step.finish(means)
+        average_of_contributors_(means, self._settings, size, contributors)
+        self._replicas.confirm(digest(means))
+        return step, means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this replica, to start the whole job again."""
+        return {"engine": self.engine.state_dict(), "rounds": self._replicas.manager.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of this replica."""
+        self.engine.load_state_dict(
+            engine_state_for(self._replicas.transport, self._settings, state["engine"])
+        )
+        self._replicas.manager.load_state_dict(state["rounds"])
+
+    def _shared_state(self) -> dict[str, Any]:
+        assert self._state is not None
+        engine = self.engine.state_dict() | {"own": {}}  # error feedback is each replica's own
+        return {"shared": self._state.state_dict(), "engine": engine}
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Continue like another replica, with the error feedback of this one."""
+        assert self._state is not None
+        self.engine.state.move(0, 1)  # without parts that depend on the number of replicas
+        same = self._state.ranks == state["shared"]["ranks"]
+        own = self.engine.state_dict()["own"] if same else {}
+        self._state.load_state_dict(state["shared"])
+        self.engine.load_state_dict({**state["engine"], "worker": 0, "size": 1, "own": own}, {})
+        self._stale = True
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}

@@ -1,0 +1,254 @@
+"""`Replicas`: the replicas of a job that are there now, and the rounds in which they exchange something."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft import Manager, ProcessGroupGloo
+
+from ...compression import Settings
+from .replica_transport import LostReplica, ReplicaTransport
+from .state_server import StateServer
+
+#: Seconds between two requests to a Lighthouse that does not answer.
+_RETRY = 1.0
+#: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
+_CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
+
+
+class Replicas:
+    """Membership of this replica in a job, through a Manager of torchft. Create one in every process.
+
+    A replica is a process with a copy of the model, started on its own. A Lighthouse,
+    `torchft_lighthouse --min_replicas 1 --join_timeout_ms 600000`, runs beside the job. Its join timeout must be longer than a
+    round.
+
+    Args:
+        lighthouse: its address, such as "http://host:29510". Default: the environment variable TORCHFT_LIGHTHOUSE.
+        name: of this replica, in messages and logs.
+        min_replicas: fewer replicas wait for others.
+        timeout: seconds after which a replica that does not answer counts as lost. Longer than an exchange takes.
+        patience: seconds to wait for the other replicas, and for a Lighthouse that is being restarted. Longer than a round.
+        hostname: by which others reach this machine. Default: its name.
+
+    >>> from torchft.coordination import LighthouseServer
+    >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    >>> port = lighthouse.address().split(":")[-1]
+    >>> replicas = Replicas(f"http://127.0.0.1:{port}", hostname="127.0.0.1")
+    >>> replicas.share_state(lambda: {}, lambda state: None)
+    >>> replicas.join()
+    >>> replicas.agree("what this replica does", bytes(32), contributes=True), replicas.commit(), replicas.round
+    (1, True, 1)
+    >>> replicas.shutdown(), lighthouse.shutdown()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        name: str = "",
+        min_replicas: int = 1,
+        timeout: float = 60.0,
+        patience: float = 3600.0,
+        hostname: str | None = None,
+    ) -> None:
+        if min_replicas < 1:
+            raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # torchft restores each process of a replica from another replica, with another inner optimizer.
+            raise ValueError(
+                "Replicas: a replica is one process, but a process group is initialized; start replicas on their own"
+            )
+        if not 0 < timeout <= patience:
+            raise ValueError(
+                f"Replicas: timeout={timeout:g} must be above 0, and at most patience={patience:g}"
+            )
+        limit = timedelta(seconds=timeout)
+        hostname = hostname or socket.gethostname()
+        self._patience, self._min_replicas = patience, min_replicas
+        self._begun: float | None = None  # when the first attempt at this round began
+        self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        members = ProcessGroupGloo(timeout=limit)
+        self.transport = ReplicaTransport(members)
+        try:
+            self.manager = Manager(
+                pg=members,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=min_replicas,
+                use_async_quorum=False,
+                timeout=limit,
+                quorum_timeout=timedelta(seconds=patience),
+                connect_timeout=limit,
+                rank=0,
+                world_size=1,
+                store_addr=hostname,
+                store_port=self._store.port,
+                lighthouse_addr=lighthouse,
+                replica_id=name,
+                hostname=hostname,
+                checkpoint_transport=StateServer(hostname),
+                # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
+                quorum_retries=math.ceil(patience / _RETRY),
+            )
+        except KeyError:
+            raise ValueError(
+                "Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE"
+            ) from None
+
+    @property
+    def size(self) -> int:
+        """Number of replicas in the last round."""
+        return self.transport.size
+
+    @property
+    def round(self) -> int:
+        """Number of rounds so far, of the whole job."""
+        step: int = self.manager.current_step()
+        return step
+
+    def share_state(self, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
+        """Register the state that a replica which joins, or has missed a round, gets from another one.
+
+        Both functions are called by `join`.
+        """
+        self.manager.register_state_dict_fn("pufferfish", load_state_dict, state_dict)
+
+    def join(self) -> None:
+        """Begin a round: wait for the other replicas, and get the state of one of them where this one is behind.
+
+        Raises:
+            LostReplica: a replica was lost meanwhile.
+            RuntimeError: the patience is at an end.
+        """
+        self._begun = self._begun or time.monotonic()
+        try:
+            self.manager.start_quorum()
+        except (TimeoutError, RuntimeError) as error:
+            raise RuntimeError(
+                f"Replicas: no round could begin within {self._patience:g} s: the Lighthouse does not answer, or there are "
+                f"fewer than min_replicas replicas; start them, and this replica again ({error})"
+            ) from error
+        if (problem := self.manager.errored()) is not None:
+            raise LostReplica(str(problem.original_exception))
+        self.transport.move()
+        expected = self.manager.num_participants()
+        if self.transport.size != expected:  # a restarted Lighthouse counts its rounds anew
+            raise LostReplica(f"{expected} replicas are there, but the group has {self.transport.size}")
+
+    def agree(self, facts: str, shared: bytes, contributes: bool) -> int:
+        """Compare what must be equal on all replicas, and return how many of them contribute to this round.
+
+        Args:
+            facts: what this replica is about to do. Another one than most replicas do raises ValueError.
+            shared: digest of the state that all replicas share. One that differs from most is replaced in the next round.
+        """
+        own = hashlib.sha256(facts.encode()).digest() + shared
+        answers = self.transport.gather_bytes(own + bytes([contributes]))
+        counts = Counter(answer[:-1] for answer in answers)
+        most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
+        if len(counts) == 1:
+            self._forget_rendezvous()
+            return sum(answer[-1] for answer in answers)
+        if own[32:] != most[32:]:
+            self.manager.load_state_dict(
+                {**self.manager.state_dict(), "step": 0}
+            )  # behind, so it gets a state
+        elif own != most:
+            raise ValueError(
+                "this replica differs from the others in its arguments, its model (names, shapes, dtypes) or in what it does "
+                f"in round {self.round}; start it as the others were started"
+            )
+        raise LostReplica("the replicas differ in their state")
+
+    def confirm(self, result: bytes) -> None:
+        """Check that all replicas have completed the exchange with the same result."""
+        if len(set(self.transport.gather_bytes(result))) > 1:
+            raise LostReplica("the replicas differ in the result of the exchange")
+
+    def commit(self, error: LostReplica | None = None) -> bool:
+        """End the round. True: it counts, apply its result. False: begin it again."""
+        if error is not None:
+            self.manager.report_error(error.with_traceback(None))
+            self.transport.members.abort()
+            gc.collect()  # closes the connections, so that others which wait for this replica find out at once
+        done: bool = self.manager.should_commit()
+        if done:
+            self._begun = None
+        elif time.monotonic() - (self._begun or 0.0) > self._patience:
+            raise RuntimeError(
+                f"Replicas: round {self.round} was not completed within {self._patience:g} s, with {self.size} replicas and "
+                f"min_replicas={self._min_replicas} ({error or 'too few of them'}); start more, and this replica again"
+            )
+        elif self.size < self._min_replicas:  # a Lighthouse that asks for fewer does not wait for others
+            time.sleep(_RETRY)
+        return done
+
+    def shutdown(self) -> None:
+        """Leave the job. The others continue."""
+        self.manager.shutdown()
+        self.transport.members.shutdown()
+
+    def _forget_rendezvous(self) -> None:
+        """Delete the addresses by which the members of this group have met: a restarted Lighthouse uses the keys again."""
+        if hasattr(self._store, "list_keys"):
+            for key in self._store.list_keys():
+                if "torchft/" in key:
+                    self._store.delete_key(key)
+
+
+def average_of_contributors_(
+    means: Mapping[str, Tensor], settings: Settings, size: int, contributors: int
+) -> None:
+    """Make means over all replicas, of which some have sent zeros, those over the others. A vote stays a vote."""
+    if 0 < contributors < size:
+        for name, method in settings.choose(list(means)).items():
+            if method.kind != "vote":
+                means[name].mul_(size / contributors)
+
+
+def engine_state_for(
+    transport: ReplicaTransport, settings: Settings, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a saved state of an `Engine` for the place of this replica now, without parts that belong to another one."""
+    divided = {key for method in settings.by_pattern.values() for key in method.divided_state}
+    own = {
+        name: {key: x for key, x in tensors.items() if key not in divided}
+        for name, tensors in state["own"].items()
+    }
+    return {**state, "worker": transport.worker, "size": transport.size, "own": own}
+
+
+def digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a digest of the bits of some tensors, computed on their device. It finds differences, not forgeries.
+
+    >>> a, b, c = torch.zeros(2), torch.ones(2), torch.tensor([0.0, 1.0])
+    >>> len({digest({"w": x}) for x in (a, b, c, c.flip(0), c.clone())})
+    4
+    """
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].detach()
+        found.update(repr((name, tuple(x.shape), str(x.dtype))).encode())
+        flat = x.contiguous().view(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        words = flat[: len(flat) // 8 * 8].view(torch.int64)
+        # Sums modulo 2^64 with odd weights: a change of one word always changes them.
+        weights = torch.arange(1, 2 * min(len(words), _CHUNK) + 1, 2, device=x.device) * _WEIGHT
+        sums = [(part * weights[: len(part)]).sum() for part in words.split(_CHUNK)]
+        found.update(torch.stack(sums).cpu().numpy().tobytes())
+        found.update(flat[8 * len(words) :].cpu().numpy().tobytes())
+    return found.digest()

@@ -1,0 +1,403 @@
+"""torchft: replicas that are killed, hang, join and come back; each in a real process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchft")
+
+import torch
+from torch import Tensor
+
+import pufferfish as pf
+from integrations.elastic import (
+    Accident,
+    Job,
+    all_do,
+    backward,
+    build,
+    close_to,
+    cluster,
+    reference,
+)
+from processes import forked, in_processes
+from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo
+from pufferfish.compression.settings import Methods
+from pufferfish.integrations.torchft import Replicas, StateServer
+from pufferfish.integrations.torchft.replicas import digest
+from pufferfish.integrations.torchft.state_server import decode
+
+
+def test_replicas_train_as_the_reference_does() -> None:
+    with cluster(job := Job(momentum=0.9)) as c:
+        three = [c.add(name) for name in "abc"]
+        all_do(three, "start")
+        found = all_do(three, "until", 8)
+    assert found[0]["size"] == 3
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2)] * 2))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("collective", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
+def test_a_replica_is_killed_in_an_exchange_and_joins_again(collective: int) -> None:
+    """The survivors keep the updates of this round and average without it; a new process gets everything from them."""
+    with cluster(job := Job(momentum=0.9)) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=2, collective=collective))
+        all_do([a, b, lost], "start")
+        all_do([a, b, lost], "until", 4)
+        for one in (a, b, lost):
+            one.tell("until", 8)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1)]))
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()  # in the round that the others complete at 12
+        all_do([a, b], "until", 12)
+        assert back.answer()["position"] == 12
+        found = all_do([a, b, back], "until", 16)
+    assert found[0]["size"] == 3
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1), (0, 1, 2)]))
+
+
+@pytest.mark.slow
+def test_a_replica_hangs_and_comes_back() -> None:
+    with cluster(job := Job(timeout=2.0)) as c:
+        a, b = c.add("a"), c.add("b")
+        stopped = c.add("c", Accident(round=2, collective=1, signal=signal.SIGSTOP))
+        all_do([a, b, stopped], "start")
+        for one in (a, b, stopped):
+            one.tell("until", 12)
+        stopped.hangs()
+        found = [one.answer() for one in (a, b)]
+        close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1)]))
+        stopped.wake()
+        c.wait_for_joiner()
+        all_do([a, b], "until", 16)
+        assert stopped.answer()["position"] == 16
+        found = all_do([a, b, stopped], "until", 20)
+    assert found[0]["size"] == 3
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1), (0, 1), (0, 1, 2)]))
+
+
+def test_a_replica_is_killed_in_a_flight() -> None:
+    """The average on its way is lost for all; the survivors average again when it should have been applied."""
+    with cluster(Job(fragments=2, delay=1, momentum=0.9)) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=4, collective=1))
+        all_do([a, b, lost], "start")
+        all_do([a, b, lost], "until", 6)
+        for one in (a, b, lost):
+            one.tell("until", 11)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        assert (found[0]["round"], found[0]["size"]) == (6, 2)
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 13)
+        assert back.answer()["position"] == 12
+        found = all_do([a, b, back], "until", 21)
+    assert found[0]["size"] == 3
+
+
+@pytest.mark.parametrize("collective", [pytest.param(0, marks=SLOW), 1])
+def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -> None:
+    with cluster(Job(switch_at=4, inner="AdamW")) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=2, collective=collective))  # in `start` after the switch
+        all_do([a, b, lost], "start")
+        for one in (a, b, lost):
+            one.tell("until", 8)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        assert found[0]["ranks"] == {"2": 12}
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 12)
+        joined = back.answer()
+        assert joined["ranks"] == {"2": 12}
+        assert joined["model"] == joined["anchor"], "it begins with the anchor"
+        assert joined["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
+        found = all_do([a, b, back], "until", 16)
+    assert found[0]["size"] == 3
+
+
+@pytest.mark.slow
+def test_a_replica_joins_in_the_round_before_the_switch() -> None:
+    """The others have updates of the second fragment to average before the switch; it has none."""
+    with cluster(Job(fragments=2, switch_at=6)) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        all_do([a, b], "until", 5)
+        late = c.add("c")
+        late.tell("start")
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 10)
+        assert late.answer()["position"] == 6
+        late.tell("until", 10)
+        found = [one.answer() for one in (a, b, late)]
+    assert found[0]["anchor"] == found[1]["anchor"] == found[2]["anchor"]
+    assert found[2]["ranks"] == {"2": 12}
+
+
+@pytest.mark.slow
+def test_too_few_replicas_end_the_job_with_one_line() -> None:
+    with cluster(Job()) as c:
+        alone = c.add("a", job=Job(min_replicas=2, timeout=1.0, patience=2.0))
+        alone.tell("start")
+        with pytest.raises(RuntimeError, match="round 0 was not completed within 2 s, with 1 replicas"):
+            alone.answer()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [PowerSGD(2), pytest.param(BlockInt8(), marks=SLOW), pytest.param(SparseLoCo(), marks=SLOW)],
+    ids=lambda m: type(m).__name__,
+)
+def test_compressed_averages_survive_a_change_of_the_members(method: Methods) -> None:
+    with cluster(Job(method=method)) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=3, collective=2))
+        all_do([a, b, lost], "start")
+        for one in (a, b, lost):
+            one.tell("until", 16)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        back = c.add("c")
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 20)
+        back.answer()
+        found = all_do([a, b, back], "until", 28)
+    assert found[0]["size"] == 3
+
+
+def gradient_steps(job: Job, present: list[tuple[int, ...]]) -> dict[str, Tensor]:
+    """SGD on the mean of the replicas' gradients, in one process."""
+    model = build(job)
+    for position, numbers in enumerate(present):
+        for number in numbers:
+            backward(model, position, number)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad / len(numbers)
+                p.grad = None
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_gradients_of_every_step() -> None:
+    with cluster(job := Job(kind="gradients")) as c:
+        a, b = c.add("a"), c.add("b")
+        lost = c.add("c", Accident(round=2, collective=1))
+        for one in (a, b, lost):
+            one.ready()
+            one.tell("start")
+            one.answer()
+        for one in (a, b, lost):
+            one.tell("until", 4)
+        lost.dies()
+        found = [one.answer() for one in (a, b)]
+        assert found[0]["anchor"] == found[1]["anchor"]
+        # In the first step all but one get the weights, so that only the gradient of that one is used.
+        three, two = (0, 1, 2), (0, 1)
+        close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two]))
+        back = c.add("c")
+        back.tell("start")
+        back.answer()
+        back.tell("until", 5)
+        c.wait_for_joiner()
+        all_do([a, b], "until", 5)
+        back.answer()
+        found = all_do([a, b, back], "until", 7)
+    close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two, two, three, three]))
+
+
+@pytest.mark.slow
+def test_gradients_of_every_step_with_the_switch_and_compression() -> None:
+    with cluster(Job(kind="gradients", method=PowerSGD(2), switch_at=3, inner="AdamW")) as c:
+        a, b = c.add("a"), c.add("b")
+        for one in (a, b):
+            one.ready()
+            one.tell("start")
+            one.answer()
+        found = all_do([a, b], "until", 5)
+        assert found[0]["ranks"] == {"2": 12}
+        late = c.add("c")
+        late.tell("start")
+        late.answer()
+        late.tell("until", 6)
+        c.wait_for_joiner()
+        all_do([a, b], "until", 6)
+        assert late.answer()["ranks"] == {"2": 12}
+        found = all_do([a, b, late], "until", 9)
+    assert found[0]["size"] == 3
+    assert found[0]["model"] == found[2]["model"]
+
+
+@pytest.mark.slow
+def test_the_lighthouse_is_restarted() -> None:
+    with cluster(job := Job(min_replicas=2)) as c:
+        a, b, lost = c.add("a"), c.add("b"), c.add("c")
+        all_do([a, b, lost], "start")
+        all_do([a, b, lost], "until", 4)
+        lost.process.kill()  # the new Lighthouse gives its rounds numbers that the old one has used for other members
+        lost.process.join()
+        a.tell("until", 12)
+        c.wait_for_joiner()
+        c.darken()
+        c.light()
+        b.tell("until", 12)
+        found = [one.answer() for one in (a, b)]
+    assert found[0]["anchor"] == found[1]["anchor"]
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1)]))
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_stays_away_ends_the_job_with_one_line() -> None:
+    with cluster(Job(timeout=1.0, patience=2.0)) as c:
+        a = c.add("a")
+        all_do([a], "start")
+        c.darken()
+        a.tell("until", 4)
+        with pytest.raises(
+            RuntimeError, match="no round could begin within 2 s: the Lighthouse does not answer"
+        ):
+            a.answer()
+
+
+def test_a_replica_with_another_state_gets_that_of_most() -> None:
+    with cluster(job := Job()) as c:
+        three = [c.add(name) for name in "abc"]
+        all_do(three, "start")
+        all_do(three, "until", 4)
+        three[0].tell("spoil")  # as after a commit that only one replica has made
+        three[0].answer()
+        found = all_do(three, "until", 8)
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (1, 2)]))
+
+
+@pytest.mark.slow
+def test_a_replica_with_other_arguments_is_refused_and_the_others_continue() -> None:
+    with cluster(job := Job()) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        other = c.add("c", job=Job(method=PowerSGD(2)))
+        other.tell("start")
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 8)
+        with pytest.raises(ValueError, match="differs from the others in its arguments"):
+            other.answer()
+        found = [one.answer() for one in (a, b)]
+    close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
+
+
+@pytest.mark.slow
+def test_a_whole_job_starts_again_from_checkpoints(tmp_path: Path) -> None:
+    """One replica has saved later than the other, which gets its state."""
+    with cluster(job := Job(momentum=0.9, fragments=2)) as c:
+        two = [c.add(name) for name in "ab"]
+        all_do(two, "start")
+        all_do(two, "until", 5)
+        two[1].tell("save", tmp_path / "b")
+        two[1].answer()
+        saved = all_do(two, "until", 9)[0]
+        two[0].tell("save", tmp_path / "a")
+        two[0].answer()
+    with cluster(job) as c:
+        two = [c.add(name) for name in "ab"]
+        for one in two:
+            one.ready()
+        for one in two:
+            one.tell("resume", tmp_path / one.name)
+            one.answer()
+        found = all_do(two, "start")
+        assert (found[0]["position"], found[0]["round"]) == (9, saved["round"] + 1)
+        assert found[0]["anchor"] == saved["anchor"]
+        assert found[0]["model"] == saved["model"], "its updates since the last average are still there"
+        all_do(two, "until", 16)
+
+
+def test_the_state_server_waits_for_the_state_and_refuses_others() -> None:
+    server, other = StateServer("127.0.0.1"), StateServer("127.0.0.1")
+    got: list[Any] = []
+    limit = timedelta(seconds=30)
+    thread = threading.Thread(
+        target=lambda: got.append(other.recv_checkpoint(0, server.metadata(), 7, limit))
+    )
+    thread.start()
+    server.send_checkpoint([1], 6, {"w": torch.zeros(1)}, limit)
+    w = torch.arange(6.0).view(2, 3).T
+    server.send_checkpoint([1], 7, {"w": w, "plan": None, "betas": (0.9, 0.95)}, limit)
+    w.zero_()
+    thread.join(30)
+    assert got[0]["betas"] == (0.9, 0.95)
+    assert torch.equal(got[0]["w"], torch.arange(6.0).view(2, 3).T)
+    server.disallow_checkpoint()
+    with pytest.raises(OSError, match="no state of step 7 within"):
+        other.recv_checkpoint(0, server.metadata(), 7, timedelta(seconds=0.01))
+    for one in (server, other):
+        one.shutdown()
+
+
+def test_state_that_json_and_safetensors_cannot_hold_is_refused() -> None:
+    server = StateServer("127.0.0.1")
+    with pytest.raises(TypeError, match="the state of a replica: f is a function"):
+        server.send_checkpoint([1], 0, {"f": build}, timedelta(seconds=1))
+    server.shutdown()
+    with pytest.raises(ValueError, match="incomplete"):
+        decode(b"\x00" * 7)
+
+
+def grouped(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="a replica is one process, but a process group is initialized"):
+        Replicas("http://127.0.0.1:1")
+
+
+@pytest.mark.slow
+def test_a_replica_of_several_processes_is_refused() -> None:
+    in_processes(grouped, 2)
+
+
+def guide(rank: int, port: int, folder: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
+    for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        user: dict[str, Any] = {
+            "torch": torch,
+            "lighthouse": f"http://127.0.0.1:{port}",
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "switch": pf.Switch(rank=8, when=pf.AtStep(60)),
+            "loss": lambda model, position: model(torch.randn(4, 64)).square().mean(),
+            "Replicas": lambda *args, **kwargs: Replicas(*args, hostname="127.0.0.1", **kwargs),
+        }
+        exec(snippet.replace("import ElasticLocalSteps, Replicas", "import ElasticLocalSteps"), user)
+        name = "gradients" if "gradients" in user else "local"
+        (Path(folder) / f"{name} {rank}").write_text(digest(dict(model.named_parameters())).hex())
+        assert bool(user["switch"].low_rank) == (name == "local")
+
+
+def test_the_guide(tmp_path: Path) -> None:
+    with cluster(Job(min_replicas=2)) as c:
+        forked(guide, 2, (c.port, str(tmp_path)), name="docs/elastic.md", limit=60)
+    for name in ("local", "gradients"):
+        assert (tmp_path / f"{name} 0").read_text() == (tmp_path / f"{name} 1").read_text()

@@ -1,0 +1,172 @@
+"""Local steps in the bench, the report and the advisor: timed in whole rounds, with utilisation, bytes a round and peak rate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from processes import in_processes
+from pufferfish.cli import main
+from pufferfish.lab.advise import advise, load_workload, measured_work, nominal_link
+from pufferfish.lab.advise.advice import LOCAL_SPEEDUP
+from pufferfish.lab.advise.timed_model import TimedModel
+from pufferfish.lab.advise.timing_rounds import steps_per_round
+from pufferfish.lab.network import LinkShape
+from pufferfish.lab.report.comparison import compare_runs, find_runs
+from pufferfish.lab.report.exchange_table import COLUMNS, exchange_table
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.local.schedule import Schedule
+from pufferfish.measure import Work
+from pufferfish.measure.dry_run import Traffic
+from pufferfish.measure.local_exchange import LocalExchange
+
+LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_bench_of_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "bench",
+        "digits:mlp,width=16",
+        "--epochs",
+        "2",
+        "--rounds",
+        "1",
+        "--workers",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    assert main([*words, "--out", str(tmp_path / "out"), "--methods", ",".join(LOCAL)]) == 0
+    shown = capsys.readouterr().out
+    assert all(column in shown for column in ("utilisation", "bytes/round", "largest exchange", "peak rate"))
+    (timings,) = [json.loads(path.read_text()) for path in (tmp_path / "out/timing").iterdir()]
+    sent = {name: timing["bytes"] for name, timing in timings["methods"].items()}
+    assert sent["diloco-4"] == pytest.approx(sent["dense"] / 4, rel=0.01)
+    assert sent["streaming-4x2"] == pytest.approx(sent["dense"] / 4, rel=0.02)
+    assert sent["pufferfish+sparseloco-4"] < sent["dense"] / 100
+    assert all(timings["steps"][name] % 4 == 0 for name in LOCAL)
+    assert all(timings["predicted"][name]["seconds"] > 0 for name in LOCAL)
+    (comparison,) = compare_runs(find_runs([tmp_path / "out"]))
+    table = exchange_table(comparison)
+    assert table is not None
+    rows = {row[0].text: dict(zip(COLUMNS, row, strict=True)) for row in table.rows}
+    assert 0 < (rows["diloco-4"]["utilisation"].value or 0) <= 1
+    whole = rows["diloco-4"]["bytes/round"].value
+    assert whole == rows["diloco-4"]["largest exchange"].value == pytest.approx(sent["dense"], rel=0.01)
+    assert rows["streaming-4x2"]["bytes/round"].value == pytest.approx(whole, rel=0.01)
+    assert (rows["streaming-4x2"]["largest exchange"].value or 0) < 0.8 * (whole or 0)
+    assert (rows["streaming-4x2"]["peak rate"].value or 0) > 0
+    assert "Exchange" in (tmp_path / "out/report.html").read_text()
+
+
+def test_simulated_workers_have_a_predicted_utilisation(tmp_path: Path) -> None:
+    words = [
+        "bench",
+        "digits:mlp,width=16",
+        "--epochs",
+        "1",
+        "--hosts",
+        "4",
+        "--simulate",
+        "--network",
+        "1mbit",
+    ]
+    assert (
+        main([*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--methods", "diloco-4,bf16"]) == 0
+    )
+    (comparison,) = compare_runs(find_runs([tmp_path / "out"]))
+    table = exchange_table(comparison)
+    assert table is not None
+    shares = {row[0].text: row[1].value or 0 for row in table.rows}
+    assert 0 < shares["dense"] < shares["diloco-4"] < 1
+    assert all("(predicted)" in row[1].text for row in table.rows[:3])
+
+
+def timed(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    models = {
+        name: TimedModel(
+            training_method(name),
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+            lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+            lambda net: net(x).square().mean(),
+        )
+        for name in ("dense", "streaming-6x2", "diloco-5")
+    }
+    steps = steps_per_round(models)
+    assert steps["streaming-6x2"] % 6 == steps["diloco-5"] % 5 == 0
+    for name in steps:
+        parts = models[name].time_parts(6 if name == "streaming-6x2" else 5)
+        step = parts.pop("step")
+        assert sum(parts.values()) - parts["hidden"] <= 1.01 * step
+        assert parts["exchange"] >= 0
+    nbytes = 4 * 2 * (64 + 8)
+    assert models["diloco-5"].traffic()[0] == pytest.approx(nbytes / 5, rel=0.05)  # with padding
+    local = models["streaming-6x2"].local
+    assert local is not None
+    local.sync(models["streaming-6x2"].inner)
+    others = [p.detach().clone() for p in models["streaming-6x2"].inner.parameters()]
+    for p in others:
+        torch.distributed.broadcast(p, 0)
+    assert all(map(torch.equal, others, models["streaming-6x2"].inner.parameters()))
+
+    parts = tuple(Traffic(messages=(), encode=e, decode=2 - e) for e in ((1.0, 0.5), (0.2, 0.7))[rank])
+    work = Work(forward=1.0, backward=1.0, local=LocalExchange(Schedule(h=6, fragments=2), parts))
+    slowest = measured_work.slowest_coding(work).local  # so that all workers predict the same
+    assert slowest is not None
+    assert [(f.encode, f.decode) for f in slowest.fragments] == [(1.0, 1.8), (0.7, 1.5)]
+
+
+def test_timed_models_exchange_in_rounds() -> None:
+    in_processes(timed, 2)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n"
+        "def wide():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))\n"
+        "    return model, torch.randn(64, 256), lambda model, x: model(x).square().mean()\n"
+    )
+    return f"{path}:wide"
+
+
+def test_local_steps_are_advised_where_they_are_much_faster(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured_work, "_MAX_STEPS", 5)
+    link = nominal_link(LinkShape.parse("1mbit"), 4, 1)
+    methods = ("bf16", "diloco-30", "streaming-30x4", "sparseloco-30")
+    slow = advise(load_workload(file), link, network="1mbit", nodes=4, methods=methods)
+    assert slow.best.name.endswith("sparseloco-30")
+    assert "pf.LocalSteps(30, method=pf.compression.SparseLoCo(" in str(slow)
+    assert "local steps: compare the quality" in str(slow)
+    steps = {e.name: e.step for e in slow.estimates}
+    assert steps["sparseloco-30"] < steps["streaming-30x4"] < steps["diloco-30"] < steps["bf16"]
+    assert all(e.interval is not None for e in slow.estimates)
+    use = {e.name: e.utilisation or 0 for e in slow.estimates}
+    assert use["dense"] < use["diloco-30"] < use["sparseloco-30"] <= 1
+    for factor in (0.99, 1.01):  # of what local steps must be faster by than any other method
+        estimates = [
+            replace(
+                e,
+                run_speedup=1.0
+                if e.name == "dense"
+                else LOCAL_SPEEDUP * factor * 1.2
+                if "30" in e.name
+                else 1.2,
+            )
+            for e in slow.estimates
+        ]
+        best = replace(slow, estimates=estimates).best.name
+        assert best == ("bf16" if factor < 1 else "diloco-30")

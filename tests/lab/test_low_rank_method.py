@@ -1,0 +1,142 @@
+"""Options of low-rank methods in the lab: the moment, the rank, dense layers, Frobenius decay, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pufferfish as pf
+from pufferfish.lab.tasks import find_task
+from pufferfish.lab.train import RunSettings, train
+from pufferfish.lab.train.low_rank_change import build_model_change
+from pufferfish.lab.train.run_components import build_components
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.measure import read_run
+
+TASK = find_task("digits:mlp,width=16")
+RECIPE = replace(TASK.recipe("short"), epochs=4, batch=128, weight_decay=0.01)
+UPDATES = 10  # of an epoch
+
+
+def settings(method: str, folder: Path, **more: Any) -> RunSettings:
+    given = RunSettings(training_method(method), RECIPE, folder, quiet=True)
+    return replace(given, **more)
+
+
+def results(method: str, folder: Path, **more: Any) -> dict[str, Any]:
+    found = train(TASK, settings(method, folder, **more))
+    assert found is not None
+    return found
+
+
+def losses(folder: Path) -> list[float]:
+    return [value for _, _, value in read_run(folder).metrics["valid/loss"]]
+
+
+def test_options_are_those_of_the_recipe(tmp_path: Path) -> None:
+    one = results("pufferfish(at=0.5,rank=0.5)", tmp_path / "one")
+    other = results("pufferfish", tmp_path / "other", recipe=replace(RECIPE, switch_at=2, rank=0.5))
+    assert losses(tmp_path / "one") == losses(tmp_path / "other") != []
+    assert one["parameters"] == other["parameters"]
+    assert one["low_rank_updates"] == 2 * UPDATES
+    kept = results("pufferfish(at=0.5,rank=0.5,keep=fc1|fc3)", tmp_path / "kept")
+    assert kept["parameters"] > one["parameters"]
+    ranks = {layer["name"]: layer["rank"] for layer in read_run(tmp_path / "kept").layers}
+    assert [name for name, rank in ranks.items() if rank is not None] == ["fc2"]
+
+
+def test_full_rank_finish(tmp_path: Path) -> None:
+    dense = results("dense", tmp_path / "dense")
+    found = results("pufferfish(at=0.25,back=0.75)", tmp_path / "back")
+    plain = results("pufferfish(at=0.25)", tmp_path / "plain")
+    assert found["parameters"] == dense["parameters"] > plain["parameters"] == found["low_rank_parameters"]
+    assert (found["low_rank_updates"], found["updates_before_change"]) == (2 * UPDATES, 3 * UPDATES)
+    assert losses(tmp_path / "back")[:2] == losses(tmp_path / "plain")[:2]
+    assert losses(tmp_path / "back")[3] != losses(tmp_path / "plain")[3]
+
+
+def test_frobenius_decay_against_a_loop(tmp_path: Path) -> None:
+    """The same weights as by a loop that adds the decay of the product to the gradients."""
+    strength, given = 0.05, settings("pufferfish(at=0)", tmp_path, recipe=replace(RECIPE, epochs=1))
+    data = TASK.load(None)
+    components = build_components(TASK, given, data, 0, 1, torch.device("cpu"))
+    model, optimizer = components.module, components.optimizer
+    pf.factorize_(model, pf.plan(model, RECIPE.rank, keep=TASK.keep), optimizer)
+    pairs = [(m.down.weight, m.up.weight) for m in model.modules() if isinstance(m, pf.layers.LowRankLinear)]
+    decay = optimizer.param_groups[0]["weight_decay"]
+    model.train()
+    order = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
+    batches = list(TASK.batches(data, "train", RECIPE.batch, **order))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loop() -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            TASK.loss(model, batch, RECIPE).backward()
+            for down, up in pairs:
+                product = up.detach() @ down.detach()
+                up.grad += strength * product @ down.detach().T - decay * up.detach()
+                down.grad += strength * up.detach().T @ product - decay * down.detach()
+            optimizer.step()
+
+    loop()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert any(not torch.equal(start[name], expected[name]) for name in start)
+
+    again = build_components(
+        TASK, replace(given, method=training_method(f"pufferfish(at=0,frobenius={strength})")), data, 0, 1,
+        torch.device("cpu"),
+    )  # fmt: skip
+    change = build_model_change(again, UPDATES)
+    assert change.begin_epoch(0)
+    for batch in batches:
+        again.optimizer.zero_grad()
+        TASK.loss(again.module, batch, RECIPE).backward()
+        again.optimizer.step()
+    found = dict(again.module.named_parameters())
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name].detach(), p, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "pufferfish(rate=1)",
+            "rate=1 is not an option of pufferfish; there are rank, at, keep, frobenius, back",
+        ),
+        ("auto(rank=0.5)", "rank=0.5 is not an option of auto"),
+        ("pufferfish(at=1)", "at=1 must be a fraction between 0 and 1"),
+        ("pufferfish(back=x)", "back=x must be a fraction"),
+        ("pufferfish(frobenius=-1)", "frobenius=-1 must be a number from 0 on"),
+    ],
+)
+def test_wrong_options(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_method(text)
+
+
+def test_global_scope(tmp_path: Path) -> None:
+    layer, everywhere = training_method("topk-0.01"), training_method("auto+global-topk-0.01")
+    assert (layer.compression.scope, everywhere.compression.scope) == ("layer", "global")
+    assert everywhere.model == "auto"
+    with pytest.raises(ValueError, match="global"):
+        training_method("global-powersgd-4")
+    short: dict[str, Any] = {"recipe": replace(RECIPE, epochs=1), "simulate": 2}
+    one, other = (results(f"{scope}topk-0.01", tmp_path / f"{scope}k", **short) for scope in ("", "global-"))
+    assert one["loss"] != other["loss"]
+
+
+def test_momentum_of_the_method_replaces_that_of_the_optimizer(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, epochs=1, momentum=0.9, nesterov=True)
+    given = settings("DGC(0.9)", tmp_path / "dgc", recipe=recipe, simulate=2)
+    groups = build_components(TASK, given, None, 0, 1, torch.device("cpu")).optimizer.param_groups
+    assert [(g["params"][0].dim(), g["momentum"], g["nesterov"]) for g in groups] == [
+        (2, 0.0, False),
+        (1, 0.9, True),
+    ]
+    assert train(TASK, given) is not None  # refused with both

@@ -1,0 +1,296 @@
+"""`pf.Switch()` without ranks: on flat, steep and mixed spectra, by held-out loss, and where it is not worth it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import pufferfish as pf
+from matrices import linear_with
+from processes import in_processes
+from pufferfish.lab.models import GPT
+from pufferfish.switching.fsdp2.outline import parameters, whole
+
+STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
+FLAT = torch.ones(64, dtype=torch.float64)
+
+
+def at_once(**options: Any) -> pf.Switch:
+    return pf.Switch(when=pf.AtStep(1), **options)
+
+
+def switched(model: nn.Module, *spectra: Tensor, **options: Any) -> pf.Switch:
+    """Switch a model after its layers got these spectra."""
+    switch = at_once(**options)
+    assert not switch.step(model, None, step=0)
+    for i, sigma in enumerate(spectra):
+        model[i] = linear_with(sigma, 64, 128)  # type: ignore[operator]
+    switch.step(model, None, step=1)
+    return switch
+
+
+def random_layers(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(128, 64, bias=False) for _ in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("spectra", "lowered"), [([FLAT] * 4, True), ([STEEP] * 4, False), ([FLAT, STEEP, STEEP, STEEP], False)]
+)
+def test_ranks_of_flat_spectra_are_lowered_and_of_steep_ones_are_not(
+    spectra: list[Tensor], lowered: bool
+) -> None:
+    model = random_layers(4)
+    start = pf.spectra(model)
+    switch = switched(model, *spectra)
+    assert switch.report is not None
+    ranks = [e.rank for e in switch.report.plan]
+    plain = [
+        e.rank
+        for e in pf.resolve(pf.plan(random_trained(spectra), pf.StableRank(start)), random_trained(spectra))
+    ]
+    assert ranks == ([32] * 4 if lowered else plain)  # 60 % of 64 × 128 is rank 25.6, rounded up
+    line = "ranks lowered: stable ranks would keep 75% of the weights of these layers"
+    assert (line in str(switch.report)) == lowered
+
+
+def random_trained(spectra: list[Tensor]) -> nn.Module:
+    return nn.Sequential(*(linear_with(sigma, 64, 128) for sigma in spectra))
+
+
+class Weighed(nn.Module):
+    """Layers of flat spectra side by side, of which some count for more than others."""
+
+    def __init__(self, weights: list[float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in weights)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)  # type: ignore[arg-type]
+        self.weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([w * layer(x) for w, layer in zip(self.weights, self.layers, strict=True)]).sum(0)
+
+
+def far_from(target: nn.Module) -> Any:
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        y = target(x)
+    return lambda model: (model(x) - y).square().mean()
+
+
+def test_ranks_go_where_the_held_out_loss_needs_them() -> None:
+    weights = [1.0, 0.3, 0.1, 0.01]
+    losses = {}
+    for by_loss in (False, True):
+        model = Weighed(weights)
+        evaluate = far_from(model)
+        switch = at_once(evaluate=evaluate if by_loss else None)
+        dense = copy.deepcopy(model.state_dict())
+        assert not switch.step(model, None, step=0)
+        assert switch.step(model, None, step=1)
+        assert switch.report is not None
+        plan = switch.report.plan
+        assert (
+            plan.after.parameters <= 0.75 * plan.before.parameters
+        )  # 60 % of 128 × 128 is rank 38.4, rounded up to 48
+        with torch.no_grad():
+            losses[by_loss] = float(evaluate(model))
+        sizes = [e.after for e in plan]
+        assert sizes == sorted(sizes, reverse=True)
+        if by_loss:
+            assert sizes[0] > sizes[-1]
+            kept = next(e for e in plan if not e.rank)  # dense layers were tried at low ranks and restored
+            assert torch.equal(model.state_dict()[f"{kept.name}.weight"], dense[f"{kept.name}.weight"])
+    assert losses[True] < 0.5 * losses[False]
+
+
+def test_an_evaluation_that_fails_or_is_not_finite() -> None:
+    model = Weighed([1.0, 1.0, 1.0])
+    dense, calls = copy.deepcopy(model.state_dict()), []
+
+    def broken(model: nn.Module) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of patience")
+        return 1.0
+
+    switch = at_once(evaluate=broken)
+    switch.step(model, None, step=0)
+    with pytest.raises(RuntimeError, match="out of patience"):
+        switch.step(model, None, step=1)
+    assert all(torch.equal(dense[name], value) for name, value in model.state_dict().items())
+    assert switch.report is None
+
+    def finite_if_dense(model: nn.Module) -> float:
+        first = model.layers[0].weight
+        return 1.0 if torch.equal(first, dense["layers.0.weight"]) else float("nan")
+
+    switch = at_once(evaluate=finite_if_dense)
+    switch.step(model, None, step=0)
+    assert switch.step(model, None, step=1)
+    assert switch.report is not None
+    assert [e.rank for e in switch.report.plan] == [None, 16, 16]
+
+
+def mostly_embedding() -> nn.Module:
+    """Half of the linear layers is a sixteenth of the model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(2000, 64), *(nn.Linear(64, 64) for _ in range(4)))
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(torch.arange(8) + step).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run(
+    model: nn.Module, switch: pf.Switch | None, steps: range, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Texts of the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in steps:
+            if switch is not None:
+                assert not switch.step(model, optimizer, step=step)
+            update(model, optimizer, step)
+    return [str(w.message) for w in caught if "stays dense" in str(w.message)]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 1e-3)
+
+
+def test_a_model_stays_dense_where_little_would_be_saved(tmp_path: Path) -> None:
+    """Training goes on as if there were no switch, also from a checkpoint."""
+    plain, model = mostly_embedding(), mostly_embedding()
+    run(plain, None, range(4), adam(plain))
+    optimizer = adam(model)
+    switch = at_once(lr=0.5, back=pf.AtStep(3))
+    layers = list(model)  # type: ignore[call-overload]
+    (text,) = run(model, switch, range(2), optimizer)
+    assert "in Linear: low rank saves only 5.7% of the gradient bytes" in text
+    told = str(switch.report)
+    assert told.splitlines()[0] == "The switch at step 1 changed no layer: 144,640 parameters"
+    assert text in told
+    assert not switch.low_rank
+    assert repr(switch).endswith("stays dense>")
+    assert list(model) == layers  # type: ignore[call-overload]
+
+    pf.Checkpoint(tmp_path, model, optimizer, switch=switch).save(step=2)
+    resumed = mostly_embedding()
+    other, again = adam(resumed), at_once(lr=0.5, back=pf.AtStep(3))
+    assert pf.Checkpoint(tmp_path, resumed, other, switch=again).resume() is not None
+    assert str(again.report) == told
+    state = json.loads(json.dumps(switch.state_dict()))
+    at_once().restore_(mostly_embedding(), None, state)
+    for each, its_optimizer, its_switch in ((model, optimizer, switch), (resumed, other, again)):
+        assert run(each, its_switch, range(2, 4), its_optimizer) == []
+        for p, q in zip(each.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_ranks_of_the_user_are_applied_even_where_they_save_little() -> None:
+    for rank, warns in ((0.25, False), (pf.StableRank(), True)):
+        model = mostly_embedding()
+        for layer in list(model)[1:]:  # type: ignore[call-overload]
+            nn.init.orthogonal_(layer.weight)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert at_once(rank=rank).step(model, None, step=1)
+        assert [str(w.message) for w in caught] == [
+            "Switch: low rank saves only 5.7% of the gradient bytes; pass lower ranks"
+        ] * warns
+        assert isinstance(model[1], pf.layers.LowRankLinear)  # type: ignore[index]
+
+
+def on_two_workers(rank: int, size: int) -> None:
+    ddp = DDP(mostly_embedding())
+    inner, reducer = ddp.module, ddp.reducer
+    texts = run(ddp, at_once(), range(3), adam(ddp))
+    assert len(texts) == 1 - rank
+    assert ddp.module is inner
+    assert ddp.reducer is reducer
+
+    weighed = Weighed([1.0, 0.3, 0.1])
+    evaluate = far_from(weighed)
+    ddp = DDP(weighed)
+    switch = at_once(evaluate=lambda model: evaluate(model) + rank)  # the workers disagree; the first decides
+    assert [switch.step(ddp, adam(ddp), step=step) for step in range(2)] == [False, True]
+    assert switch.report is not None
+    plans: list[Any] = [None] * size
+    dist.all_gather_object(plans, switch.report.plan.ranks)
+    assert plans[0] == plans[1]
+    assert not switch.report.plan["layers.0"].rank
+
+    def shard(model: nn.Module) -> None:
+        for child in model.children():
+            fully_shard(child, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = mostly_embedding()
+    shard(sharded)
+    optimizer, switch = adam(sharded), at_once()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            same = switch.rebuild(sharded, optimizer, build=mostly_embedding, shard=shard, step=step)
+            assert same == (sharded, optimizer)
+            update(sharded, optimizer, step)
+    assert len([w for w in caught if "stays dense" in str(w.message)]) == 1 - rank
+    assert switch.report is not None
+    assert all(whole(p).isfinite().all() for p in parameters(sharded).values())
+
+
+def test_on_two_workers() -> None:
+    in_processes(on_two_workers, 2)
+
+
+def test_a_language_model_trained_with_muon() -> None:
+    """Muon keeps the spectra flat: stable ranks alone save little, the switch lowers them within a third of the run."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=32, d=64, layers=2, heads=2, context=32)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
+    rest = [p for p in model.parameters() if not any(p is q for q in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=5e-3, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=5e-3),
+    ]
+    text = (torch.arange(4096) ** 2 // 7 % 31).view(-1, 32)
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    switch, steps = pf.Switch(evaluate=lambda m: loss(m, text[-32:])), 60
+    losses, moments = [], []
+    for step in range(steps):
+        if switch.step(model, optimizers, step=step, total=steps):
+            moments.append(step)
+        value = loss(model, text[torch.randint(96, (16,))])
+        value.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(value.item())
+    (moment,) = moments
+    assert 11 <= moment <= 20
+    assert switch.report is not None
+    lowered = [e for e in switch.report.plan if e.asked and e.matrix]
+    blocks = sum(e.before for e in lowered)
+    assert sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix) > 0.75 * blocks
+    assert sum(e.after for e in lowered) < 0.6 * blocks
+    assert sum(losses[-5:]) < 0.9 * sum(losses[15:20])
