@@ -15,9 +15,9 @@ def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
     """The method and the hierarchy that a name stands for. In a hierarchy, plain averages use `NoCompression`.
 
     >>> parse_method_name("pufferfish, hierarchy=node")
-    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression(), local=None), 'node')
+    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression(), scope='layer', local=None), 'node')
     >>> parse_method_name("dense")
-    (TrainingMethod(name='dense', model='dense', compress=None, local=None), 'flat')
+    (TrainingMethod(name='dense', model='dense', compress=None, scope='layer', local=None), 'flat')
     """
     method = training_method(name.removesuffix(NODE))
     if not name.endswith(NODE):
