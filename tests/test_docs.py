@@ -38,7 +38,7 @@ WORKERS = {
     "how_to/two_machines.md": 2,
 }
 #: Pages whose code other tests run, and check the results of.
-ELSEWHERE = {"lab.md", "compression.md", "tutorials/cnn.md"}
+ELSEWHERE = {"lab.md", "compression.md", "elastic.md", "tutorials/cnn.md"}
 FILE = re.compile(r"# (\w+\.py)\n")
 
 

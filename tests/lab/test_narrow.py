@@ -219,6 +219,8 @@ def test_notes_of_a_run_and_of_its_timing(tmp_path: Path) -> None:
 class Sleeper:
     """Stands in for a `TimedRun` whose updates take `seconds`."""
 
+    period = 1
+
     def __init__(self, seconds: float) -> None:
         self.time, self.steps = seconds, 0
 
