@@ -63,6 +63,14 @@ def test_choices() -> None:
     few_bits = [training_method(text).compress for text in ("int4", "int2", "loco", "pufferfish+sparseloco")]
     assert few_bits == [Int4(), Int2(), LoCo(), SparseLoCo()]
     assert training_method("pufferfish+PowerSGD(rank=2)").compress == PowerSGD(2)
+    for written, same in (
+        ("Dense+Top-K-0.01", "topk-0.01"),
+        ("Pufferfish(rank=0.5)+BF16", "pufferfish(rank=0.5)+bf16"),
+        ("AUTO+Global-TopK-0.01", "auto+global-topk-0.01"),
+        ("SparseLoCo-30", "sparseloco-30"),
+        ("DiLoCo-30(lr=0.5)+Power-SGD-4", "diloco-30(lr=0.5)+powersgd-4"),
+    ):
+        assert replace(training_method(written), name=same) == training_method(same)
     for text, message in (
         ("auto+", "follows the"),
         ("dens", "there is no dens"),

@@ -17,7 +17,9 @@ from ...local.schedule import Schedule
 
 #: An example of each name.
 LOCAL_METHODS = ("diloco-30", "streaming-30x4", "sparseloco-30")
-_FORM = re.compile(r"(?P<name>diloco|streaming|sparseloco)-(?P<h>\d+)(?:x(?P<k>\d+))?(?P<more>\([^()]*\))?")
+_FORM = re.compile(
+    r"(?P<name>(?i:diloco|streaming|sparseloco))-(?P<h>\d+)(?:x(?P<k>\d+))?(?P<more>\([^()]*\))?"
+)
 _SETTINGS = ("fragments", "delay", "mixing", "lr", "momentum")
 
 
@@ -115,7 +117,7 @@ def local_method(text: str, compression: Callable[[str], Method]) -> LocalMethod
     """
     found = _FORM.match(text)
     assert found is not None
-    name, h, rest = found["name"], int(found["h"]), text[found.end() :]
+    name, h, rest = found["name"].lower(), int(found["h"]), text[found.end() :]
     example = next(each for each in LOCAL_METHODS if each.startswith(name))
     if (found["k"] is not None) != (name == "streaming"):
         raise ValueError(f"method {text!r}: write it like {example}, {_meaning(name)}")

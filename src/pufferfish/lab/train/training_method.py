@@ -96,9 +96,9 @@ def training_method(text: str) -> TrainingMethod:
 
 def _compression(word: str, text: str) -> tuple[Method, Literal["layer", "global"]]:
     """Parse a compression method and its scope."""
-    method = _method(word.removeprefix(_GLOBAL), text)
-    if not word.startswith(_GLOBAL):
-        return method, "layer"
+    if not word.lower().startswith(_GLOBAL):
+        return _method(word, text), "layer"
+    method = _method(word[len(_GLOBAL) :], text)
     Settings(method, scope="global")  # raises an error for methods that do not support it
     return method, "global"
 
