@@ -12,7 +12,7 @@ from typing import Any
 HELP = "print versions and hardware, for bug reports"
 #: Packages that optional parts use.
 PACKAGES = (
-    "numpy", "safetensors", "rich", "argcomplete", "triton", "transformers", "accelerate", "lightning", "peft", "torchft-nightly",
+    "numpy", "safetensors", "rich", "argcomplete", "triton", "transformers", "accelerate", "lightning", "peft", "torchft",
     "pillow", "sacrebleu", "tensorboard", "tokenizers",
 )  # fmt: skip
 #: Environment variables with numbers or names that change speed or results.
