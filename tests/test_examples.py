@@ -85,6 +85,7 @@ def test_trains_through_the_switch(name: str, epochs: int, run: Callable[..., st
     assert min(accuracies(output)) >= 95, output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_multi_node(tmp_path: Path) -> None:
     """Two torchrun launchers that meet over TCP, as on two machines."""
@@ -136,6 +137,7 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert "Switched to low rank at epoch 2" in output
 
 
+@pytest.mark.slow
 def test_fsdp2_with_compression(tmp_path: Path) -> None:
     output = run_as_torchrun(tmp_path, 4, "fsdp2_compressed.py")
     assert losses(output)[-1] < 0.2 * losses(output)[0], output

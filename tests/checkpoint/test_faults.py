@@ -34,6 +34,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> faults.End:  # ty
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the hang guard
 def test_kills_and_sigterm(uninterrupted: faults.End, tmp_path: Path) -> None:  # type: ignore[name-defined]
     """Killed between two broadcasts of the switch and before a checkpoint is renamed; then SIGTERM to torchrun."""

@@ -113,6 +113,7 @@ def test_bars_show_the_time_left_and_vanish() -> None:
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is shown again
 
 
+@pytest.mark.slow
 def test_methods_on_a_real_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "bf16", "--workers", "2"]) == 0
     plain = capsys.readouterr().out

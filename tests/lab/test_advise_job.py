@@ -109,6 +109,8 @@ def steps_in_a_hierarchy(rank: int, size: int, factory: str, out: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", [command_in_a_job, steps_in_a_hierarchy])
+@pytest.mark.parametrize(
+    "case", [pytest.param(command_in_a_job, marks=pytest.mark.slow), steps_in_a_hierarchy]
+)
 def test_two_machines_with_two_workers_each(case: Callable[..., None], factory: str, tmp_path: Path) -> None:
     in_processes(case, 4, factory, tmp_path / "plan.json")

@@ -32,6 +32,7 @@ def test_on_an_emulated_network(
     assert "predicted for" not in shown.out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_without_a_network_steps_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

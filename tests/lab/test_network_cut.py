@@ -50,6 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_cut_for_a_moment(network: Network, undisturbed: Any, tmp_path: Path) -> None:
     """During the switch, between two broadcasts: no progress meanwhile, no restart, bit-identical result."""
