@@ -199,7 +199,7 @@ class Advice:
                 f"low-rank step takes {format_seconds(self.rank_seconds[low])} to {format_seconds(self.rank_seconds[high])}."
             )
         checked = f" {self.checked}; their speedups are measured." if self.checked else ""
-        kind = "95 % intervals" if self.rounds >= 5 else "from the lowest to the highest"
+        kind = "95 % intervals" if self.rounds >= 6 else "from the lowest to the highest"
         rounds = (
             f" Figures are medians of {self.rounds} rounds, ranges are {kind}." if self.rounds > 1 else ""
         )
