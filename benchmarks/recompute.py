@@ -178,7 +178,7 @@ def measure(
         step()
         measuring = False
     timed = capture_cuda_graph(step) if mode == "graph" else step
-    (milliseconds,) = medians(device, [timed])
+    (milliseconds,) = medians(device, [timed], turns=3)
     for p in model.parameters():
         p.grad = None
     nan = float("nan")

@@ -3,9 +3,10 @@
     python benchmarks/step.py [--cases llama "GPT d 768"] [--modes graph compile] [--decay]
 
 Forward, loss, backward and an SGD step (fused on a GPU), bf16 autocast on a GPU and fp32 on a CPU. The two models take
-turns; medians. Ranks: ratio 0.25 in multiples of 16. Models keep their paper's full-rank layers, language models the first
-block; "measured plan" is what `pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager
-mode, as one CUDA graph, and compiled (model and loss) inside a CUDA graph.
+turns of several steps, since a GPU's clock follows the load; medians of turns. Ranks: ratio 0.25 in multiples of 16.
+Models keep their paper's full-rank layers, language models the first block; "measured plan" is what
+`pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager mode, as one CUDA graph, and
+compiled (model and loss) inside a CUDA graph.
 
 The limit of a step is its time if each changed layer took its share of MACs of its dense time and nothing else
 changed. The times of the dense layers are measured one by one, in CUDA graphs.
@@ -110,6 +111,8 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=("eager", "graph", "compile"), default=modes)
     parser.add_argument("--decay", action="store_true", help="show the share of FrobeniusDecay in a step")
     args = parser.parse_args()
+    torch.backends.cudnn.benchmark = True  # this and the next line: as networks are trained in practice
+    torch.set_float32_matmul_precision("high")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, pufferfish {pf.__version__}"
     print(f"{name}, {versions}", flush=True)
@@ -127,7 +130,8 @@ def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> I
     plan = plan_of(case, models[1], x)
     pf.reshape_(models[1], plan)
     for p in models[1].parameters():
-        nn.init.normal_(p, std=0.02)  # speed does not depend on the weights: the SVDs would take minutes
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.02)  # instead of SVDs, which would take minutes
     before, after = plan.before, plan.after
     macs = [(total.forward_macs or 0) + (total.backward_macs or 0) for total in (before, after)]
     sizes = (before.parameters / after.parameters, before.gradient_bytes / after.gradient_bytes)
@@ -243,20 +247,27 @@ def free_memory(models: list[nn.Module]) -> None:
         torch.cuda.empty_cache()
 
 
-def medians(device: torch.device, steps: list[Step]) -> list[float]:
-    """Median milliseconds of each, taking turns, after a warm-up."""
+def medians(device: torch.device, steps: list[Step], turns: int = 6) -> list[float]:
+    """Median milliseconds of each, taking turns, after a turn as a warm-up."""
     times: list[list[float]] = [[] for _ in steps]
-    for turn in range(23 if device.type == "cuda" else 13):
+    untimed, timed = (2, 5) if device.type == "cuda" else (1, 2)
+    for turn in range(turns):
         for step, seen in zip(steps, times, strict=True):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            for _ in range(untimed):
+                step()
+            wait_for(device)
             start = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn >= 3:
-                seen.append((time.perf_counter() - start) * 1e3)
+            for _ in range(timed):
+                step()
+            wait_for(device)
+            if turn:
+                seen.append((time.perf_counter() - start) * 1e3 / timed)
     return [statistics.median(seen) for seen in times]
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

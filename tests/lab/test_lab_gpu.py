@@ -39,7 +39,7 @@ def test_a_bench(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.cuda.get_device_name() in shown
     assert ("predicted" in shown) == ("--simulate" in more)
     assert (tmp_path / "report.html").exists()
-    expected = "graph" if "auto" in more else "eager"
+    expected = "eager" if "eager" in more else "graph"
     assert json.loads((tmp_path / "bench.json").read_text())["mode"] == expected
 
 

@@ -55,7 +55,9 @@ class LowRankLinear(LowRankSingle):
         """Whether the kernel takes the input and the factors, and nobody waits for calls of the factors."""
         if type(input) is not Tensor or not (is_plain(self.down, input) and is_plain(self.up, input)):
             return False
-        if input.numel() == 0 or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        # torch 2.11 says that it exports whenever dynamo traces.
+        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if input.numel() == 0 or exporting or torch._C._are_functorch_transforms_active():
             return False
         V, U = self._weights()
         dtypes = {compute_dtype(x) for x in (input, V, U)}
