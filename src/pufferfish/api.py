@@ -13,6 +13,7 @@ from .lowrank.files import load, save
 from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .optim.frobenius_decay import FrobeniusDecay
+from .optim.muon import Muon, muon_parameters
 from .optim.rewarm import Rewarm
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
@@ -31,6 +32,7 @@ __all__ = [
     "Fixed",
     "FrobeniusDecay",
     "LocalSteps",
+    "Muon",
     "PerExpert",
     "Plan",
     "RanksSettle",
@@ -51,6 +53,7 @@ __all__ = [
     "measure",
     "merge_",
     "merge_state_dict",
+    "muon_parameters",
     "plan",
     "plan_of",
     "recompute_",
