@@ -8,8 +8,9 @@ from .distributed.finite_guard import FiniteGuard
 from .layers import register
 from .layers.recompute import recompute_
 from .local.local_steps import LocalSteps
-from .lowrank.factorize import factorize_, merge_, plan_of, reshape_
+from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
+from .lowrank.plan_of import plan_of
 from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .optim.frobenius_decay import FrobeniusDecay
