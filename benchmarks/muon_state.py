@@ -68,10 +68,8 @@ def main() -> None:
 
 def build_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the rest."""
-    matrices = [p for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2]
-    chosen = set(map(id, matrices))
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    matrices, rest = pf.muon_parameters(model)
+    muon = pf.Muon(matrices, lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 

@@ -81,11 +81,11 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1, "lr": 0.02}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def muon_and_adamw(model: nn.Module) -> list[optim.Optimizer]:
+def muon_and_adamw(model: nn.Module, kind: type[optim.Muon] = optim.Muon) -> list[optim.Optimizer]:
     """Muon for all matrices, AdamW for the rest; by name, in two groups each."""
     named = list(model.named_parameters())
     matrices, filters = ([x for x in named if x[1].dim() == 2], [x for x in named if x[1].dim() > 2])
     vectors = [x for x in named if x[1].dim() < 2]
     first = [{"params": matrices[:2]}, {"params": matrices[2:], "lr": 0.003, "weight_decay": 0.01}]
     rest = [{"params": vectors, "weight_decay": 0.0}, {"params": filters}]
-    return [optim.Muon(first, lr=0.01), optim.AdamW([group for group in rest if group["params"]], lr=1e-3)]
+    return [kind(first, lr=0.01), optim.AdamW([group for group in rest if group["params"]], lr=1e-3)]

@@ -8,11 +8,13 @@ from .distributed.finite_guard import FiniteGuard
 from .layers import register
 from .layers.recompute import recompute_
 from .local.local_steps import LocalSteps
-from .lowrank.factorize import factorize_, merge_, plan_of, reshape_
+from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
+from .lowrank.plan_of import plan_of
 from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .optim.frobenius_decay import FrobeniusDecay
+from .optim.muon import Muon, muon_parameters
 from .optim.rewarm import Rewarm
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
@@ -31,6 +33,7 @@ __all__ = [
     "Fixed",
     "FrobeniusDecay",
     "LocalSteps",
+    "Muon",
     "PerExpert",
     "Plan",
     "RanksSettle",
@@ -51,6 +54,7 @@ __all__ = [
     "measure",
     "merge_",
     "merge_state_dict",
+    "muon_parameters",
     "plan",
     "plan_of",
     "recompute_",

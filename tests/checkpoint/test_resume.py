@@ -74,6 +74,29 @@ def test_factors_that_muon_does_not_take_resume(tmp_path: Path) -> None:
     equal(run(6), straight)
 
 
+def test_a_run_with_muon_of_torch_resumes_with_ours(tmp_path: Path) -> None:
+    """After the switch, from a dense model."""
+    momenta = []
+    for kind in (torch.optim.Muon, pf.Muon):
+        model = Net()
+        optimizers, switch = muon_and_adamw(model, kind), pf.Switch(rank=4, keep=["head"], when=pf.AtStep(1))
+        with Checkpoint(tmp_path, model, optimizers, switch=switch) as checkpoint:
+            if kind is torch.optim.Muon:
+                for step in range(2):
+                    switch.step(model, optimizers, step=step)
+                    train(model, optimizers, range(step, step + 1))
+                checkpoint.save(step=2)
+            else:
+                at = checkpoint.resume()
+                assert at is not None
+                assert at.reset == []
+        names = {p: name for name, p in model.named_parameters()}
+        state = {names[p]: value for p, value in optimizers[0].state.items()}
+        momenta.append({name: state[name]["momentum_buffer"] for name in sorted(state)})
+    assert "fc.up.weight" in momenta[0]
+    equal(momenta[1], momenta[0])
+
+
 def test_a_model_that_is_low_rank_already_resumes(tmp_path: Path) -> None:
     straight = Run(momentum, tmp_path / "uninterrupted", 0).go(0, TOTAL).everything()
     run = Run(momentum, tmp_path / "a", 0, every=6).go(0, TOTAL)

@@ -33,8 +33,8 @@ from transformers import (
 
 import pufferfish as pf
 from pufferfish.integrations.checkpoint_names import in_file_names, in_model_names, meta_model
+from pufferfish.integrations.convert import convert, merge
 from pufferfish.integrations.transformers import from_pretrained
-from pufferfish.lowrank.convert import convert, merge
 from pufferfish.lowrank.state_dict import LazyTensor
 from pufferfish.lowrank.weight_files import index_name, open_weights
 

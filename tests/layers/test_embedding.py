@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
-from pufferfish.lowrank.convert import convert, merge
+from pufferfish.integrations.convert import convert, merge
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2}

@@ -10,7 +10,7 @@ from torch import nn
 
 import pufferfish as pf
 from optimizers import Net, muon_and_adamw, plan, train
-from pufferfish.lowrank.convert import convert, merge
+from pufferfish.integrations.convert import convert, merge
 
 
 def trained() -> tuple[nn.Module, list[torch.optim.Optimizer]]:

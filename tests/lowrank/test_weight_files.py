@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.lowrank.convert import convert, merge
+from pufferfish.integrations.convert import convert, merge
 from pufferfish.lowrank.state_dict import LazyTensor
 from pufferfish.lowrank.weight_files import open_weights, write_safetensors, write_weights
 

@@ -1,206 +1,249 @@
-"""Muon, beside an AdamW for what is no matrix, across the switch and back."""
+"""`Muon` beside `torch.optim.Muon`: one step, state dicts, sharded matrices, CUDA graphs; which parameters it gets."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import pufferfish as pf
-from nested import equal
-from optimizers import Net, muon_and_adamw, plan, train
+from processes import in_processes
+from pufferfish.optim import muon as module
+
+SHAPES = [(32, 32), (64, 24), (32, 32), (24, 64), (64, 24), (32, 32)]
 
 
-def names_in(model: nn.Module, optimizers: list[optim.Optimizer]) -> list[list[list[str]]]:
-    """Names of the parameters by optimizer and group, after a check that the optimizers fit the model."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
-    assert sorted(name for one in groups for group in one for name in group) == sorted(names.values())
-    for optimizer, own in zip(optimizers, groups, strict=True):
-        assert [group.get("param_names", own[i]) for i, group in enumerate(optimizer.param_groups)] == own
-        assert {id(p) for p in optimizer.state} <= {
-            id(p) for g in optimizer.param_groups for p in g["params"]
-        }
-        for p, state in optimizer.state.items():
-            assert all(x.shape == p.shape for x in state.values() if isinstance(x, Tensor) and x.dim())
-    return groups
+def matrices(shapes: list[tuple[int, int]], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
 
 
-def test_momentum_becomes_that_of_the_factors() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 4, bias=False))
-    muon = optim.Muon(model.parameters(), 0.01)
-    for _ in range(3):
-        model(torch.randn(8, 32)).square().mean().backward()
-        muon.step()
-        muon.zero_grad()
-    M = muon.state[model[0].weight]["momentum_buffer"].clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pf.factorize_(model, pf.plan(model, 8, only=["0"], multiple=1), muon)
-    up, down = model[0].up.weight, model[0].down.weight
-    # The gradients that the factors would have if M were the gradient of their product.
-    expected = torch.autograd.grad(((up @ down) * M).sum(), (up, down))
-    carried = [muon.state[p]["momentum_buffer"].clone() for p in (up, down)]
-    torch.testing.assert_close(carried, list(expected))
-    pf.merge_(model, muon)
-    # The part of M that steps of the factors can follow comes back.
-    back = muon.state[model[0].weight]["momentum_buffer"]
-    torch.testing.assert_close([back @ down.mT, up.mT @ back], carried, rtol=1e-3, atol=1e-6)
+def parameters(start: list[Tensor]) -> list[nn.Parameter]:
+    return [nn.Parameter(x.clone()) for x in start]
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["Muon first", "AdamW first"])
-def test_new_parameters_go_where_the_old_ones_were(order: int) -> None:
-    model = Net()
-    optimizers = muon_and_adamw(model)
-    muon, adamw = optimizers
-    train(model, optimizers, range(2))
-    dense = names_in(model, optimizers)
-    pf.factorize_(model, plan(model), optimizers[::order])
-    (first, second), (vectors, filters) = names_in(model, optimizers)
-    sides = ("down.weight", "up.weight")
-    assert first == [f"{x}.{side}" for x in ("fc", *(f"attention.{x}" for x in "qkv")) for side in sides]
-    gates = [f"gru.weight_{x}_l0" for x in ("ih", "hh")]
-    out = [f"attention.out.{side}" for side in sides]
-    assert second == [*out, *(f"{x}.down.weight" for x in gates), "head.weight"]
-    # Second factors of gates are stacks, which Muon does not take. AdamW has had the filters from the start.
-    assert filters == [*(f"{x}.up.weight" for x in gates), *(f"conv.{side}" for side in sides)]
-    assert {model.get_parameter(name).dim() for name in vectors} == {1}
-    assert muon.state[model.get_parameter(f"{gates[0]}.down.weight")]["momentum_buffer"].any()
-    assert model.get_parameter(f"{gates[0]}.up.weight") not in adamw.state
-    assert adamw.state[model.conv.up.weight]["exp_avg_sq"].any()
-    train(model, optimizers, range(2, 4))
-    pf.merge_(model, optimizers[::order])
-    assert names_in(model, optimizers) == dense
-    assert muon.state[model.fc.weight]["momentum_buffer"].any()
-    assert model.gru.weight_ih_l0 not in muon.state  # only one of its factors had a momentum
-    train(model, optimizers, range(4, 6))
-    assert all(p.isfinite().all() for p in model.parameters())
+def set_gradients(params: list[nn.Parameter], seed: int) -> None:
+    for p, grad in zip(
+        params, matrices([tuple(p.shape) for p in params], seed, params[0].dtype), strict=True
+    ):
+        p.grad = grad
 
 
-def test_without_another_optimizer_nothing_is_changed() -> None:
-    model = nn.Sequential(nn.Linear(16, 24), nn.GRU(24, 16))
-    muon = optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    for p in muon.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    muon.step()
-    before = list(model.parameters()), list(muon.param_groups[0]["params"]), copy.deepcopy(muon.state_dict())
-    with pytest.raises(ValueError, match=r"1\.weight_ih_l0\.up\.weight: .*48×4×1, but Muon .* AdamW"):
-        pf.factorize_(model, pf.plan(model, 4), muon)
-    for now, then in zip((model.parameters(), muon.param_groups[0]["params"]), before[:2], strict=True):
-        assert list(map(id, now)) == list(map(id, then))
-    equal(muon.state_dict(), before[2])
-    pf.factorize_(
-        model, pf.plan(model, 4, keep=["1"]), muon
-    )  # without stacks there is no need for another one
+def assert_same_update(ours: list[nn.Parameter], theirs: list[nn.Parameter], before: list[Tensor]) -> None:
+    """Both iterate in bf16, with sums in another order."""
+    for p, q, old in zip(ours, theirs, before, strict=True):
+        assert (p - q).norm() <= 0.05 * (q - old).norm()
 
 
-class Filter(nn.Module):
-    """A Linear whose weight is stored as a filter of one tap."""
-
-    bias = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(24, 16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight[..., 0].mT
-
-
-class LowRankFilter(pf.layers.LowRankLinear):
-    """Its factors are matrices, the dense weight is not."""
-
-    @classmethod
-    def matrices(cls, dense: nn.Module) -> list[pf.layers.Matrix]:
-        m, n, _ = shape = tuple(dense.get_parameter("weight").shape)
-        return [pf.layers.Matrix(name="", weight="weight", shape=shape, m=m, n=n, down_row=(n,))]
+groups = st.fixed_dictionaries(
+    {
+        "shapes": st.lists(st.sampled_from([(8, 8), (24, 7), (7, 24), (1, 6), (6, 1), (16, 40)]), min_size=1, max_size=5),
+        "lr": st.sampled_from([0.0, 0.02, 0.3]),
+        "weight_decay": st.sampled_from([0.0, 0.5]),
+        "momentum": st.sampled_from([0.0, 0.9]),
+        "nesterov": st.booleans(),
+        "adjust_lr_fn": st.sampled_from([None, "original", "match_rms_adamw"]),
+        "ns_steps": st.integers(1, 5),
+    }
+)  # fmt: skip
 
 
-pf.register(Filter, LowRankFilter)
+@settings(deadline=None, max_examples=40)
+@given(given_groups=st.lists(groups, min_size=1, max_size=3), tensor=st.booleans(), seed=st.integers(0, 9))
+def test_equals_muon_of_torch(given_groups: list[dict[str, Any]], tensor: bool, seed: int) -> None:
+    starts = [matrices(group["shapes"], seed + i) for i, group in enumerate(given_groups)]
+    both: list[list[dict[str, Any]]] = [[], []]
+    for one in both:
+        for group, start in zip(given_groups, starts, strict=True):
+            one.append({**group, "params": parameters(start)})
+    if tensor:
+        for group in both[0]:
+            group["lr"] = torch.tensor(group["lr"])
+    ours, theirs = ([p for group in one for p in group["params"]] for one in both)
+    mine, other = pf.Muon(both[0]), optim.Muon(both[1])
+    for step in range(3):
+        for params in (ours, theirs):
+            set_gradients(params, seed=10 + step)
+        if step == 1 and len(ours) > 1:
+            ours[0].grad = theirs[0].grad = None
+        before = [p.detach().clone() for p in theirs]
+        for p, q in zip(ours, before, strict=True):
+            p.data.copy_(q)
+        mine.step()
+        other.step()
+        assert_same_update(ours, theirs, before)
+        for p, q in zip(ours, theirs, strict=True):
+            assert mine.state[p].keys() == other.state[q].keys()
+            torch.testing.assert_close(mine.state[p], other.state[q])
 
 
-def test_a_merged_weight_that_is_no_matrix_goes_to_the_other_optimizer() -> None:
-    model = nn.Sequential(Filter(), nn.ReLU(), nn.Linear(24, 5))
-    pf.factorize_(model, pf.plan(model, 4, only=["0"]))
-    factors = [model[0].down.weight, model[0].up.weight]
-    muon, adamw = optim.Muon(factors), optim.AdamW(model[2].parameters())
-    train_on_ones(model, [muon, adamw])
-    with pytest.raises(ValueError, match=r"0\.weight: its shape is 24×16×1, but Muon takes matrices only"):
-        pf.merge_(model, muon)
-    assert list(map(id, muon.param_groups[0]["params"])) == list(map(id, factors))
-    pf.merge_(model, [muon, adamw])
-    assert names_in(model, [muon, adamw]) == [[[]], [["0.weight", "2.weight", "2.bias"]]]
-    train_on_ones(model, [muon, adamw])
+def test_the_settings_are_those_of_torch() -> None:
+    p = [nn.Parameter(torch.ones(2, 2))]
+    assert pf.Muon(p).defaults == optim.Muon(p).defaults
+    for wrong in ({"lr": -1.0}, {"adjust_lr_fn": "none"}):
+        with pytest.raises(ValueError, match=r"should be >= 0|not supported"):
+            pf.Muon(p, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only supports 2D parameters"):
+        pf.Muon([nn.Parameter(torch.ones(2))])
 
 
-def train_on_ones(model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
-    model(torch.ones(2, 16)).square().sum().backward()
-    for optimizer in optimizers:
+@pytest.mark.parametrize(
+    "kinds", [(optim.Muon, pf.Muon), (pf.Muon, optim.Muon)], ids=["from torch", "to torch"]
+)
+def test_state_dicts_go_on_with_the_other_one(kinds: tuple[Any, Any]) -> None:
+    start = matrices(SHAPES, 0)
+    params = parameters(start)
+    first = kinds[0](params, 0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(2):
+        set_gradients(params, step + 1)
+        first.step()
+    others = parameters([p.detach() for p in params])
+    second = kinds[1](others)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    before = [p.detach().clone() for p in params]
+    for each, optimizer in ((params, first), (others, second)):
+        set_gradients(each, 3)
         optimizer.step()
+    assert_same_update(others, params, before)
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(first.state[p], second.state[q])
+
+
+def test_in_bf16_the_momentum_is_not_normalised() -> None:
+    """The direction is the momentum itself if `nesterov` is off."""
+    params = parameters(matrices(SHAPES, 0, torch.bfloat16))
+    optimizer = pf.Muon(params, torch.tensor(0.1), nesterov=False)
+    set_gradients(params, 1)
+    optimizer.step()
+    for p in params:
+        assert p.grad is not None
+        expected = torch.zeros_like(p).lerp(p.grad, 0.05)
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], expected)
+
+
+def test_large_batches_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for largest in (module._BATCH, 2 * 32 * 32, 1):
+        monkeypatch.setattr(module, "_BATCH", largest)
+        params = parameters(matrices(SHAPES, 0))
+        set_gradients(params, 1)
+        pf.Muon(params, 0.1).step()
+        results.append(params)
+    start = matrices(SHAPES, 0)
+    assert_same_update(results[1], results[0], start)
+    assert_same_update(results[2], results[0], start)
+
+
+def test_a_closure_and_a_learning_rate_that_changes_in_place() -> None:
+    p = nn.Parameter(torch.eye(4))
+    lr = torch.tensor([0.0])
+    optimizer = pf.Muon([p], lr, weight_decay=0.0)
+
+    def closure() -> Tensor:
         optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert optimizer.step(closure).item() == 4
+    assert torch.equal(p, torch.eye(4))
+    lr.fill_(0.1)
+    optimizer.step(closure)
+    assert p.square().sum().item() < 4
 
 
-def test_factors_in_two_optimizers_become_one_weight_in_one_of_them() -> None:
-    model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 5))
-    pf.factorize_(model, pf.plan(model, 4, only=["0"]))
-    optimizers: list[optim.Optimizer] = [
-        optim.SGD([model[0].up.weight, *model[1].parameters()], 0.1, momentum=0.9),
-        optim.Adam([model[0].down.weight]),
-    ]
-    train_on_ones(model, optimizers)
-    pf.merge_(model, optimizers)
-    assert names_in(model, optimizers) == [[["1.weight", "1.bias"]], [["0.weight"]]]
-    train_on_ones(model, optimizers)
+def sharded(rank: int, size: int) -> None:
+    """Bit-identical to one process: each matrix is orthogonalised whole, by one worker."""
+    shapes = [*SHAPES, (1, 8), (7, 5)]  # rows that the workers cannot share evenly; some get none
+    meshes = [((size,), [Shard(0)]), ((2, size // 2), [Replicate(), Shard(0)]), ((size,), [Shard(1)])]
+    for mesh_shape, placements in meshes:
+        mesh = init_device_mesh("cpu", mesh_shape)
+
+        def shard(x: Tensor, mesh: Any = mesh, placements: Any = placements) -> Tensor:
+            return distribute_tensor(x, mesh, placements)
+
+        alone = parameters(matrices(shapes, 0))
+        params = [nn.Parameter(shard(p.detach())) for p in alone]
+        optimizers = [pf.Muon(each, 0.1, weight_decay=0.5) for each in (alone, params)]
+        for step in range(2):
+            set_gradients(alone, step + 1)
+            for p, q in zip(alone, params, strict=True):
+                assert p.grad is not None
+                q.grad = shard(p.grad)
+            optimizers[0].step()
+            with CommDebugMode() as exchanged:
+                optimizers[1].step()
+            assert exchanged.get_total_counts() == 2 * len(set(shapes))
+        for p, q in zip(alone, params, strict=True):
+            assert torch.equal(p, q.full_tensor())  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    strided = nn.Parameter(
+        distribute_tensor(torch.ones(8, 8), mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    )
+    strided.grad = strided.detach().clone()
+    with pytest.raises(
+        ValueError, match=r"Muon: a 8×8 matrix has the placements .*_StridedShard.*; shard it over"
+    ):
+        pf.Muon([strided]).step()
 
 
-def test_state_dicts_go_on_bit_by_bit() -> None:
-    """A new model with the structure and the state of the old one, as for a checkpoint."""
-    model = Net()
-    optimizers = muon_and_adamw(model)
-    train(model, optimizers, range(3))
-    done = pf.factorize_(model, plan(model), optimizers)
-    train(model, optimizers, range(3, 5))
-    saved = copy.deepcopy((model.state_dict(), [o.state_dict() for o in optimizers]))
-    fresh = Net()
-    others = muon_and_adamw(fresh)
-    pf.reshape_(fresh, done, others)
-    fresh.load_state_dict(saved[0])
-    for other, state in zip(others, saved[1], strict=True):
-        other.load_state_dict(state)
-    train(model, optimizers, range(5, 7))
-    train(fresh, others, range(5, 7))
-    for one, other_one in zip(fresh.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other_one)
+def test_sharded_matrices() -> None:
+    in_processes(sharded, 4)
 
 
-def test_frobenius_decay_of_factors_in_two_optimizers() -> None:
-    """The decay of each factor is that of the product, also where Muon has one factor and AdamW the other."""
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.GRU(24, 16)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    strength, lr = 0.3, 0.1
-    for model, decays in zip(models, (True, False), strict=True):
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        vectors = [p for p in model.parameters() if p.dim() < 2]
-        # Without gradients, the factors move by this decay alone.
-        optimizers = [optim.Muon(matrices, lr, weight_decay=0.0), optim.AdamW(vectors, lr, weight_decay=0.0)]
-        pf.factorize_(model, pf.plan(model, 4), optimizers)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        if decays:
-            pf.FrobeniusDecay(model, optimizers, strength)
-        for optimizer in optimizers:
+def test_matrices_of_blocks() -> None:
+    model = nn.Module()
+    model.words = nn.Embedding(9, 8)
+    model.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16), nn.Conv1d(8, 8, 3), nn.Linear(8, 9)])
+    model.blocks[2].weight = model.words.weight  # tied: an embedding
+    model.table = nn.Sequential(nn.Embedding(50, 24))
+    model.head = nn.Linear(8, 9)
+    pf.factorize_(model, pf.plan(model, 4, embed=4, only=["table.0"]))
+    inner, others = pf.muon_parameters(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    kept = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert [names[id(p)] for p in inner] == [f"blocks.0.{name}" for name in kept]
+    assert sorted([*map(id, inner), *map(id, others)]) == sorted(names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    start = [x.cuda() for x in matrices(SHAPES, 0, dtype)]
+    grads = [x.cuda() for x in matrices(SHAPES, 1, dtype)]
+    results = []
+    for captured in (False, True):
+        params = parameters(start)
+        lr = torch.tensor(0.0, device="cuda")
+        optimizer = pf.Muon(params, lr)
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.clone()
+
+        def update(optimizer: optim.Optimizer = optimizer) -> None:
             optimizer.step()
-    for gate in ("weight_ih_l0", "weight_hh_l0"):
-        (down, up), (down0, up0) = (
-            [model[0].get_parameter(f"{gate}.{side}.weight").detach() for side in ("down", "up")]
-            for model in models
-        )
-        U, V = up0.reshape(3, 16, 4), down0.reshape(3, 4, -1)
-        V1 = V - lr * strength * U.mT @ U @ V
-        torch.testing.assert_close(down, V1.reshape(down.shape))
-        torch.testing.assert_close(up, (U - lr * strength * U @ V1 @ V1.mT).reshape(up.shape))
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            update()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            update = graph.replay
+        for rate in (0.1, 0.01):
+            lr.fill_(rate)
+            update()
+        torch.cuda.synchronize()
+        results.append(params)
+    assert_same_update(results[1], results[0], start)
+    assert not any(torch.equal(p, x) for p, x in zip(results[0], start, strict=True))

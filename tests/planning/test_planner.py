@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import pufferfish as pf
 from matrices import blocks
-from pufferfish.lowrank.convert import convert, merge
+from pufferfish.integrations.convert import convert, merge
 
 
 def reasons(model: nn.Module, **options: Any) -> dict[str, str]:

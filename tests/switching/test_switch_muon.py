@@ -93,8 +93,8 @@ def build_sharded() -> nn.Module:
     return nn.Sequential(nn.Linear(48, 65), nn.ReLU(), nn.GRU(65, 33, batch_first=True))
 
 
-def check_fsdp2(rank: int, size: int) -> None:
-    """Beside the same in one process: Muon multiplies DTensors, so it orthogonalises whole matrices."""
+def check_fsdp2(rank: int, size: int, kind: type[optim.Muon]) -> None:
+    """Beside the same in one process: Muon orthogonalises whole matrices, not shards."""
     mesh = init_device_mesh("cpu", (size,))
 
     def shard(model: nn.Module) -> None:
@@ -102,7 +102,7 @@ def check_fsdp2(rank: int, size: int) -> None:
 
     model, alone = build_sharded(), build_sharded()
     shard(model)
-    pairs = [muon_and_adamw(model), muon_and_adamw(alone)]
+    pairs = [muon_and_adamw(model, kind), muon_and_adamw(alone, kind)]
     here, beside = (pf.Switch(rank=4, when=pf.AtStep(1)) for _ in range(2))
     x = torch.randn(256, 3, 48, generator=torch.Generator().manual_seed(1))  # gradients of full rank
     for step in range(3):
@@ -169,7 +169,8 @@ def check_fsdp2_refusal(rank: int, size: int) -> None:
 
 
 def fsdp2_cases(rank: int, size: int) -> None:
-    check_fsdp2(rank, size)
+    check_fsdp2(rank, size, optim.Muon)
+    check_fsdp2(rank, size, pf.Muon)
     check_fsdp2_refusal(rank, size)
 
 

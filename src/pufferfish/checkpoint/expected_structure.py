@@ -10,7 +10,8 @@ from ..distributed.job import Job
 from ..layers import meta_copy
 from ..layers.names import own_name, unwrap
 from ..lowrank.checks import check_plan
-from ..lowrank.factorize import nan_factors, plan_of, ranks_of, replace_layers_, svd_factors
+from ..lowrank.factorize import nan_factors, ranks_of, replace_layers_, svd_factors
+from ..lowrank.plan_of import plan_of
 from ..optim.by_name import group_names, names_by_id
 from ..planning.plan import Plan
 from ..switching.switch import Switch

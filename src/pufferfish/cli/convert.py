@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lowrank.convert import convert
+    from ..integrations.convert import convert
 
     plan = _plan(arguments)
     plan = convert(arguments.checkpoint, plan, arguments.out, max_shard=arguments.max_shard_size)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lowrank.convert import merge
+    from ..integrations.convert import merge
     from ..planning.plan import Plan
 
     plan = arguments.plan and Plan.load(arguments.plan)

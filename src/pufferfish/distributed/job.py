@@ -1,8 +1,9 @@
-"""`Job`: a model with its wrappers and its workers; a DDP wrapper is re-initialized in place around a changed model."""
+"""`Job`: a model with its wrappers and its workers. It is checked before a change; a DDP wrapper is re-initialized after it."""
 
 import gc
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ..layers.base import CALL_HOOKS
-from ..layers.names import unwrap
+from ..layers.names import own_name, unwrap
 from ..lowrank.checks import find_compiled
+from ..optim.carry import Carrier
 from . import shared_svd
+from .lost_contact import workers_text
 from .workers import Workers
+
+T = TypeVar("T")
 
 # Arguments of DDP that can be read back from its attributes; newer ones are read if this torch has them.
 _ARGUMENTS = (
@@ -58,6 +64,49 @@ class Job:
     def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker."""
         return shared_svd.spectra(self.inner, self.workers, names)
+
+    def checked(self, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
+        """Run `check` on all workers, then repair on all of them, with a warning, what would go on unnoticed.
+
+        Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
+        is reset: carried over to the factors it would make them NaN at the next update, and the job can train on without it.
+        """
+        parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
+        results: list[T] = []
+
+        def work() -> tuple[list[int], list[str]]:
+            results.append(check())
+            compared = [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
+            return compared, _bad_state(optimizers, parameters)
+
+        answers = self.workers.gather(work)
+        sums = [own for own, _ in answers]
+        columns = zip(*sums, strict=True)  # none for shards, which differ
+        differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
+        bad = [name for name in parameters if any(name in names for _, names in answers)]
+        if differ:
+            others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
+            warnings.warn(
+                f"{self.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
+                "DDP averages only gradients, so find what changes parameters on single workers",
+                stacklevel=4,
+            )
+            with torch.no_grad():
+                for p in (parameters[name] for name in differ):
+                    p.copy_(self.workers.broadcast_tensor(p.detach().to(self.workers.device).contiguous(), 0))
+        if bad:
+            where = workers_text([worker for worker, (_, names) in enumerate(answers) if names])
+            warnings.warn(
+                f"{self.workers.operation}: the optimizer state of {_some(bad)} contains inf or NaN on {where}; it is reset. "
+                "pf.FiniteGuard skips the updates that cause this",
+                stacklevel=4,
+            )
+            carrier = Carrier([], self.inner)
+            for optimizer in optimizers:
+                for p in (parameters[name] for name in bad):
+                    if optimizer.state.pop(p, None) is not None:
+                        carrier.reset_state(optimizer, [p])
+        return results[0]
 
     def rewrap(self, arguments: dict[str, Any]) -> None:
         """Update the wrappers after layers were replaced: a new DDP reducer, and no compiled code of the old layers.
@@ -127,3 +176,33 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
 
 def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.nbytes for p in parameters if p.requires_grad)
+
+
+def _checksums(parameters: Iterable[Tensor]) -> list[int]:
+    """A number for each parameter that depends on all its bits: their sum as integers, in one pass on the device."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
+    return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
+
+
+def _bad_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters whose optimizer state contains inf or NaN."""
+    return [
+        name
+        for name, p in parameters.items()
+        for optimizer in optimizers
+        if p in optimizer.state and not all(_finite(x) for x in optimizer.state[p].values())
+    ]
+
+
+def _finite(value: object) -> bool:
+    """Whether a value of optimizer state has only finite numbers; of a sharded one, those of this worker."""
+    return not isinstance(value, Tensor) or bool(getattr(value, "_local_tensor", value).isfinite().all())
+
+
+def _some(names: list[str]) -> str:
+    """
+    >>> _some(["a"]), _some(["a", "b", "c", "d"])
+    ('a', 'a, b, c and 1 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

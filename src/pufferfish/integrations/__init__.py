@@ -1,1 +1,1 @@
-"""Thin adapters to training libraries. Each module needs its library; no other module imports it."""
+"""Thin adapters to training libraries, which need their library; `convert` uses that of a folder where it is installed."""

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..layers import LowRank
-from ..lowrank.factorize import plan_of, reshape_
+from ..lowrank.factorize import reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, read_manifest, write_manifest
+from ..lowrank.plan_of import plan_of
 from ..lowrank.weight_files import index_name, open_weights
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan

@@ -8,23 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..layers import (
-    FactorMap,
-    LowRank,
-    LowRankEmbedding,
-    LowRankLinear,
-    SharedInput,
-    low_rank_type,
-    matrices_of,
-    meta_copy,
-)
+from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
 from ..planning import svd
-from ..planning.candidates import expert_entries
 from ..planning.plan import Entry, Plan, check_is_plan
-from ..planning.planner import plan, resolve
+from ..planning.planner import resolve
 from .checks import (
     check_hooks,
     check_layer_accepted,
@@ -188,41 +178,6 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
 def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
     """Ranks of all low-rank layers, by layer and matrix name."""
     return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
-
-
-def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
-    """The plan that gives the dense model the ranks that this model has now.
-
-    Args:
-        dense: The dense model, which may be on the meta device. Needed for FSDP2 models only, which cannot be copied.
-
-    >>> import pufferfish as pf
-    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
-    >>> pf.plan_of(model).ranks
-    {'0': {'': 8}}
-    """
-    ranks = ranks_of(model)
-    if dense is None:
-        dense = meta_copy(unwrap(model))
-        merge_layers_(dense, None)
-    embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
-    dense_plan = plan(dense, multiple=1, embed=embed, frozen=True)
-    fused = {name for name, _, m in named_modules(model) if isinstance(m, LowRankLinear) and m._fused}
-    entries = []
-    for stack in dense_plan.entries:
-        experts = expert_entries(stack)
-        apart = any(e.matrix and e.matrix.name in ranks.get(e.layer, {}) for e in experts)
-        for e in experts if apart else [stack]:
-            rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
-            reason = e.reason if e.matrix is None else "not factorized"
-            entries.append(e.with_rank(rank, e.layer in fused) if rank else e.keep_dense(reason))
-    layers = {e.layer for e in entries}  # not the projections inside of an attention layer
-    shared: dict[int, list[str]] = {}
-    for name, _, module in named_modules(model):
-        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in layers:
-            shared.setdefault(id(module._shared_input), []).append(name)
-    return dataclasses.replace(dense_plan.replace(entries), shared_inputs=tuple(map(tuple, shared.values())))
 
 
 def replace_layers_(

@@ -17,7 +17,8 @@ from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
-from .factorize import plan_of, reshape_, set_parameter
+from .factorize import reshape_, set_parameter
+from .plan_of import plan_of
 from .weight_files import index_name, open_weights
 
 WEIGHTS = "model.safetensors"

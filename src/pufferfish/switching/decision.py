@@ -3,16 +3,15 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.job import Job, check_rewrap
-from ..distributed.lost_contact import workers_text
 from ..distributed.workers import Workers
-from ..layers.names import named_modules, own_name, unwrap
+from ..layers.names import named_modules, unwrap
 from ..lowrank.checks import (
     UsedGradients,
     check_optimizers_complete,
@@ -21,7 +20,7 @@ from ..lowrank.checks import (
     factorized_weights,
     find_compiled,
 )
-from ..optim.carry import Carrier, check_optimizers
+from ..optim.carry import check_optimizers
 from ..planning.plan import LITTLE, Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
@@ -29,8 +28,6 @@ from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss, limit_jump
 from .ranks_by_loss import ranks_by_loss
 from .switch_settings import SwitchSettings
-
-T = TypeVar("T")
 
 
 class Decision:
@@ -87,7 +84,7 @@ class Decision:
     def prepare(
         self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]
     ) -> tuple[Plan, float | None]:
-        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `_checked` repairs.
+        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `Job.checked` repairs.
 
         Args:
             averages: averaged copies of the model, which will be changed too.
@@ -97,7 +94,7 @@ class Decision:
             no ranks if the change would save too little.
         """
         max_jump = self.settings.max_jump
-        plan = _checked(job, optimizers, lambda: self._checked_plan(job, optimizers, averages))
+        plan = job.checked(optimizers, lambda: self._checked_plan(job, optimizers, averages))
         plan = _with_slowest_times(plan, job.workers)
         unresolved = [e.name for e in plan if e.rule is not None]
         if unresolved:
@@ -131,7 +128,7 @@ class Decision:
 
     def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Check on all workers that the factors can be multiplied now."""
-        _checked(job, optimizers, lambda: self._check(job, optimizers, pending=True))
+        job.checked(optimizers, lambda: self._check(job, optimizers, pending=True))
 
     def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -242,80 +239,6 @@ class _Inputs:
         self._last = None
         while self._handles:
             self._handles.pop().remove()
-
-
-def _checked(job: Job, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
-    """Run `check` on all workers, then repair on all of them, with a warning, what would go on unnoticed.
-
-    Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
-    is reset: carried over to the factors it would make them NaN at the next update, and the job can train on without it.
-    """
-    parameters = {own_name(name): p for name, p in job.inner.named_parameters()}
-    results: list[T] = []
-
-    def work() -> tuple[list[int], list[str]]:
-        results.append(check())
-        compared = [] if job.sharded or job.workers.size == 1 else _checksums(parameters.values())
-        return compared, _bad_state(optimizers, parameters)
-
-    answers = job.workers.gather(work)
-    sums = [own for own, _ in answers]
-    columns = zip(*sums, strict=True)  # none for shards, which differ
-    differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
-    bad = [name for name in parameters if any(name in names for _, names in answers)]
-    if differ:
-        others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
-        warnings.warn(
-            f"{job.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
-            "DDP averages only gradients, so find what changes parameters on single workers",
-            stacklevel=4,
-        )
-        with torch.no_grad():
-            for p in (parameters[name] for name in differ):
-                p.copy_(job.workers.broadcast_tensor(p.detach().to(job.workers.device).contiguous(), 0))
-    if bad:
-        where = workers_text([worker for worker, (_, names) in enumerate(answers) if names])
-        warnings.warn(
-            f"{job.workers.operation}: the optimizer state of {_some(bad)} contains inf or NaN on {where}; it is reset. "
-            "pf.FiniteGuard skips the updates that cause this",
-            stacklevel=4,
-        )
-        carrier = Carrier([], job.inner)
-        for optimizer in optimizers:
-            for p in (parameters[name] for name in bad):
-                if optimizer.state.pop(p, None) is not None:
-                    carrier.reset_state(optimizer, [p])
-    return results[0]
-
-
-def _checksums(parameters: Iterable[Tensor]) -> list[int]:
-    """A number for each parameter that depends on all its bits: their sum as integers, in one pass on the device."""
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
-    return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
-
-
-def _bad_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters whose optimizer state contains inf or NaN."""
-    return [
-        name
-        for name, p in parameters.items()
-        for optimizer in optimizers
-        if p in optimizer.state and not all(_finite(x) for x in optimizer.state[p].values())
-    ]
-
-
-def _finite(value: object) -> bool:
-    """Whether a value of optimizer state has only finite numbers; of a sharded one, those of this worker."""
-    return not isinstance(value, Tensor) or bool(getattr(value, "_local_tensor", value).isfinite().all())
-
-
-def _some(names: list[str]) -> str:
-    """
-    >>> _some(["a"]), _some(["a", "b", "c", "d"])
-    ('a', 'a, b, c and 1 more')
-    """
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _saves_little(plan: Plan) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...optim.muon import Muon, muon_parameters
 from ..rivals import LAMB, LARS, SAM
 from ..tasks import Recipe
-from .batched_muon import BatchedMuon
 from .optimizer_list import OptimizerList
 
 #: Optimizers that use the same learning rates as another one.
@@ -39,7 +39,7 @@ def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe
 def build_optimizer(
     model: nn.Module, recipe: Recipe, *, graph: bool = False
 ) -> torch.optim.Optimizer | OptimizerList:
-    """Build the recipe's optimizer; "muon" is Muon for `block_matrices` and AdamW for the rest.
+    """Build the recipe's optimizer; "muon" is Muon and AdamW, as `muon_parameters` divides the model.
 
     On a GPU, SGD, Adam and AdamW are fused.
 
@@ -49,8 +49,13 @@ def build_optimizer(
     >>> [group["weight_decay"] for group in build_optimizer(nn.Linear(2, 2), Recipe(epochs=1, batch=1, lr=1.0, weight_decay=0.1)).param_groups]
     [0.1, 0.0]
     """
-    in_blocks = block_matrices(model) if recipe.optimizer == "muon" else []
-    rest = [p for p in model.parameters() if not any(p is x for x in in_blocks)]
+    rest = list(model.parameters())
+    if recipe.optimizer == "muon":
+        in_blocks, rest = muon_parameters(model)
+        if not in_blocks:
+            raise ValueError(
+                "optimizer muon: the model has no matrices in repeated blocks (ModuleList, Sequential); use adamw"
+            )
     matrices = [p for p in rest if p.dim() > 1]
     vectors = [p for p in rest if p.dim() < 2]
     vector_decay = recipe.weight_decay if recipe.decay_vectors else 0.0
@@ -73,28 +78,8 @@ def build_optimizer(
     adam.register_step_pre_hook(_match_gradient_strides)
     if recipe.optimizer != "muon":
         return adam
-    muon = BatchedMuon(in_blocks, recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(in_blocks, recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw")
     return OptimizerList([muon, adam])
-
-
-def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Matrices of repeated blocks: weights with a number in their name (ModuleList, Sequential), without embeddings.
-
-    >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "blocks": nn.ModuleList([nn.Linear(4, 3)]), "head": nn.Linear(3, 9)})
-    >>> [p.shape for p in block_matrices(model)]
-    [torch.Size([3, 4])]
-    """
-    found = [
-        p
-        for path, module in model.named_modules()
-        for p in module.parameters(recurse=False)
-        if p.dim() == 2 and any(map(str.isdigit, path.split("."))) and not isinstance(module, nn.Embedding)
-    ]
-    if not found:
-        raise ValueError(
-            "optimizer muon: the model has no matrices in repeated blocks (ModuleList, Sequential); use adamw"
-        )
-    return found
 
 
 def _match_gradient_strides(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,12 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lowrank.files import DENSE_FILES, LOW_RANK, MANIFEST, new_folder, read_manifest, sync, write_manifest
+from ..lowrank.optimizer_state_dict import convert_optimizer
+from ..lowrank.state_dict import LazyTensor, Source, factorized, merged, resolve
+from ..lowrank.weight_files import (
+    MAX_SHARD,
+    naming,
+    open_file,
+    open_weights,
+    write_safetensors,
+    write_weights,
+)
 from ..planning.plan import Plan, check_is_plan
 from ..planning.progress import track
-from .files import DENSE_FILES, LOW_RANK, MANIFEST, new_folder, read_manifest, sync, write_manifest
-from .optimizer_state_dict import convert_optimizer
-from .state_dict import LazyTensor, Source, factorized, merged, resolve
-from .weight_files import MAX_SHARD, naming, open_file, open_weights, write_safetensors, write_weights
+from .model_card import add_notice, remove_notice
 
 _OPTIMIZER = "optimizer.pt"
 _TRAINING = "training.json"  # written by `pufferfish.Checkpoint`
@@ -142,13 +150,13 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_weights(weights))
         if model is not None and not back:
-            from ..integrations.checkpoint_names import in_model_names
+            from .checkpoint_names import in_model_names  # imports transformers
 
             source = in_model_names(source, model)
         plan, tensors = _lazy_tensors(source, plan, back)
         written = tensors
         if model is not None and back:
-            from ..integrations.checkpoint_names import in_file_names
+            from .checkpoint_names import in_file_names
 
             written = in_file_names(tensors, model)
         with new_folder(out) as fresh:
@@ -166,8 +174,6 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
             if not back:
                 write_manifest(fresh, plan, files)
             if hub:
-                from ..integrations.model_card import add_notice, remove_notice
-
                 remove_notice(fresh) if back else add_notice(fresh, plan)
     return plan
 
@@ -183,7 +189,7 @@ def _meta_model(folder: Path) -> Any:
     """The model that transformers builds from the folder, on the meta device; None if that is not possible."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    from ..integrations.checkpoint_names import meta_model
+    from .checkpoint_names import meta_model
 
     return meta_model(folder)
 
