@@ -3,13 +3,13 @@
     python benchmarks/step.py [--cases llama "GPT d 768"] [--modes graph compile] [--decay]
 
 Forward, loss, backward and an SGD step (fused on a GPU), bf16 autocast on a GPU and fp32 on a CPU. The two models take
-turns of several steps, since a GPU's clock follows the load; medians of turns. Ranks: ratio 0.25 in multiples of 16.
+turns of half a second, since a GPU's clock follows the load; medians of turns. Ranks: ratio 0.25 in multiples of 16.
 Models keep their paper's full-rank layers, language models the first block; "measured plan" is what
-`pf.plan(model, example=…, measure="graph")` chooses. On a GPU each step is timed in eager mode, as one CUDA graph, and
+`pf.plan(model, example=…, measure="compile")` chooses. On a GPU each step is timed in eager mode, as one CUDA graph, and
 compiled (model and loss) inside a CUDA graph.
 
 The limit of a step is its time if each changed layer took its share of MACs of its dense time and nothing else
-changed. The times of the dense layers are measured one by one, in CUDA graphs.
+changed. The times of the dense layers are measured one by one, in CUDA graphs (a measured plan's: compiled).
 
 With --decay the low-rank step is timed again in a second table, with weight decay of its factors and with
 `FrobeniusDecay` instead, in turns.
@@ -166,7 +166,8 @@ def plan_of(case: Case, model: nn.Module, x: Tensor) -> pf.Plan:
             output: Tensor = model(x)
         return output
 
-    plan = pf.plan(model, rank=0.25, keep=case.keep, example=run, measure="graph")
+    mode = "compile" if case.measured else "graph"  # that of the job, and one without compiling for minutes
+    plan = pf.plan(model, rank=0.25, keep=case.keep, example=run, measure=mode)
     if case.measured:
         return plan
     times = {e.name: e.ms for e in plan}
@@ -250,19 +251,23 @@ def free_memory(models: list[nn.Module]) -> None:
 def medians(device: torch.device, steps: list[Step], turns: int = 6) -> list[float]:
     """Median milliseconds of each, taking turns, after a turn as a warm-up."""
     times: list[list[float]] = [[] for _ in steps]
-    untimed, timed = (2, 5) if device.type == "cuda" else (1, 2)
     for turn in range(turns):
         for step, seen in zip(steps, times, strict=True):
-            for _ in range(untimed):
-                step()
-            wait_for(device)
-            start = time.perf_counter()
-            for _ in range(timed):
-                step()
-            wait_for(device)
+            one = milliseconds(device, step, 1)
+            count = max(1, round(500 / one))  # a turn takes half a second, after half as long a warm-up
+            milliseconds(device, step, count // 2)
             if turn:
-                seen.append((time.perf_counter() - start) * 1e3 / timed)
+                seen.append(milliseconds(device, step, count) / count)
     return [statistics.median(seen) for seen in times]
+
+
+def milliseconds(device: torch.device, step: Step, count: int) -> float:
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait_for(device)
+    return (time.perf_counter() - start) * 1e3
 
 
 def wait_for(device: torch.device) -> None:

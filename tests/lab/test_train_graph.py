@@ -164,7 +164,7 @@ def test_the_fastest_mode_is_chosen(
     close(tmp_path / "eager", tmp_path / "auto", 1e-3)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mode: ")]
     chosen = "graph" if simulate or worth else "compile+graph"
-    assert [line.split()[1] for line in lines] == [chosen, chosen]
+    assert [line.split()[1] for line in lines] == [chosen, chosen], lines
     assert all(("compile: " in line) == (chosen == "graph") for line in lines)
     assert read_run(tmp_path / "auto").results["mode"] == chosen
 

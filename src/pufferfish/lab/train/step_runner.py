@@ -102,7 +102,10 @@ class StepRunner:
         c = self.components
 
         def in_mode(mode: str) -> Step:
-            model = self.model = torch.compile(c.model) if "compile" in mode else c.model
+            model = self.model = c.model
+            if "compile" in mode:
+                # A graph has one shape. Code for variable shapes may be compiled again during the capture, which fails.
+                model = self.model = torch.compile(c.model, dynamic=False if "graph" in mode else None)
 
             def step(inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
                 self.model = model
