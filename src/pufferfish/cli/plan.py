@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lab.models.plan_by_name import plan_by_name
+    from ..lab.tasks.plan_by_name import plan_by_name
     from ..planning.table import plan_parts
 
     check_output_file(arguments.out)

@@ -120,7 +120,7 @@ def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
     score = format_score(task.metric, results[task.metric])
-    summary = f"test {score}, {results['parameters']:,} parameters"
+    summary = f"{task.final_data} {score}, {results['parameters']:,} parameters"
     Console(silent).result(f"{settings.run_name}: {summary}; {settings.folder}")
     return 0
 
