@@ -120,7 +120,10 @@ class FileTask(Task):
                 raise ValueError(
                     f"{self.name}: loss(output, target) returned {got}; return a scalar tensor that requires grad"
                 )
-            self.file.call(f"{self.metric}{call}", lambda: float(self._figures(output, target)[self.metric]))
+            with torch.no_grad():
+                self.file.call(
+                    f"{self.metric}{call}", lambda: float(self._figures(output, target)[self.metric])
+                )
 
     def _mean_loss(self, output: Any, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
         if self._loss is not None:
