@@ -59,7 +59,7 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
-    listed = capsys.readouterr().out.partition("reference model:")[2].partition("or a function")[0]
+    listed = capsys.readouterr().out.partition("reference model:")[2].partition("or your own")[0]
     assert [name.strip() for name in listed.split(",")[:-1]] == [*REFERENCES]
 
 
