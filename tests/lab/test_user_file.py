@@ -162,10 +162,11 @@ def data():
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
 def test_tensors_and_datasets_give_the_same_batches(split: str) -> None:
+    arrays = "(x.numpy(), y.numpy())", "tuple(z.numpy() for z in valid)"
     wrapped = "torch.utils.data.TensorDataset(x, y)", "torch.utils.data.TensorDataset(*valid)"
     tasks = [
         task(BUILD, DATASET.format(*pair))
-        for pair in (("(x, y)", "valid"), ("Pairs(x, y)", "Pairs(*valid)"), wrapped)
+        for pair in (("(x, y)", "valid"), ("Pairs(x, y)", "Pairs(*valid)"), wrapped, arrays)
     ]
     for worker in range(2 if split == "train" else 1):
         order = {"worker": worker, "world_size": 2, "start": 1} if split == "train" else {}
@@ -262,7 +263,7 @@ def test_errors_name_the_file_and_what_to_add(
     ("options", "message"),
     [
         (["--data", "."], "--data .: mine.py reads its own data, in data(); remove --data"),
-        (["--method", "narrow"], "the model of mine.py takes no width; add `width=1.0` to the arguments of build()"),
+        (["--method", "narrow"], "the model of mine.py takes no width; add the argument `width=1.0` to the function"),
         (["--held", "3"], "the task mine.py has its own validation data; leave --held out"),
         (["--workers", "3"], "a batch of 10 cannot be split equally over 3 workers; change --batch"),
         (["--batch", "40", "--workers", "2"], "data() has 20 training rows, fewer than a batch of 40"),

@@ -72,7 +72,7 @@ class FileTask(Task):
 
     def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
         rows: Rows = data[order.split]
-        for batch in order.batches(len(rows), "training rows", device="cpu"):
+        for batch in order.batches(len(rows), device=None if rows.in_memory else "cpu"):
             yield rows.batch(order.shard(batch), order.device)
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:

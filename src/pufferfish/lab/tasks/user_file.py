@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from ...compression.parse_method import import_path
 from ..data.rows import Rows
 
-#: What a missing function should look like.
-_FORMS = {
-    "data": "`def data(): return (inputs, targets), (inputs, targets)`, for training and validation",
-    "example": "`def example(): return inputs, targets`, one worker's batch",
-}
+_DATA = "`def data(): return (inputs, targets), (inputs, targets)`, for training and validation"
+_ROW = "return tensors (inputs, targets), or a Dataset whose rows are (input, target)"
 #: Rows of `data()` that stand for an example.
 _EXAMPLE_ROWS = 64
 
@@ -78,6 +75,8 @@ class UserFile:
 
     def data(self) -> dict[str, Rows]:
         """The rows of "train", "valid" and, if there are any, "test". torch's random seed is 0 in `data`."""
+        if self.function("data") is None:
+            raise ValueError(f"{self.name} has no function 'data'; add {_DATA}")
         splits = self._seeded("data")
         if not isinstance(splits, tuple | list) or len(splits) not in (2, 3):
             got = f"{len(splits)} things" if isinstance(splits, tuple | list) else type(splits).__name__
@@ -126,12 +125,7 @@ class UserFile:
             raise ValueError(f"{where}: {action} raised {type(error).__name__}: {first_line}") from error
 
     def _seeded(self, name: str) -> Any:
-        function = self.function(name)
-        if function is None:
-            raise ValueError(f"{self.name} has no function {name!r}; add {_FORMS[name]}")
+        """The result of a function without arguments."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same random split on all workers, and after a restart
-            return self.call(f"{name}()", function)
-
-
-_ROW = "return tensors (inputs, targets), or a Dataset whose rows are (input, target)"
+            return self.call(f"{name}()", getattr(self.module, name))

@@ -64,8 +64,8 @@ def check_takes_width(task: Task) -> None:
     parameters = inspect.signature(task.builder).parameters
     if "width" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ValueError(
-            f"method narrow: the model of {task.name} takes no width; add `width=1.0` to the arguments of "
-            f"{task.builder.__name__}() and multiply the sizes of its hidden layers by it"
+            f"method narrow: the model of {task.name} takes no width; add the argument `width=1.0` to the function "
+            "that builds it, and multiply the sizes of its hidden layers by it"
         )
 
 

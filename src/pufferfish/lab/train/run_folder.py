@@ -73,7 +73,8 @@ def check_same_task(task: Task, folder: Path) -> None:
 
 
 def _first_change(old: str, new: str) -> str:
-    """
+    """The first line that differs.
+
     >>> _first_change("a = 1\\nb = 2", "a = 1\\nb = 3")
     "line 2: 'b = 3', before 'b = 2'"
     """
