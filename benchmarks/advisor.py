@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from predictions import ENV, Made, classes, gpt, resnet18  # noqa: F401  # models of cases, found here by name
+from predictions import ENV, Made, classes, gpt, made_workload, resnet18  # noqa: F401  # models of cases, found here by name
 from predictions import KEEP as SHARED
 
 import pufferfish as pf
@@ -109,8 +109,10 @@ def work(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     name, link, hosts = CASES[given.cases[0] - 1]
-    text = f"{__file__}:{name}" if name in KEEP else name
-    workload = load_workload(text, keep=KEEP.get(name), rank=dist.get_rank(), size=hosts)
+    if name in KEEP:
+        workload = made_workload(name, globals()[name], KEEP[name])
+    else:
+        workload = load_workload(name, rank=dist.get_rank(), size=hosts)
     predicted = advise(workload, network=link, nodes=hosts)
     best = {"predicted": predicted.best.name, "checked": check(predicted, workload).best.name}
     found = check(predicted, workload, rounds=given.rounds, best=None)

@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,20 @@ def gpt() -> Made:
     """3.3 million parameters, 4 × 128 bytes a worker."""
     tokens = torch.randint(256, (4, 129))
     return GPT(d=256, layers=4, heads=4, context=128), (tokens[:, :-1], tokens[:, 1:]), classes
+
+
+def made_workload(name: str, make: Callable[[], Made], keep: Sequence[str]) -> Workload:
+    """The workload of one of the models above."""
+    _, batch, loss = make()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return make()[0]
+
+    return Workload(
+        name=name, build=build, batch=lambda: batch, loss=loss, keep=keep,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    )  # fmt: skip
 
 
 KEEP = {"resnet18": REFERENCES["resnet18"].keep, "gpt": REFERENCES["gpt"].keep}
@@ -118,8 +132,10 @@ def work(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     (model,) = given.models
-    text = f"{__file__}:{model}" if model in KEEP else model
-    workload = load_workload(text, keep=KEEP.get(model), rank=dist.get_rank(), size=dist.get_world_size())
+    if model in KEEP:
+        workload = made_workload(model, globals()[model], KEEP[model])
+    else:
+        workload = load_workload(model, rank=dist.get_rank(), size=dist.get_world_size())
     found = job(workload, given.methods, given.rounds)
     if dist.get_rank() == 0:
         aside = given.worker.with_suffix(".new")

@@ -14,53 +14,32 @@ from paper import COUNTS
 from pufferfish.cli import COMMANDS, main
 from pufferfish.lab.models import REFERENCES
 
-FACTORIES = """
-import torch
-from torch import nn
-
-def model_only():
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-
-def with_batch():
-    return model_only(), torch.randn(8, 64)
-
-def with_loss():
-    return model_only(), (torch.randn(8, 64), torch.zeros(8, dtype=torch.long)), loss
-
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-def nonsense():
-    return "a model"
-
-def does_not_fit():
-    return model_only(), torch.randn(8, 63)
-
-def no_labels():
-    return model_only(), torch.randn(8, 64), lambda model, batch: loss(model, batch.pair)
-
-def three_arguments():
-    return model_only(), torch.randn(8, 64), lambda model, batch, labels: model(batch).sum()
-
-def not_a_number():
-    return model_only(), torch.randn(8, 64), lambda model, batch: model(batch)
-
-def no_gradient():
-    return model_only(), torch.randn(8, 64), lambda model, batch: model(batch).sum().item()
-
-def frozen_text():
-    return nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 64).requires_grad_(False))
-
-def unbuilt():
-    return {}["width"]
-"""
+BUILD = "def build():\n    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))\n"
+EXAMPLE = "def example():\n    return torch.randn(8, {}), torch.zeros(8, dtype=torch.long)\n"
+LOSS = BUILD + EXAMPLE.format(64) + "def loss(output, target):\n    return "
+#: The functions of users' files, by file.
+FILES = {
+    "model_only": BUILD,
+    "with_batch": BUILD + EXAMPLE.format(64),
+    "does_not_fit": BUILD + EXAMPLE.format(63),
+    "no_target": BUILD + "def example():\n    return torch.randn(8, 64)\n",
+    "nonsense": "def build():\n    return 'a model'\n",
+    "a_pair": "def build():\n    return nn.Linear(64, 4), torch.randn(8, 64)\n",
+    "frozen_text": "def build():\n    return nn.Sequential(nn.Embedding(200, 64), nn.Linear(64, 64).requires_grad_(False))\n",
+    "unbuilt": "def build():\n    return {}['width']\n" + EXAMPLE.format(64),
+    "no_labels": LOSS + "target.pair\n",
+    "three_arguments": LOSS.replace("target)", "target, weight)") + "output.sum()\n",
+    "not_a_number": LOSS + "output\n",
+    "no_gradient": LOSS + "output.sum().item()\n",
+}
 ON = ("--network", "1gbit", "--nodes", "2", "--device", "cpu")
 
 
 @pytest.fixture
-def factories(tmp_path: Path) -> str:
-    (tmp_path / "nets.py").write_text(FACTORIES)
-    return str(tmp_path / "nets.py")
+def files(tmp_path: Path) -> str:
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n\n{text}")
+    return str(tmp_path)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -80,7 +59,7 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_built_in_models(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
-    listed = capsys.readouterr().out.partition("reference model:")[2].partition("or a function")[0]
+    listed = capsys.readouterr().out.partition("reference model:")[2].partition("or your own")[0]
     assert [name.strip() for name in listed.split(",")[:-1]] == [*REFERENCES]
 
 
@@ -103,41 +82,38 @@ def test_gpt_plan_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["blocks.0.up"].reason == "kept by pattern 'blocks.0.*'"
 
 
-def test_embeddings_and_frozen_layers(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_embeddings_and_frozen_layers(files: str, capsys: pytest.CaptureFixture[str]) -> None:
     def ranks(*options: str) -> list[int | None]:
-        assert main(["plan", f"{factories}:frozen_text", "--json", *options]) == 0
+        assert main(["plan", f"{files}/frozen_text.py", "--json", *options]) == 0
         return [e.rank for e in pf.Plan.from_json(capsys.readouterr().out)]
 
     assert ranks() == [None, None]
     assert ranks("--embed", "8", "--frozen") == [8, 16]
     assert ranks("--embed", "energy:0.5")[0] in (16, 32)
-    assert main(["plan", f"{factories}:frozen_text"]) == 0
+    assert main(["plan", f"{files}/frozen_text.py"]) == 0
     assert "The plan changes nothing. What stays dense: 75% in Embedding: a lookup" in capsys.readouterr().out
 
 
-def test_missing_batch_and_loss_are_reported(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{factories}:model_only"]) == 0
+def test_a_missing_batch_is_reported(files: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{files}/model_only.py"]) == 0
     out = capsys.readouterr().out
-    assert "returned no batch" in out
+    assert "model_only.py has neither data() nor example(): MACs and times are omitted" in out
     assert "MACs forward" not in out
-    assert main(["plan", f"{factories}:with_batch"]) == 0
+    assert main(["plan", f"{files}/with_batch.py", "--measure"]) == 0
     out = capsys.readouterr().out
-    assert "returned no loss_fn" in out
+    assert "neither" not in out
     assert "MACs backward" in out
-    assert main(["plan", f"{factories}:with_loss", "--measure"]) == 0
-    out = capsys.readouterr().out
-    assert "returned no" not in out
     assert " ms " in out
     assert "\nexpected on cpu, eager: " in out
 
 
 def test_bytes_over_a_link_are_weighed_against_time(
-    factories: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", lambda *_: (1.0, 1.2))
     found = []
     for options in ([], ["--link", "1gbit"], ["--link", "10mbit"]):
-        assert main(["plan", f"{factories}:with_loss", "--measure", "--json", *options]) == 0
+        assert main(["plan", f"{files}/with_batch.py", "--measure", "--json", *options]) == 0
         plan = pf.Plan.from_json(capsys.readouterr().out)
         found.append((bool(plan.ranks), plan.measured.get("link")))
     assert [low_rank for low_rank, _ in found] == [False, False, True]
@@ -145,7 +121,7 @@ def test_bytes_over_a_link_are_weighed_against_time(
     assert [link for _, link in found] == [None, *(pytest.approx(x * 0.949 / 16) for x in (1e9, 1e7))]
 
 
-def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "pufferfish.lab.models.gpt:GPT", "--rank", "budget:params=6e6"]) == 0
     out = capsys.readouterr().out
     after = int(next(x for x in out.splitlines() if x.startswith("parameters")).split()[2].replace(",", ""))
@@ -158,8 +134,13 @@ def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["plan", "resnet19"], "is not a built-in model"),
         (["plan", "missing.py:build"], "no such file"),
-        (["plan", "{file}:missing"], "has no function 'missing'"),
-        (["plan", "{file}:nonsense"], "must return a model or (model, batch[, loss_fn]), got str"),
+        (
+            ["plan", "{files}/model_only.py:missing"],
+            "has no function 'missing'; add `def missing(): return model`",
+        ),
+        (["plan", "{files}/nonsense.py"], "nonsense.py: build() must return a model, got a str"),
+        (["plan", "{files}/a_pair.py"], "got a tuple; return the model alone, and a batch from example()"),
+        (["plan", "{files}/no_target.py"], "no_target.py: example() must return a tuple of tensors"),
         (
             ["plan", "resnet18", "--out", "nowhere/x.json"],
             "--out nowhere/x.json: the folder nowhere does not exist",
@@ -171,20 +152,24 @@ def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> N
         (["demo", "--out", "/proc/x"], "--out /proc/x: /proc is not a writable folder"),
         (["report", ".", "--out", "nowhere/x.html"], "the folder nowhere does not exist"),
         (["plan", "no.such.module:build"], "No module named"),
-        (["plan", "{file}:unbuilt"], ":unbuilt: building the model raised KeyError: 'width'"),
-        (["plan", "{file}:does_not_fit"], ":does_not_fit: the model on its batch raised RuntimeError: mat1"),
-        (["plan", "{file}:no_labels"], ":no_labels: loss_fn(model, batch) raised AttributeError: 'Tensor'"),
-        (["plan", "{file}:three_arguments"], "loss_fn(model, batch) raised TypeError: "),
-        (["advise", "{file}:unbuilt", *ON], ":unbuilt: building the model raised KeyError: 'width'"),
-        (["advise", "{file}:does_not_fit", *ON], "the model on its batch raised RuntimeError: mat1"),
-        (["advise", "{file}:no_labels", *ON], "loss_fn(model, batch) raised AttributeError: 'Tensor'"),
-        (["advise", "{file}:three_arguments", *ON], "loss_fn(model, batch) raised TypeError: "),
-        (["advise", "{file}:not_a_number", *ON], "loss_fn(model, batch) returned a tensor of shape (8, 4)"),
-        (["advise", "{file}:no_gradient", *ON], "loss_fn(model, batch) returned float"),
-        (["plan", "{file}:model_only", "--measure"], "needs a batch"),
-        (["plan", "{file}:with_batch", "--link", "1gbit"], "--link is compared with measured times"),
-        (["plan", "{file}:with_batch", "--measure", "--link", "fast"], "invalid network 'fast'"),
-        (["plan", "{file}:with_batch", "--measure", "graph"], "move the model to a CUDA device"),
+        (["plan", "{files}/unbuilt.py"], "unbuilt.py, line 5: building the model raised KeyError: 'width'"),
+        (["plan", "{files}/does_not_fit.py"], "fit.py: the model on its batch raised RuntimeError: mat1"),
+        (["advise", "{files}/unbuilt.py", *ON], "unbuilt.py, line 5: building the model raised KeyError"),
+        (["advise", "{files}/does_not_fit.py", *ON], "on inputs of shape (8, 63) raised RuntimeError: mat1"),
+        (["advise", "{files}/no_labels.py", *ON], "on (8, 4) and (8,) raised AttributeError: 'Tensor'"),
+        (
+            ["advise", "{files}/three_arguments.py", *ON],
+            "loss(output, target) on (8, 4) and (8,) raised TypeError: ",
+        ),
+        (
+            ["advise", "{files}/not_a_number.py", *ON],
+            "loss(output, target) returned a tensor of shape (8, 4)",
+        ),
+        (["advise", "{files}/no_gradient.py", *ON], "loss(output, target) returned float"),
+        (["plan", "{files}/model_only.py", "--measure"], "needs a batch"),
+        (["plan", "{files}/with_batch.py", "--link", "1gbit"], "--link is compared with measured times"),
+        (["plan", "{files}/with_batch.py", "--measure", "--link", "fast"], "invalid network 'fast'"),
+        (["plan", "{files}/with_batch.py", "--measure", "graph"], "move the model to a CUDA device"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),
@@ -197,23 +182,21 @@ def test_module_factory_and_budget_rule(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_invalid_input_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, factories: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, files: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([x.replace("{file}", factories) for x in arguments]) == 2
+    assert main([x.replace("{files}", files) for x in arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"pufferfish {arguments[0]}: ")
     assert error.count("\n") == 1
 
 
-def test_plan_convert_merge_on_files(
-    tmp_path: Path, factories: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_convert_merge_on_files(tmp_path: Path, files: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "model.pt")
     plan, low, back = (str(tmp_path / name) for name in ("plan.json", "low.pt", "back.pt"))
-    assert main(["plan", f"{factories}:model_only", "--out", plan]) == 0
+    assert main(["plan", f"{files}/model_only.py", "--out", plan]) == 0
     assert main(["convert", str(tmp_path / "model.pt"), "--plan", plan, "--out", low]) == 0
     assert "4,420 → 2,372 parameters, 1.86× smaller" in capsys.readouterr().out
     assert main(["merge", low, "--out", back]) == 0

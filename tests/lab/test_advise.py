@@ -22,29 +22,67 @@ from pufferfish.measure.option_builder import OptionBuilder
 from pufferfish.measure.select_layers import select_layers
 from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages, with_fsdp2_messages
 
-FACTORY = """
-import torch
-from torch import nn
+#: The functions of users' files, by file.
+FILES = {
+    "wide": """
+def build():
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
 
-def wide():
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
-    return model, torch.randn(4, 64), lambda model, x: model(x).square().mean()
+def example():
+    return torch.randn(4, 64), torch.zeros(4)
 
-def tiny():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.randn(512, 8),)
+def loss(output, target):
+    return output.square().mean()
+""",
+    "tiny": """
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
-def even():
-    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(4, 256)
+def example():
+    return torch.randn(512, 8), torch.zeros(512, dtype=torch.long)
+""",
+    "even": """
+def build():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
 
-def alone():
+def example():
+    return torch.randn(4, 256), torch.zeros(4, dtype=torch.long)
+""",
+    "both": """
+def build():
+    return nn.Linear(16, 4)
+
+def example():
+    return torch.randn(3, 16), torch.zeros(3, dtype=torch.long)
+
+def data():
+    return (torch.randn(256, 16), torch.zeros(256)), (torch.randn(2, 16), torch.zeros(2))
+
+def loss(output, target):
+    return output.square().mean()
+""",
+    "alone": """
+def build():
     return nn.Linear(4, 4)
-
-def number():
+""",
+    "number": """
+def build():
     return 3
 
-def nan():
-    return nn.Linear(64, 64), torch.randn(4, 64), lambda model, x: model(x).sum() * float("nan")
-"""
+def example():
+    return torch.randn(4, 4), torch.zeros(4)
+""",
+    "nan": """
+def build():
+    return nn.Linear(64, 64)
+
+def example():
+    return torch.randn(4, 64), torch.zeros(4)
+
+def loss(output, target):
+    return output.sum() * float("nan")
+""",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +92,10 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
-    path.write_text(FACTORY)
-    return path
+def files(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n{text}")
+    return tmp_path
 
 
 def run_command(*words: str) -> None:
@@ -78,12 +116,21 @@ def test_a_task_brings_its_recipe() -> None:
     workload.forward(first, (images, labels)).backward()
 
 
-def test_a_factory_brings_a_step(file: Path) -> None:
-    workload = load_workload(f"{file}:wide", keep=["4"], steps=100)
+def test_a_file_brings_a_step(files: Path) -> None:
+    workload = load_workload(f"{files}/wide.py", keep=["4"], steps=100)
     assert workload.steps == 100
     workload.forward(workload.build(), workload.batch()).backward()
-    workload = load_workload(f"{file}:tiny")
+    assert workload.name == "wide.py"
+    workload = load_workload(f"{files}/tiny.py")
     workload.forward(workload.build(), workload.batch()).backward()
+
+
+def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> None:
+    inputs, targets = load_workload(f"{files}/both.py", size=128).batch()
+    assert len(inputs) == len(targets) == 3
+    workload = load_workload(f"{files}/both.py", size=4, batch=128)
+    assert [len(x) for x in workload.batch()] == [32, 32]
+    assert workload.steps == 12 * 2
 
 
 @pytest.mark.parametrize(
@@ -102,38 +149,47 @@ def test_a_factory_brings_a_step(file: Path) -> None:
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "zip"], "no zip"),
         (["digits", "--network", "10gbit", "--nodes", "2", "--check"], "too fast to be emulated"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--check", "--methods", "zip"], "no zip"),
-        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--check", "--keep", "head"], "matches no"),
+        (
+            ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--check", "--keep", "head"],
+            "matches no",
+        ),
         (
             ["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--methods", "int8"],
             "remove --methods",
         ),
         (["digits", "--network", "1gbit", "--nodes", "2", "--recipe", "long"], "no recipe"),
-        (["{file}:alone", "--network", "1gbit", "--nodes", "2"], "return .model, batch"),
-        (["{file}:number", "--network", "1gbit", "--nodes", "2"], "return .model, batch"),
-        (["{file}:nobody", "--network", "1gbit", "--nodes", "2"], "no function"),
-        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--batch", "8"], "its own batch"),
         (
-            ["{file}:wide", "--network", "1gbit", "--nodes", "2", "--recipe", "paper"],
-            "is not a task and has no recipes",
+            ["{files}/alone.py", "--network", "1gbit", "--nodes", "2"],
+            "alone.py has neither data.. nor example..",
         ),
-        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--methods", ""], "method ''"),
-        (["{file}:wide", "--network", "1gbit", "--nodes", "1000", "--per-node", "2"], "at most 1,024"),
-        (["{file}:nan", "--network", "1gbit", "--nodes", "2"], "of the untrained model is nan"),
-        (["{file}:wide", "--network", "1gbit", "--nodes", "2", "--keep", "head"], "matches no layer"),
+        (["{files}/number.py", "--network", "1gbit", "--nodes", "2"], "must return a model, got a int"),
+        (["{files}/wide.py:nobody", "--network", "1gbit", "--nodes", "2"], "no function"),
+        (
+            ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--batch", "8"],
+            "is the batch; change its size there",
+        ),
+        (
+            ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--recipe", "paper"],
+            "wide.py has no recipe 'paper'; choose from short",
+        ),
+        (["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--methods", ""], "method ''"),
+        (["{files}/wide.py", "--network", "1gbit", "--nodes", "1000", "--per-node", "2"], "at most 1,024"),
+        (["{files}/nan.py", "--network", "1gbit", "--nodes", "2"], "of the untrained model is nan"),
+        (["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--keep", "head"], "matches no layer"),
     ],
 )
-def test_bad_input(words: list[str], message: str, file: Path, tmp_path: Path) -> None:
+def test_bad_input(words: list[str], message: str, files: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     with pytest.raises(ValueError, match=message):
-        run_command(*(word.format(file=file) for word in words), "--out", str(out), "--device", "cpu")
+        run_command(*(word.format(files=files) for word in words), "--out", str(out), "--device", "cpu")
     assert not out.exists()
 
 
 def test_a_slow_network_wants_fewer_bytes(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    run_command(f"{file}:wide", "--network", "1mbit", "--nodes", "4", "--steps", "3600", "--device", "cpu", "--json",
+    run_command(f"{files}/wide.py", "--network", "1mbit", "--nodes", "4", "--steps", "3600", "--device", "cpu", "--json",
            "--methods", "bf16", "--out", str(out))  # fmt: skip
     said = json.loads(capsys.readouterr().out)
     steps = {c["name"]: c["step"] for c in said["choices"]}
@@ -143,9 +199,9 @@ def test_a_slow_network_wants_fewer_bytes(
     dense = said["choices"][0]
     assert dense["hours"] == pytest.approx(dense["step"])
     assert dense["wire_bytes"] == 1.5 * 4 * sum(
-        p.numel() for p in load_workload(f"{file}:wide").build().parameters()
+        p.numel() for p in load_workload(f"{files}/wide.py").build().parameters()
     )
-    model = load_workload(f"{file}:wide").build()
+    model = load_workload(f"{files}/wide.py").build()
     plan = pf.Plan.load(out)
     pf.factorize_(model, plan)
     pf.Switch(plan=plan)
@@ -203,9 +259,11 @@ def test_the_interval_holds_the_median(rounds: int) -> None:
     assert sum(inside) / len(inside) >= 0.925
 
 
-def test_measurements_are_repeated_until_they_are_stable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_repeated_until_they_are_stable(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = nominal_link(LinkShape(1.0), 4, 1)  # so slow that the noise of the compute does not matter
-    found = advise(load_workload(f"{file}:wide"), link, nodes=4, methods=["bf16"])
+    found = advise(load_workload(f"{files}/wide.py"), link, nodes=4, methods=["bf16"])
     assert found.rounds == 5
     assert all(e.interval is not None for e in found.estimates)
     assert is_stable(found.best)
@@ -213,17 +271,17 @@ def test_measurements_are_repeated_until_they_are_stable(file: Path, monkeypatch
     module = sys.modules["pufferfish.lab.advise.advise"]  # its package has a function of the same name
     monkeypatch.setattr(module, "repeated_seconds", lambda model, seconds: next(noise))
     monkeypatch.setattr(module, "MAX_ROUNDS", 7)
-    noisy = advise(load_workload(f"{file}:wide"), link, nodes=4, methods=["bf16"])
+    noisy = advise(load_workload(f"{files}/wide.py"), link, nodes=4, methods=["bf16"])
     assert noisy.rounds == 7
     assert "Not stable: after 7 rounds" in str(noisy)
     assert "This machine seems busy" in str(noisy)
 
 
 def test_nothing_pays_where_there_is_nothing_to_save(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    run_command(f"{file}:tiny", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd-4",
+    run_command(f"{files}/tiny.py", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd-4",
            "--out", str(out))  # fmt: skip
     said = capsys.readouterr().out
     assert "Use plain DDP" in said
@@ -231,16 +289,16 @@ def test_nothing_pays_where_there_is_nothing_to_save(
     assert not out.exists()
 
 
-def test_sharded_weights_have_no_compression(file: Path) -> None:
-    workload = load_workload(f"{file}:wide")
+def test_sharded_weights_have_no_compression(files: Path) -> None:
+    workload = load_workload(f"{files}/wide.py")
     found = advise(workload, nominal_link(LinkShape(1.0), 4, 2), nodes=4, per_node=2, engine="fsdp2")
     assert {c.name for c in found.estimates} == {"dense", "bf16", "pufferfish", "pufferfish+bf16"}
     assert found.estimates[0].wire_bytes == pytest.approx(3 * 7 / 8 * 4 * 300_040, rel=0.01)
     assert found.link.size == 8
 
 
-def test_machines_with_several_workers_may_average_inside_first(file: Path) -> None:
-    workload = load_workload(f"{file}:even")
+def test_machines_with_several_workers_may_average_inside_first(files: Path) -> None:
+    workload = load_workload(f"{files}/even.py")
     found = advise(workload, nominal_link(LinkShape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
     choices = {c.name: c for c in found.estimates}
     ways = ("dense", "topk-0.01", "pufferfish", "pufferfish+topk-0.01")

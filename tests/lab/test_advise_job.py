@@ -23,33 +23,36 @@ from pufferfish.lab.advise.run_advise import run_advise
 from pufferfish.lab.network import kill_orphans, unavailable_reason
 
 REASON = unavailable_reason()
-FACTORY = """
+FILE = """
 import torch
 from torch import nn
 
-def wide():
-    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
-    return model, torch.randn(4, 32), lambda model, x: model(x).square().mean()
+def build():
+    return nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+
+def example():
+    return torch.randn(4, 32), torch.zeros(4)
+
+def loss(output, target):
+    return output.square().mean()
 """
 
 
 @pytest.fixture
-def factory(tmp_path: Path) -> str:
-    (tmp_path / "mine.py").write_text(FACTORY)
-    return f"{tmp_path / 'mine.py'}:wide"
+def file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(REASON is not None, reason=f"networks cannot be emulated: {REASON}")
 def test_the_best_are_run_on_emulated_hosts(
-    factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
     run_advise(
-        AdviseSettings(
-            task=factory, network="20mbit", nodes=2, methods=["bf16"], check=True, out=out, json=True
-        )
+        AdviseSettings(task=file, network="20mbit", nodes=2, methods=["bf16"], check=True, out=out, json=True)
     )
     text = capsys.readouterr().out
     advice = json.loads(text[text.index("{") : text.rindex("}") + 1])
@@ -67,12 +70,12 @@ def test_the_best_are_run_on_emulated_hosts(
     assert not kill_orphans()
 
 
-def command_in_a_job(rank: int, size: int, factory: str, out: Path) -> None:
+def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     measured_work._MAX_STEPS, timing_rounds.MAX_STEPS = 5, 2
     module: Any = sys.modules["pufferfish.lab.advise.advise"]
     module.MIN_ROUNDS = module.MAX_ROUNDS = 3
-    settings = AdviseSettings(task=factory, network="real", methods=["bf16"], check=True, out=out, json=True)
+    settings = AdviseSettings(task=file, network="real", methods=["bf16"], check=True, out=out, json=True)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         run_advise(settings)
     if rank > 0:
@@ -93,10 +96,10 @@ def command_in_a_job(rank: int, size: int, factory: str, out: Path) -> None:
     assert out.exists() == ("pufferfish" in advice["best"])
 
 
-def steps_in_a_hierarchy(rank: int, size: int, factory: str, out: Path) -> None:
+def steps_in_a_hierarchy(rank: int, size: int, file: str, out: Path) -> None:
     """Plain averages are hierarchical too."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    workload = load_workload(factory)
+    workload = load_workload(file)
     plan = pf.plan(workload.build(), 0.25)
     for name in ("dense", "bf16", "pufferfish", "pufferfish+bf16"):
         method, hierarchy = parse_method_name(f"{name}, hierarchy=node")
@@ -112,5 +115,5 @@ def steps_in_a_hierarchy(rank: int, size: int, factory: str, out: Path) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(command_in_a_job, marks=pytest.mark.slow), steps_in_a_hierarchy]
 )
-def test_two_machines_with_two_workers_each(case: Callable[..., None], factory: str, tmp_path: Path) -> None:
-    in_processes(case, 4, factory, tmp_path / "plan.json")
+def test_two_machines_with_two_workers_each(case: Callable[..., None], file: str, tmp_path: Path) -> None:
+    in_processes(case, 4, file, tmp_path / "plan.json")

@@ -134,11 +134,14 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "mine.py"
     path.write_text(
         "import torch\n"
-        "def wide():\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))\n"
-        "    return model, torch.randn(64, 256), lambda model, x: model(x).square().mean()\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))\n"
+        "def example():\n"
+        "    return torch.randn(64, 256), torch.zeros(64)\n"
+        "def loss(output, target):\n"
+        "    return output.square().mean()\n"
     )
-    return f"{path}:wide"
+    return str(path)
 
 
 def test_local_steps_are_advised_where_they_are_much_faster(

@@ -314,7 +314,7 @@ def test_a_task_without_a_width(
     words = [command, "mine.py:Mine", option, "narrow", "--out", "out", "--device", "cpu"]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "write `def build(self, width: float = 1.0)` in Mine and multiply" in error
+    assert "add the argument `width=1.0` to the function" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

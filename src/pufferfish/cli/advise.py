@@ -2,20 +2,19 @@
 compression, low rank, or low rank with compression. The computation of a step
 is measured on this machine; step and run times on the network are predicted.
 
-TASK is a task of `pufferfish train`, or a function file.py:function that
-returns (model, batch, loss_fn), where loss_fn(model, batch) is the loss of one
-worker's step.
+TASK is a task of `pufferfish train`: digits, or your own file.py with build()
+and example(), one worker's batch, or data().
 
 examples:
   # predict, then run the three best on emulated hosts
   pufferfish advise digits --network 100mbit --nodes 4 --check
 
   # predict for 16 machines with 8 workers each, and save the low-rank plan
-  pufferfish advise mine.py:factory --network 10gbit --nodes 16 \\
-      --per-node 8 --out plan.json
+  pufferfish advise my_model.py --network 10gbit --nodes 16 --per-node 8 \\
+      --out plan.json
 
   # on the network of a torchrun job
-  torchrun --nproc-per-node 8 -m pufferfish advise mine.py:factory \\
+  torchrun --nproc-per-node 8 -m pufferfish advise my_model.py \\
       --network real --check
 """
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", metavar="A,B", help="compression to try (default: bf16,int8,topk-0.01,powersgd-4)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if available; emulated hosts: cpu")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
-    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
+    add("--batch", type=whole, metavar="N", help="global batch size (default: example(), or from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="recipe of the task: short or paper (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")

@@ -9,6 +9,7 @@ same command to resume it, or add methods and seeds later.
 examples:
   pufferfish bench digits --methods powersgd-4,pufferfish,auto+powersgd-4 \\
       --hosts 4 --network 100mbit --seeds 3
+  pufferfish bench my_model.py --methods pufferfish,narrow --workers 2
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> "Plan":
-    from ..lab.models.plan_by_name import parse_rank
+    from ..lab.tasks.plan_by_name import parse_rank
     from ..planning.plan import Plan
     from ..planning.planner import plan
 

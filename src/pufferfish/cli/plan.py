@@ -4,15 +4,10 @@ Nothing is trained or changed.
 MODEL is a built-in reference model:
   vgg19, vgg19_one_fc, resnet18, resnet50, wide_resnet50_2, lstm, transformer,
   gpt, llama,
-or a function that builds a model: file.py:function or package.module:function.
-The function returns one of
-
-  model                    parameters and bytes are reported
-  model, batch             also MACs and, if measured, layer times; the batch
-                           is a tensor, a tuple of arguments or a dict of
-                           keyword arguments
-  model, batch, loss_fn    exact backward MACs; loss_fn(model, batch) is the
-                           loss of one training step
+or your own file.py with a function build() that returns the model; also
+file.py:function or package.module:function. With data() or example() in the
+file, MACs and, if measured, layer times are reported, too; see
+`pufferfish train --help`.
 
 A built-in model without options gets the Pufferfish paper's hybrid plan:
 rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
@@ -34,7 +29,7 @@ HELP = "show which layers low rank changes and what it saves"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="name of a model, or function that builds one")
+    add("model", metavar="MODEL", help="name of a model, or file.py with build()")
     rank = "0.25 (of the full rank), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
     add("--rank", metavar="R", help=rank)
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
@@ -60,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lab.models.plan_by_name import plan_by_name
+    from ..lab.tasks.plan_by_name import plan_by_name
     from ..planning.table import plan_parts
 
     check_output_file(arguments.out)

@@ -3,10 +3,23 @@ under torchrun. Rerun the same command to resume from its last checkpoint;
 Ctrl-C saves a checkpoint and exits.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k,
-imagefolder, enwik8, enwik8:llama, text, text:llama, or your own: file.py:task.
+imagefolder, enwik8, enwik8:llama, text, text:llama, or your own file.py.
 Data is read from --data or $PUFFERFISH_DATA; if files are missing, a message
 says which and where. For text, --data may be a file; a tokenizer.json beside
 it is used, or text:tokenizer=FILE.
+
+functions of your own file.py, which plan, advise and bench use, too:
+  build()               the model; with build(width=1.0), a factor on the sizes
+                        of its hidden layers, the method narrow works
+  data()                training and validation data, and test data if there is
+                        any: each a tuple of tensors (inputs, targets), or a
+                        Dataset whose rows are (input, target)
+  loss(output, target)  optional: mean loss of a batch (default: cross-entropy)
+  score(output, target) optional: mean quality of a batch, higher is better
+                        (default: accuracy, or the loss if the file has one)
+  example()             optional: one worker's batch (inputs, targets), for
+                        plan and advise (default: from data())
+A run belongs to the text of the file: after an edit, choose another --out.
 
 methods:
   dense             no low rank
@@ -27,6 +40,8 @@ methods:
 
 examples:
   pufferfish train digits --method pufferfish
+  pufferfish train my_model.py --method pufferfish --compress powersgd-4 \\
+      --workers 2
   pufferfish train digits --method auto --compress powersgd-4 \\
       --network 100mbit --hosts 4
   pufferfish train cifar10 --compress powersgd-4 --workers 16 --simulate
@@ -120,7 +135,7 @@ def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
         return 0 if "RANK" in os.environ else 130
     silent = int(os.environ.get("RANK", "0")) > 0
     score = format_score(task.metric, results[task.metric])
-    summary = f"test {score}, {results['parameters']:,} parameters"
+    summary = f"{task.final_data} {score}, {results['parameters']:,} parameters"
     Console(silent).result(f"{settings.run_name}: {summary}; {settings.folder}")
     return 0
 

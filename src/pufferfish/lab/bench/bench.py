@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...distributed.workers import Workers
+from ...measure.saved_run import RUN_FILE
 from ..report import report, write
 from ..report.formatting import format_seconds
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
@@ -15,6 +16,7 @@ from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
 from ..train.process_group import process_group
+from ..train.run_folder import check_same_task
 from ..train.worker_device import check_gpu_count
 from .bench_lines import BenchLines
 from .bench_method import bench_method
@@ -62,6 +64,8 @@ def bench(
     shard = shard or Shard()
     settings = settings.merge_saved(root)
     task, recipe = settings.resolve()
+    for path in root.glob(f"*/*/*/{RUN_FILE}"):
+        check_same_task(task, path.parent)
     loaded = task.load(data)
     steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:

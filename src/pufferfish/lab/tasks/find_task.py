@@ -1,4 +1,4 @@
-"""`find_task`: tasks by name, such as `cifar10:vgg19`, `text:d=128,layers=2` or `file.py:task`."""
+"""`find_task`: tasks by name, such as `cifar10:vgg19`, `text:d=128,layers=2` or `file.py`."""
 
 import ast
 import dataclasses
@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from ...compression.parse_method import import_path
+from .file_task import FileTask
 from .task import Task
+from .user_file import UserFile
 
 #: Module and class of each task, imported on demand.
 TASKS = {
@@ -25,7 +27,7 @@ TASKS = {
 
 
 def find_task(text: str) -> Task:
-    """Create the task named by `text`: a built-in one with options, or one from a file or module.
+    """Create the task named by `text`: a built-in one with options, or the user's file of a model and its data.
 
     >>> find_task("cifar10:vgg19")
     Cifar10(model='vgg19', held=1000)
@@ -35,20 +37,19 @@ def find_task(text: str) -> Task:
     'llama'
     >>> find_task("cifar")
     Traceback (most recent call last):
-    ValueError: task 'cifar': not found (did you mean cifar10?); choose from digits, ... or file.py:task
+    ValueError: task 'cifar': not found (did you mean cifar10?); choose from digits, ... or file.py
     """
     name, colon, rest = text.partition(":")
     try:
         if name in TASKS:
             return _built_in(name, rest)
-        if colon:
-            return _from_module(*text.rsplit(":", 1))
-    except (ValueError, TypeError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(f"task {text!r}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"task {text!r}: {error}") from None
+    if colon or text.endswith(".py"):
+        return _from_file(text)
     close = difflib.get_close_matches(text, TASKS, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise ValueError(f"task {text!r}: not found{hint}; choose from {', '.join(TASKS)} or file.py:task")
+    raise ValueError(f"task {text!r}: not found{hint}; choose from {', '.join(TASKS)} or file.py")
 
 
 def _built_in(name: str, rest: str) -> Task:
@@ -91,12 +92,10 @@ def _parse_option(kind: type, key: str, value: str) -> Any:
     return kind(number)
 
 
-def _from_module(module: str, name: str) -> Task:
-    task: Any = getattr(import_path(module), name, None)
-    if task is None:
-        raise ValueError(f"{module} has no {name!r}")
-    if not isinstance(task, Task) and callable(task):
-        task = task()
-    if not isinstance(task, Task):
-        raise TypeError(f"{name} is not a pufferfish.lab.tasks.Task, nor a function that returns one")
-    return task
+def _from_file(text: str) -> Task:
+    """The task of a file with `build` and `data`; `file.py:name` may also name a `Task` or its class."""
+    place, _, name = text.rpartition(":")
+    found: Any = getattr(import_path(place), name, None) if place and not text.endswith(".py") else None
+    if isinstance(found, type) and issubclass(found, Task):
+        found = found()
+    return found if isinstance(found, Task) else FileTask(UserFile(text))

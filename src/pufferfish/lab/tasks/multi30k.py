@@ -17,7 +17,7 @@ from ..data.multi30k import DATASET, read_sentences
 from ..data.splits import Splits
 from ..models import REFERENCES, Transformer
 from .beam_search import beam_search
-from .bleu import bleu
+from .bleu import bleu, require_sacrebleu
 from .gpt_task import loss_and_perplexity
 from .recipe import Recipe
 from .task import Batch, Task, eval_mode
@@ -76,6 +76,7 @@ class Multi30k(Task):
         )  # fmt: skip
 
     def load(self, folder: Path | None) -> TranslationData:
+        require_sacrebleu()  # not only after the first epoch
         sentences = read_sentences(read_files(DATASET, folder))
         bpe = BPE.learn((s for both in sentences["train"] for s in both), self.vocabulary)
         rows = {

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,15 +21,16 @@ Batch = tuple[Tensor, ...]
 class Task(ABC):
     """Base class of tasks. An instance holds the task's options; `load` reads the data.
 
-    Derive from this class for a task of your own; `pufferfish train file.py:task` accepts an instance, or a class or
-    function that creates one.
+    The `repr` identifies the task in records and when a run is resumed, so it must not change between processes.
     """
 
-    name: ClassVar[str]
+    name: str
     #: Key of the main figure in the result of `evaluate`.
-    metric: ClassVar[str]
+    metric: str
     #: Whether a larger metric is better.
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: bool = True
+    #: What the "test" split is: "test" data, or the "validation" data where there is no other.
+    final_data: str = "test"
     #: Whether all training batches have the same shapes, as a CUDA graph requires.
     static_shapes: ClassVar[bool] = True
     #: Files that `pufferfish fetch` can download.
@@ -37,6 +38,9 @@ class Task(ABC):
     #: Number of tensors at the end of a training batch that `loss` updates in place for the next batch.
     #: Such tensors, e.g. the hidden state of an LSTM, are saved in checkpoints within an epoch.
     carried_tensors: ClassVar[int] = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     @property
     @abstractmethod
@@ -47,6 +51,16 @@ class Task(ABC):
     def keep(self) -> Sequence[str]:
         """Patterns of the layers that stay full-rank in the hybrid model."""
         return ()
+
+    @property
+    def source(self) -> tuple[str, str] | None:
+        """Name and text of the user's file that the task comes from; None for a task of the package."""
+        return None
+
+    @property
+    def builder(self) -> Callable[..., nn.Module]:
+        """The function that builds the model; its arguments say whether the model can be narrower."""
+        return self.build
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -75,6 +89,9 @@ class Task(ABC):
     @abstractmethod
     def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
         """Implement `batches`. The union of all workers' rows must not depend on the number of workers."""
+
+    def check(self, model: nn.Module, data: Any, device: Device) -> None:  # noqa: B027, most tasks fit
+        """Raise ValueError if the model does not fit the data. Called before training; leaves the model unchanged."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:

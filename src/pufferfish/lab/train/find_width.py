@@ -136,5 +136,5 @@ def _on_meta(task: Task, narrow: NarrowWidth | None) -> nn.Module:
     try:
         with torch.device("meta"):
             return build_model(task, narrow)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return build_model(task, narrow)

@@ -61,11 +61,11 @@ def check_takes_width(task: Task) -> None:
     >>> from pufferfish.lab.tasks import find_task
     >>> check_takes_width(find_task("digits"))
     """
-    parameters = inspect.signature(task.build).parameters
+    parameters = inspect.signature(task.builder).parameters
     if "width" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ValueError(
-            f"method narrow: the model of {task.name} takes no width; write `def build(self, width: float = 1.0)` in "
-            f"{type(task).__name__} and multiply the sizes of its hidden layers by width"
+            f"method narrow: the model of {task.name} takes no width; add the argument `width=1.0` to the function "
+            "that builds it, and multiply the sizes of its hidden layers by it"
         )
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from ...checkpoint.checkpoint_folder import list_checkpoints
@@ -21,10 +23,14 @@ def open_log(components: RunComponents, link: Mapping[str, Any] | None, resume: 
         link = {"asked": settings.network, "got_mbit": None, "latency_ms": None}
     if resume is None and has_unfinished_run(settings):
         resume = 0  # it ended before its first checkpoint
-    return TrainingLog(
+    log = TrainingLog(
         settings.folder, settings.sinks, resume, name=settings.run_name, settings=_record(components.task, settings),
         seed=settings.seed, workers=components.world_size, hosts=settings.hosts, link=link,
     )  # fmt: skip
+    if log.writes and components.task.source is not None:
+        name, text = components.task.source
+        (settings.folder / name).write_text(text, encoding="utf-8")
+    return log
 
 
 def has_unfinished_run(settings: RunSettings) -> bool:
@@ -38,8 +44,9 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
     folder, record = settings.folder, _record(task, settings)
     if not list_checkpoints(folder / "checkpoints") or not (folder / RUN_FILE).exists():
         return
+    check_same_task(task, folder)
     saved = {"mode": settings.mode} | read_run(folder).settings  # runs of earlier versions have no mode
-    for name in ("task", "method", "accumulate", "mode", "simulated", "recipe", "equal_length"):
+    for name in ("method", "accumulate", "mode", "simulated", "recipe", "equal_length"):
         old, new = saved.get(name), json.loads(json.dumps(record.get(name)))
         if old == new:
             continue
@@ -47,6 +54,35 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
             name = next(key for key in new if old.get(key) != new[key])
             old, new = old.get(name), new[name]
         raise ValueError(f"{folder}: it holds a run with {name} {old}, not {new}; choose another --out")
+
+
+def check_same_task(task: Task, folder: Path) -> None:
+    """Raise ValueError if the folder holds a run of another task, or of a user's file that has changed since then."""
+    old, new = read_run(folder).settings.get("task"), repr(task)
+    if old == new:
+        return
+    if task.source is not None:
+        name, text = task.source
+        if (folder / name).is_file():
+            change = _first_change((folder / name).read_text(encoding="utf-8"), text)
+            raise ValueError(
+                f"{folder}: {name} has changed since this run started, first in {change}; undo the change, or choose "
+                "another --out for a new run"
+            )
+    raise ValueError(f"{folder}: it holds a run with task {old}, not {new}; choose another --out")
+
+
+def _first_change(old: str, new: str) -> str:
+    """The first line that differs.
+
+    >>> _first_change("a = 1\\nb = 2", "a = 1\\nb = 3")
+    "line 2: 'b = 3', before 'b = 2'"
+    """
+    pairs = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
+    for number, (before, after) in enumerate(pairs, 1):
+        if before != after:
+            return f"line {number}: {after.strip()!r}, before {before.strip()!r}"
+    return "the ends of its lines"
 
 
 def _record(task: Task, settings: RunSettings) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class TrainingRun:
             self.hook = self.runner.ddp
         elif isinstance(self.runner, SimulatedLocalRunner):
             self.hook = self.runner.local
+        workers.run_on_all(self._check)
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
         self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
         if settings.equal_length is not None:
@@ -90,6 +91,10 @@ class TrainingRun:
         self.phase_waited = 0.0  # seconds of waiting for local steps that belong to no timed step
         self.predicted_step: float | None = None  # seconds, for simulated workers
         self.simulated_seconds = 0.0
+
+    def _check(self) -> None:
+        with self.settings.autocast:
+            self.task.check(self.module, self.data, self.device)
 
     def train(self) -> dict[str, Any] | None:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""

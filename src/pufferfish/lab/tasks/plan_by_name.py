@@ -1,18 +1,17 @@
-"""`plan_by_name`: the plan of a model given by name or by a factory, as `pufferfish plan` shows it."""
+"""`plan_by_name`: the plan of a model given by name or by a user's file, as `pufferfish plan` shows it."""
 
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 import pufferfish as pf
 
 from ...planning.profile import Example, run_example
 from ...planning.rules import RankLike, as_rule
 from ...planning.timing import Mode
-from . import REFERENCES
-from .load_factory import LOSS_CALL, call_user_code, load_factory
+from ..models import REFERENCES
+from .user_file import UserFile
 
 
 def plan_by_name(
@@ -42,6 +41,7 @@ def plan_by_name(
     weights = any(as_rule(r).needs_weights for r in (rule, *rules.values(), *filter(None, [embed_rule])))
     remarks: list[str] = []
     example: Example | None
+    file: UserFile | None = None
     try:
         on_gpu = torch.device(device).type == "cuda"
         target = torch.device(device if weights or measure or (measure is None and on_gpu) else "meta")
@@ -55,9 +55,14 @@ def plan_by_name(
         keep = reference.keep if keep is None else keep
         multiple = 1 if multiple is None else multiple
     else:
-        net, example, remarks = _from_factory(model, target if target.type != "meta" else None)
+        if ":" not in model and not model.endswith(".py"):
+            raise ValueError(f"{model!r} is not a built-in model ({', '.join(REFERENCES)}) nor a file.py")
+        file = UserFile(model)
+        net, example, remarks = _model_and_inputs(file, target if target.type != "meta" else None)
         if measure and example is None:
-            raise ValueError(f"{model}: --measure needs a batch; return (model, batch) from the function")
+            raise ValueError(
+                f"{file.name}: --measure needs a batch; add `def example(): return inputs, targets`"
+            )
     if measure is None:
         measure = "eager" if on_gpu and example is not None else False
     try:
@@ -76,8 +81,8 @@ def plan_by_name(
             link=link,
         )
     except Exception as error:
-        if example is not None and not isinstance(error, ValueError):  # does their batch fit the model?
-            call_user_code(model, "the model on its batch", run_example, net, example)
+        if file is not None and example is not None and not isinstance(error, ValueError):
+            file.call("the model on its batch", run_example, net, example)  # does it fit?
         raise
     if not plan.resolved:
         plan = pf.resolve(plan, net)
@@ -109,20 +114,14 @@ def parse_rank(text: str) -> RankLike:
         ) from None
 
 
-def _from_factory(spec: str, device: torch.device | None) -> tuple[nn.Module, Example | None, list[str]]:
-    built = load_factory(spec)()
-    model, batch, loss_fn = (*built, None, None)[:3] if isinstance(built, tuple) else (built, None, None)
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{spec} must return a model or (model, batch[, loss_fn]), got {type(model).__name__}"
-        )
-    if device is not None:
-        model = model.to(device)
-        batch = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)
+def _model_and_inputs(
+    file: UserFile, device: torch.device | None
+) -> tuple[nn.Module, Example | None, list[str]]:
+    model, batch = file.build(), file.example()
     if batch is None:
-        remark = "returned no batch: MACs and times are omitted. Return (model, batch) to include them."
-        return model, None, [f"{spec} {remark}"]
-    if loss_fn is None:
-        remark = "returned no loss_fn: backward MACs are those of the sum of the outputs."
-        return model, batch, [f"{spec} {remark}"]
-    return model, lambda net: call_user_code(spec, LOSS_CALL, loss_fn, net, batch), []
+        remark = "MACs and times are omitted. Add `def example(): return inputs, targets` to include them."
+        return model, None, [f"{file.name} has neither data() nor example(): {remark}"]
+    inputs = batch[:-1]
+    if device is not None:
+        model, inputs = model.to(device), tuple(x.to(device) for x in inputs)
+    return model, inputs, []
