@@ -16,9 +16,9 @@ from pufferfish.lab.bench.bench_pieces import Piece, due_pieces
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_tables import bench_tables
 from pufferfish.lab.bench.bench_worker import BenchWorker
-from pufferfish.lab.report.link_times import predicted_step
 from pufferfish.lab.bench.run_beside import Pool, wall_seconds
 from pufferfish.lab.report.export import as_markdown
+from pufferfish.lab.report.link_times import predicted_step
 from pufferfish.lab.train import find_width, timed_run
 from pufferfish.lab.train.console import Console
 from pufferfish.measure import RunLog, read_run

@@ -27,7 +27,7 @@ class Curve:
     Args:
         label: "" for the finished runs of a method; says which run it is for an unfinished one.
         seconds: training time; None if it was not measured.
-        bytes: sent by each worker; None if it was not recorded.
+        bytes: sent by each worker; None if none were recorded.
     """
 
     label: str
@@ -64,14 +64,14 @@ def _mean(label: str, runs: Sequence[Run], name: str, scale: float, most: int) -
         return None
     if len(steps) > most:
         steps = [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-    values = [[scale * values[step][1] for _, values in found] for step in steps]
+    seeds = [[scale * values[step][1] for _, values in found] for step in steps]
     timed = all(has_measured_time(run) for run, _ in found)
     seconds = [statistics.fmean(values[step][0] for _, values in found) for step in steps]
     sent = [_bytes_at(run, steps) for run, _ in found if run.metrics.get("bytes")]
+    nbytes = [statistics.fmean(each) for each in zip(*sent, strict=True)] if len(sent) == len(found) else []
     return Curve(
-        label, steps, seconds if timed else None,
-        [statistics.fmean(each) for each in zip(*sent, strict=True)] if len(sent) == len(found) else None,
-        [statistics.fmean(each) for each in values], [min(each) for each in values], [max(each) for each in values],
+        label, steps, seconds if timed else None, nbytes if any(nbytes) else None,
+        [statistics.fmean(each) for each in seeds], [min(each) for each in seeds], [max(each) for each in seeds],
     )  # fmt: skip
 
 
@@ -106,9 +106,7 @@ def switch_marks(run: Run) -> list[Mark]:
     """Where the model became low-rank, and dense again: from the rows of `switch.report.metrics`, or from the results."""
     before, after = (run.metrics.get(f"pufferfish/parameters_{x}", []) for x in ("before", "after"))
     sizes = {step: value for _, step, value in before}
-    names = {
-        step: "switch" if value < sizes.get(step, math.inf) else "full rank" for _, step, value in after
-    }
+    names = {step: "switch" if value < sizes.get(step, math.inf) else "full rank" for _, step, value in after}
     changed = run.results.get("updates_before_change")
     if not names and isinstance(changed, int) and changed > 0:
         names = {changed: "switch" if run.layers else "change"}

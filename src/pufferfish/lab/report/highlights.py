@@ -83,7 +83,9 @@ def _no_exchange(comparison: Comparison, reference: MethodRuns) -> list[Highligh
     """The largest speedup that is possible without changing the model."""
     speedups = [(m, step_speedup(reference, m)) for m in comparison.methods if m.name == NO_EXCHANGE]
     title, note = "bound for the step time", "not a method: a step of the dense model without communication"
-    return [Highlight(title, f"at most {format_speedup(s[0])}", m.name, note, "bound") for m, s in speedups if s]
+    return [
+        Highlight(title, f"at most {format_speedup(s[0])}", m.name, note, "bound") for m, s in speedups if s
+    ]
 
 
 def _fewest_bytes(others: list[MethodRuns], reference: MethodRuns) -> list[Highlight]:

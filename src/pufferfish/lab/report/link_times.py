@@ -8,6 +8,7 @@ from ...measure.link import WIRE_FACTOR
 from ...measure.step_messages import ddp_bucket_bytes
 from ..network.link_shape import LATENCY, LinkShape
 from .comparison import Comparison, MethodRuns
+from .tables import step_parts
 
 #: Hosts for which runs of a single worker are predicted.
 HOSTS = 4
@@ -96,8 +97,8 @@ def _compute_seconds(method: MethodRuns) -> float | None:
     """Seconds of a step without its exchange, measured or predicted."""
     if all(run.workers == 1 for run in method.runs):
         return _median(method, "seconds_a_step")
-    if parts := next((parts for run in method.runs if (parts := run.results.get("parts"))), None):
-        return float(sum(parts.get(name, 0.0) for name in PARTS if name != "exchange"))
+    if parts := step_parts(method):
+        return sum(parts.get(name, 0.0) for name in PARTS if name != "exchange")
     for values in (method.results, method.predictions):
         step, share = values("seconds_a_step"), values("utilisation")
         if step and share:

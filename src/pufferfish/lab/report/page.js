@@ -342,9 +342,9 @@ function draw(holder) {
   drawers[spec.kind](holder, spec);
 }
 const drawAll = kind => holders.filter(holder => holder.drawn && (!kind || holder.classList.contains(kind))).forEach(draw);
-const drawIfResized = holder => { if (holder.clientWidth && holder.clientWidth !== holder.drawn) draw(holder); };
-holders.forEach(drawIfResized);
-// Also for what has no width before it is unfolded. Drawing changes sizes, so it waits for the next frame.
+const isFolded = holder => holder.closest("details:not([open])");
+const drawIfResized = holder => { if (!isFolded(holder) && holder.clientWidth !== holder.drawn) draw(holder); };
+// Drawing changes sizes, so it waits for the next frame.
 const resized = new ResizeObserver(entries => requestAnimationFrame(() => entries.forEach(({target}) => drawIfResized(target))));
 holders.forEach(holder => resized.observe(holder));
 dark.addEventListener("change", () => drawAll());
@@ -377,8 +377,12 @@ fillBars();
 
 [...document.querySelectorAll("details")].forEach((details, n) => {
   details.open = state.open[n] ?? details.open;
-  details.addEventListener("toggle", () => { state.open[n] = details.open; save(); });
+  details.addEventListener("toggle", () => {
+    state.open[n] = details.open; save();
+    details.querySelectorAll(".chart").forEach(drawIfResized);
+  });
 });
+holders.forEach(drawIfResized);
 
 // Headings become buttons here, so that without scripts nothing looks clickable.
 for (const head of document.querySelectorAll("thead th")) {

@@ -128,10 +128,14 @@ def _cost(comparison: Comparison, charts: Charts) -> list[str]:
     if not views:
         return [_missing("No two methods have a score and a different size, traffic or time.")]
     higher = "Up" if comparison.metric.higher else "Down"
-    intervals = "Vertical bars are 95 % intervals over seeds. " * any(len(m.finished) > 1 for m in comparison.methods)
+    intervals = "Vertical bars are 95 % intervals over seeds. " * any(
+        len(m.finished) > 1 for m in comparison.methods
+    )
     note = f"{higher} and to the left is better. {intervals}Line and filled points: the Pareto front. "
     figures = [
-        _figure(f"{comparison.metric.words.capitalize()} over {view.title}", "", charts.view(comparison, view))
+        _figure(
+            f"{comparison.metric.words.capitalize()} over {view.title}", "", charts.view(comparison, view)
+        )
         for view in views
     ]
     said = element("p", text(note + " ".join(pareto_notes(comparison)[1:])), class_="soft")
@@ -158,9 +162,15 @@ def _time(comparison: Comparison, charts: Charts) -> list[str]:
 
 def _curves(comparison: Comparison, charts: Charts) -> list[str]:
     main, label, _ = curve_spec(comparison)
-    names = dict.fromkeys(name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1)
+    names = dict.fromkeys(
+        name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1
+    )
     first = [name for name in dict.fromkeys((main, "loss")) if name in names]
-    shown = [_figure(label if name == main else name, "", drawn) for name in first if (drawn := charts.curve(comparison, name))]
+    shown = [
+        _figure(label if name == main else name, "", drawn)
+        for name in first
+        if (drawn := charts.curve(comparison, name))
+    ]
     if not shown:
         return [_missing(f"No run has rows “{main}” or “loss”, so there are no curves.")]
     several = any(len(method.finished) > 1 for method in comparison.methods)

@@ -19,7 +19,9 @@ def step_bars(comparison: Comparison) -> str | None:
     longest = max(sum(_visible(parts).values()) for _, parts in rows) or 1.0
     items = [_bar(name, parts, longest) for name, parts in rows]
     shown = [name for name in (*PARTS, "hidden") if any(parts.get(name) for _, parts in rows)]
-    legend = [element("li", element("i", class_=f"part {name}"), text(_LABELS.get(name, name))) for name in shown]
+    legend = [
+        element("li", element("i", class_=f"part {name}"), text(_LABELS.get(name, name))) for name in shown
+    ]
     return element("ul", *items, class_="bars") + (element("ul", *legend, class_="legend") if legend else "")
 
 

@@ -88,9 +88,7 @@ def ranks(comparison: Comparison) -> Table | None:
             row.append(Cell(str(rank), rank) if rank is not None else Cell("full"))
         for key, method in more:
             value = by_method[method].get(name, {}).get(key)
-            row.append(
-                Cell() if value is None else Cell(as_text(value), value if is_number(value) else None)
-            )
+            row.append(Cell() if value is None else Cell(as_text(value), value if is_number(value) else None))
         rows.append(row)
     columns = ["layer", "shape", "full rank", *by_method, *(f"{method}: {key}" for key, method in more)]
     return Table("Rank of each layer", columns, rows) if rows else None
@@ -152,7 +150,9 @@ def all_results(comparison: Comparison) -> Table | None:
     keys = dict.fromkeys(key for runs in by_method.values() for run in runs for key in run)
     rows = []
     for key in keys:
-        shown = (", ".join(dict.fromkeys(run[key] for run in runs if key in run)) for runs in by_method.values())
+        shown = (
+            ", ".join(dict.fromkeys(run[key] for run in runs if key in run)) for runs in by_method.values()
+        )
         rows.append([Cell(key), *(Cell(text or "–") for text in shown)])
     note = "A value for each seed, or one if they are equal."
     return Table("All results", ["result", *by_method], rows, [note]) if rows else None

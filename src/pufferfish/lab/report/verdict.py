@@ -68,7 +68,9 @@ def _quality(comparison: Comparison, method: MethodRuns, alone: bool = False) ->
     if cell.half is None:
         if round(abs(cell.value), metric.places) == 0:
             return f"has the same {metric.words} in one seed"
-        return f"{'loses' if worse else 'gains'} {amount} of {metric.words} in one seed, too few for an interval"
+        return (
+            f"{'loses' if worse else 'gains'} {amount} of {metric.words} in one seed, too few for an interval"
+        )
     if cell.tone:
         return f"{'loses' if worse else 'gains'} {amount} of {metric.words}"
     signed = format_estimate(Estimate(cell.value, cell.half, 1), metric.places, sign=True)
