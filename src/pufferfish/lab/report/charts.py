@@ -1,4 +1,4 @@
-"""`Charts`: the data of the page's charts, as JSON that its script draws. See `page.js` for what is done with it."""
+"""`Charts`: the data of the page's charts, as JSON that its script draws. See `charts.js` for what is done with it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`page`: a self-contained HTML page, without external fonts, scripts or images. `page.js` draws its charts with uPlot."""
+"""`page`: a self-contained HTML page, without external fonts, scripts or images. `charts.js` draws its charts with uPlot."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -59,7 +59,7 @@ def page(
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>{text(title)}</title><style>{style}</style></head><body{reload}>",
         element("main", *body), f'<script type="application/json" id="data">{charts.as_json()}</script>',
-        f"<script>{library}</script>", f"<script>{_asset('page.js')}</script></body></html>", "",
+        f"<script>{library}</script>", f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>", "",
     ])  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def verdict(comparison: Comparison) -> str:
     speeds, what, predicted = _speeds(reference, others)
     if not speeds:
         compared = [m for m in others if difference_cell(comparison, m).value is not None]
-        phrases = [f"{m.name} {_quality(comparison, m, alone=True)}" for m in compared[:3]]
+        phrases = [f"{m.name} {_quality(comparison, m)}" for m in compared[:3]]
         more = f"; {len(compared) - 3} more are in the table" if len(compared) > 3 else ""
         found = f"{'; '.join(phrases)}{more}." if phrases else f"Nothing is comparable with {reference.name}."
         return f"{found} No times were recorded for both."
@@ -28,7 +28,7 @@ def verdict(comparison: Comparison) -> str:
         closest = ordered[0]
         return (
             f"No method {what} faster than {reference.name}: the closest is {closest.name}, "
-            f"{format_speedup(speeds[closest.name])}. It {_quality(comparison, closest, alone=True)}."
+            f"{format_speedup(speeds[closest.name])}{', predicted' * predicted}. It {_quality(comparison, closest)}."
         )
     kept = [m for m in faster if difference_cell(comparison, m).tone != "bad"]
     best = (kept or faster)[0]
@@ -36,7 +36,7 @@ def verdict(comparison: Comparison) -> str:
         f"{best.name} {what} {format_speedup(speeds[best.name])} as fast as {reference.name}"
         f"{' (predicted)' * predicted} and {_quality(comparison, best)}."
     )
-    if not kept:
+    if not kept and len(faster) > 1:
         return f"{said} Every faster method loses {comparison.metric.words}."
     if faster[0] is not best:
         fastest = faster[0]
@@ -45,10 +45,8 @@ def verdict(comparison: Comparison) -> str:
     return said
 
 
-def _speeds(
-    reference: MethodRuns, others: list[MethodRuns]
-) -> tuple[dict[str, float], str, bool]:  # by method; verb; predicted
-    """Speedups of whole runs where they are known, else of steps; predictions only without measurements."""
+def _speeds(reference: MethodRuns, others: list[MethodRuns]) -> tuple[dict[str, float], str, bool]:
+    """Speedups by method, of whole runs where they are known, else of steps; what they are of; whether they are predicted."""
     runs = {m.name: speedup for m in others if (speedup := run_speedup(reference, m))}
     if runs:
         return runs, "trains", False
@@ -57,25 +55,24 @@ def _speeds(
     return measured or {name: x for name, (x, _) in steps.items()}, "computes a step", not measured
 
 
-def _quality(comparison: Comparison, method: MethodRuns, alone: bool = False) -> str:
+def _quality(comparison: Comparison, method: MethodRuns) -> str:
     """The difference in quality as a phrase. A loss is called a loss."""
     metric, cell = comparison.metric, difference_cell(comparison, method)
     if cell.value is None:
         return f"has no {metric.words} to compare"
-    amount = format_estimate(Estimate(abs(cell.value), cell.half, 1), metric.places)
-    amount += " points" if metric.name == "accuracy" else ""
+    unit = " points" if metric.name == "accuracy" else ""
+    amount = format_estimate(Estimate(abs(cell.value), cell.half, 1), metric.places) + unit
     worse = (cell.value < 0) == metric.higher
-    if cell.half is None:
-        if round(abs(cell.value), metric.places) == 0:
-            return f"has the same {metric.words} in one seed"
-        return (
-            f"{'loses' if worse else 'gains'} {amount} of {metric.words} in one seed, too few for an interval"
-        )
-    if cell.tone:
-        return f"{'loses' if worse else 'gains'} {amount} of {metric.words}"
-    signed = format_estimate(Estimate(cell.value, cell.half, 1), metric.places, sign=True)
-    of = f" from {comparison.reference.name}" if alone and comparison.reference else ""
-    return f"does not differ significantly{of} in {metric.words} ({signed})"
+    if cell.half is None and round(abs(cell.value), metric.places) == 0:
+        return f"has the same {metric.words} in one seed"
+    if cell.half is not None and not cell.tone:
+        signed = format_estimate(Estimate(cell.value, cell.half, 1), metric.places, sign=True)
+        return f"differs by {signed}{unit} in {metric.words}, which may be chance"
+    if metric.higher:
+        phrase = f"{'loses' if worse else 'gains'} {amount} of {metric.words}"
+    else:
+        phrase = f"{'worsens' if worse else 'improves'} {metric.words} by {amount}"
+    return phrase + (" in one seed, which may be chance" if cell.half is None else "")
 
 
 def _score(comparison: Comparison, method: MethodRuns) -> str:
