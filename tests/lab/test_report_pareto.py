@@ -55,11 +55,11 @@ def one_device(folder: Path) -> Comparison:
 def test_costs_of_runs_on_one_device(tmp_path: Path) -> None:
     views = {view.title: view for view in pareto_views(one_device(tmp_path))}
     assert list(views) == [
-        "parameters", "bytes per step", "training time, one device", "training time, 100 Mbit/s", "training time, 1 Gbit/s",
+        "parameters", "bytes on 4 hosts", "training time, one device", "training time, 100 Mbit/s", "training time, 1 Gbit/s",
         "training time, 10 Gbit/s",
     ]  # fmt: skip
     assert views["parameters"].front == ["pufferfish", "dense"]
-    assert views["bytes per step"].costs["dense"] == 8e6 * 2 * 1.5  # bf16, a ring of 4 hosts
+    assert views["bytes on 4 hosts"].costs["dense"] == 8e6 * 2 * 1.5  # bf16, a ring of 4 hosts
     assert views["training time, one device"].costs == pytest.approx(
         {"dense": 10.0, "pufferfish": 40 * 0.1 + 60 * 0.05, "narrow": 4.0}
     )
@@ -98,6 +98,14 @@ def test_times_of_several_workers_on_other_links(tmp_path: Path) -> None:
         # On a very slow link, a step takes as long as its bytes, apart from what is sent after the backward pass has begun.
         wire = 8 * METHODS[method.name][1] / (1e6 * GOODPUT)
         assert times[0] == pytest.approx(wire, abs=compute + 0.01)
+
+
+def test_a_method_that_sends_nothing_takes_its_computation(tmp_path: Path) -> None:
+    results = {"accuracy": 0.9, "seconds_a_step": 0.5, "bytes_a_step": 0.0}
+    write_run(tmp_path / "a", "silent", 0, results=results)
+    (comparison,) = compare_runs(find_runs([tmp_path]))
+    (method,) = comparison.methods
+    assert step_seconds(method, 4, "1mbit") == pytest.approx(step_seconds(method, 4, None))
 
 
 def test_a_run_without_its_dense_step_has_no_time(tmp_path: Path) -> None:

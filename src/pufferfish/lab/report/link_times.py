@@ -87,7 +87,7 @@ def _predict(seconds: float, nbytes: float, link: str, size: int, overlaps: bool
     shape = LinkShape.parse(link)
     latency = 1e-3 * shape.delay_ms + LATENCY
     costs = CostModel(link=Link.nominal(bandwidth=1e6 * shape.mbit, latency=latency, size=size))
-    messages = tuple(("all_reduce", nbytes) for nbytes in buckets)
+    messages = tuple(("all_reduce", nbytes) for nbytes in buckets if nbytes)
     backward = _BACKWARD * seconds
     work = Work(forward=seconds - backward, backward=backward, messages=messages, overlaps=overlaps)
     return costs.predict(work).step

@@ -108,11 +108,17 @@ def _quality(comparison: Comparison) -> dict[str, float]:
 def _costs(comparison: Comparison) -> list[tuple[str, str, str, dict[str, float | None]]]:
     """Title, axis label, kind and costs of each view."""
     methods, size = comparison.methods, workers(comparison)
+    several = any(run.workers > 1 for run in comparison.runs)
     parameters = {m.name: median_cell(m.results("parameters"), format_number).value for m in methods}
     sent = {m.name: bytes_per_step(m, size) for m in methods}
     views = [
         ("parameters", "parameters", "count", parameters),
-        ("bytes per step", f"bytes that each of {size} workers sends per step", "bytes", sent),
+        (
+            "bytes per step" if several else f"bytes on {size} hosts",
+            f"bytes that each of {size} {'workers' if several else 'hosts'} sends per step",
+            "bytes",
+            sent,
+        ),
     ]
     for link in (None, *LINKS):
         where = "one device" if link is None else _SPEEDS[link]
