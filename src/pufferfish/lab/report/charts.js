@@ -24,7 +24,7 @@ const show = {
   seconds: v => v === 0 ? "0 s" : inUnit(v, [["µs", 1e-6, 1e-3], ["ms", 1e-3, 1], ["s", 1, 120], ["min", 60, 7200], ["h", 3600]]),
   bytes: v => inUnit(v, [["B", 1, 999.5], ["kB", 1e3, 999.5e3], ["MB", 1e6, 999.5e6], ["GB", 1e9, 999.5e9], ["TB", 1e12]]),
   count: v => inUnit(v, [["", 1, 9999.5], ["k", 1e3, 999.5e3], ["M", 1e6, 999.5e6], ["G", 1e9]]),
-  number: v => digits(v, 5),
+  number: v => Math.abs(v) < 1e5 ? digits(v, 5) : show.count(v),
 };
 const overs = {
   step: ["step", show.count], time: ["training time", show.seconds], bytes: ["bytes sent by each worker", show.bytes],
@@ -158,7 +158,7 @@ function drawCurve(holder, spec) {
       x: {time: false, distr: state.logX ? 3 : 1, range: (u, low, high) => low < high ? [low, high] : padded(low, high, false, 0.05)},
       y: {distr: state.logY ? 3 : 1, range},
     },
-    axes: [axis(overs[over][0], overs[over][1], 65, {size: 34}), axis(null, format, 40, {size: 62})],
+    axes: [axis(overs[over][0], overs[over][1], 55, {size: 34}), axis(null, format, 40, {size: 62})],
     series: [{label: over, value: (u, v) => v == null ? "–" : overs[over][1](v)}, ...lines.map(line => ({
       label: line.of.name + (line.label ? ` (${line.label})` : ""), stroke: colour(line.of), width: 2, spanGaps: true,
       dash: line.label ? [4, 4] : line.of.dash, points: {show: line.x.length < 25, size: 5, fill: colour(line.of)},
@@ -233,7 +233,7 @@ function drawScatter(holder, spec) {
         range: (u, low, high) => padded(Math.min(low, ...both), Math.max(high, ...both), logX, 0.15)},
       y: {distr: logY ? 3 : 1, range: (u, low, high) => padded(Math.min(...ends, ...both), Math.max(...ends, ...both), logY, 0.12)},
     },
-    axes: [axis(spec.x, show[spec.xs], 65, {size: 34}), axis(spec.y, format, 40, {size: 62})],
+    axes: [axis(spec.x, show[spec.xs], 55, {size: 34}), axis(spec.y, format, 40, {size: 62})],
     series: [{label: spec.short, value: (u, v, n, at) => at == null ? "–" : show[spec.xs](u.data[0][at])}, ...methods.map((of, n) => ({
       label: of.name, stroke: colour(of), paths: () => null, show: !state.off.includes(of.name),
       points: {show: true, size: 10, width: 2, fill: groups[n][0].front === false ? css("--card") : colour(of)},
@@ -322,7 +322,7 @@ function drawSpectra(holder, spec) {
   const u = plot(holder, {
     height: 240, scales: {x: {time: false}, y: {distr: 3, range: (u, low, high) => padded(low, high, true, 0.05)}},
     cursor: {drag: {x: true, y: false}},
-    axes: [axis("recorded singular value", show.number, 65, {size: 34}), axis(null, show.number, 40, {size: 62})],
+    axes: [axis("recorded singular value", show.number, 55, {size: 34}), axis(null, show.number, 40, {size: 62})],
     series: [{label: "number", value: (u, v) => v == null ? "–" : String(v + 1)},
       line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
   }, values(), [null, null, null]);

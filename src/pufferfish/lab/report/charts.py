@@ -50,11 +50,8 @@ class Charts:
         if not lines:
             return None
         shown = label if name == main else name
-        spec = {
-            "kind": "curve",
-            "label": shown,
-            "values": "seconds" if name.startswith("time/") else "number",
-        }
+        unit = "seconds" if name.startswith("time/") else "bytes" if name == "bytes" else "number"
+        spec = {"kind": "curve", "label": shown, "values": unit}
         return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
 
     def view(self, comparison: Comparison, view: View) -> str:

@@ -42,10 +42,11 @@ def page(
     charts, one = Charts(), len(comparisons) == 1
     parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
-    verdicts = [verdict(c) if one else f"{c.title}: {verdict(c)}" for c in comparisons]
+    titles = ["" if one else element("span", text(c.title)) for c in comparisons]
+    verdicts = [title + text(verdict(c)) for title, c in zip(titles, comparisons, strict=True)]
     body = [
         element("header", element("h1", text(title)),
-                *(element("p", text(each), class_="verdict") for each in verdicts),
+                *(element("p", each, class_="verdict") for each in verdicts),
                 element("p", text(_lead(comparisons)), class_="soft")),
         _contents(comparisons), element("noscript", element("p", "The charts need JavaScript; the tables do not.")),
         *sections,

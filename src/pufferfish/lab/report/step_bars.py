@@ -1,6 +1,7 @@
 """`step_bars`: the step time of each method as a stacked bar, in HTML."""
 
 from ...measure.breakdown import PARTS
+from .bench_folder import NO_EXCHANGE
 from .comparison import Comparison
 from .element import element, text
 from .formatting import format_seconds
@@ -36,7 +37,8 @@ def _visible(parts: dict[str, float]) -> dict[str, float]:
 def _bar(name: str, parts: dict[str, float], longest: float) -> str:
     visible = _visible(parts)
     total = sum(visible.values())
-    note = format_seconds(total) + ("" if set(parts) & set(PARTS) else " (parts unknown)")
+    unknown = " (a bound, no method)" if name == NO_EXCHANGE else " (parts unknown)"
+    note = format_seconds(total) + ("" if set(parts) & set(PARTS) else unknown)
     head = element("div", element("span", text(name)), element("b", text(note)), class_="names")
     pieces = [
         element(
