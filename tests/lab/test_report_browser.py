@@ -25,6 +25,7 @@ FLAGS = (
 OUTER = """<!doctype html><meta charset="utf-8"><body><iframe style="width:%dpx;height:800px" srcdoc="%s"></iframe><pre></pre><script>
 const frame = document.querySelector("iframe");
 const settled = () => new Promise(done => setTimeout(done, 100));
+const loaded = () => new Promise(done => { frame.onload = done; });
 frame.onload = async () => {
   const page = frame.contentDocument, table = page.querySelector("table"), found = {};
   const all = (query, inside = page) => [...inside.querySelectorAll(query)];
@@ -40,11 +41,12 @@ frame.onload = async () => {
   const legend = kind => Object.fromEntries(all(".u-series", chart(kind)).map(
     row => [row.querySelector(".u-label").textContent, row.querySelector(".u-value").textContent]));
   const label = (kind, name) => all(".u-series th", chart(kind)).find(head => head.textContent === name);
-  const hover = (kind, x, y) => {
+  const mouse = (kind, event, x, y) => {
     const over = chart(kind).querySelector(".u-over"), box = over.getBoundingClientRect();
-    over.dispatchEvent(new MouseEvent("mousemove", {
+    over.dispatchEvent(new MouseEvent(event, {movementX: 5,
       clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true, view: frame.contentWindow}));
   };
+  const hover = (kind, x, y) => mouse(kind, "mousemove", x, y);
   const axes = () => page.querySelector(".axes");
   const change = (input, value) => { Object.assign(input, value); input.dispatchEvent(new Event("change")); };
   await settled();
@@ -70,6 +72,9 @@ frame.onload = async () => {
   change(axes().querySelector("select"), {value: "step"}); await settled();
   hover("curve", 1, 0.5); await settled();
   found.overSteps = legend("curve");
+  for (const [event, x] of [["mousedown", 0.5], ["mousemove", 0.8], ["mouseup", 0.8]]) { mouse("curve", event, x, 0.5); await settled(); }
+  hover("curve", 0, 0.5); await settled();
+  found.zoomed = legend("curve").step;
 
   const details = all("details").find(x => x.textContent.includes("more logged values"));
   details.open = true; await settled();
@@ -80,6 +85,19 @@ frame.onload = async () => {
   const button = all("thead button").find(x => x.textContent === "step time");
   button.click(); found.up = names(); found.sort = button.parentNode.ariaSort;
   button.click(); found.down = names();
+
+  label("ranks", "pufferfish").click();
+  const again = loaded(); // a reload keeps axes, zoom and methods
+  frame.srcdoc = frame.srcdoc; await again; await settled();
+  const fresh = frame.contentDocument;
+  found.kept = {
+    axis: fresh.querySelector(".axes select").value, log: fresh.querySelector("[name=logY]").checked,
+    off: fresh.querySelector(".chart.curve .u-off .u-label").textContent, open: fresh.querySelectorAll("details[open]").length,
+  };
+  const over = fresh.querySelector(".chart.curve .u-over"), box = over.getBoundingClientRect();
+  over.dispatchEvent(new MouseEvent("mousemove", {clientX: box.left, clientY: box.top + 50, bubbles: true, view: frame.contentWindow}));
+  await settled();
+  found.kept.zoom = fresh.querySelector(".chart.curve .u-value").textContent;
   document.querySelector("pre").textContent = JSON.stringify(found);
 };
 </script>"""
@@ -107,6 +125,7 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert re.fullmatch(r"[\d.]+ min", found["hovered"]["time"])
     assert re.fullmatch(r"[\d.]+ GB", found["overBytes"]["bytes"])
     assert found["overSteps"]["step"] == "200"
+    assert 90 <= int(found["zoomed"]) <= 120
     # A method that is switched off in one chart is off in all that have it, and comes back.
     assert [names for names in found["off"].values() if names] == [["dense"]] * 8
     assert found["less"] < found["again"] == pytest.approx(found["ink"]["curve"], rel=0.05)
@@ -114,6 +133,8 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert all(w and w > 250 for w in found["opened"])
     assert len(found["opened"]) == 9
     assert found["other"] > 2000
+    kept = {"axis": "step", "log": True, "off": "pufferfish", "open": 1, "zoom": found["zoomed"]}
+    assert found["kept"] == kept
     by_step = sorted(METHODS, key=lambda name: METHODS[name][0])
     assert (found["up"], found["sort"], found["down"]) == (by_step, "ascending", by_step[::-1])
 
