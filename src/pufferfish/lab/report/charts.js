@@ -6,7 +6,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = method => dark.matches ? method.dark : method.light;
 const kept = "pufferfish report " + location.pathname;
-const state = {x: null, logX: false, logY: false, off: [], zoom: {}, open: {}};
+const state = {x: null, logX: false, logY: false, off: [], zoom: {}, open: {}, layers: {}};
 const charts = new Map(); // element → {plot, methods}, the name of each series' method
 let following = false; // whether a series is being switched because another chart's was
 
@@ -26,9 +26,13 @@ const show = {
   count: v => inUnit(v, [["", 1, 9999.5], ["k", 1e3, 999.5e3], ["M", 1e6, 999.5e6], ["G", 1e9]]),
   number: v => Math.abs(v) < 1e5 ? digits(v, 5) : show.count(v),
 };
+// What curves are drawn over: label and format.
 const overs = {
   step: ["step", show.count], time: ["training time", show.seconds], bytes: ["bytes sent by each worker", show.bytes],
 };
+
+// Time if it is known, unless the reader has chosen.
+const overOf = lines => state.x ?? (lines.some(line => data.grids[line.grid].time) ? "time" : "step");
 
 // ---- scales and axes ----
 function logTicks(low, high, most) {
@@ -36,7 +40,8 @@ function logTicks(low, high, most) {
     const ticks = [];
     for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
       for (const s of steps) if (s * 10 ** n >= low && s * 10 ** n <= high) ticks.push(Number((s * 10 ** n).toPrecision(6)));
-    if (ticks.length <= most) return ticks.length > 1 ? ticks : null;
+    const gaps = ticks.slice(1).map((tick, n) => Math.log(tick / ticks[n]) / Math.log(high / low));
+    if (Math.min(...gaps) > 0.9 / most) return ticks.length > 1 ? ticks : null;
   }
   return null;
 }
@@ -128,17 +133,17 @@ const nearest = (u, n, at) => {
 };
 
 function drawCurve(holder, spec) {
-  const id = holder.dataset.chart, over = state.x ?? firstAxis();
+  const id = holder.dataset.chart, over = overOf(spec.lines);
   const positive = x => !state.logX || x > 0, value = y => y != null && (!state.logY || y > 0);
   const lines = spec.lines.filter(line => data.grids[line.grid][over]).map(line => {
     const xs = data.grids[line.grid][over], keep = xs.map((x, n) => n).filter(n => positive(xs[n]) && value(line.y[n]));
     const pick = values => values && keep.map(n => values[n]);
     return {...line, x: pick(xs), y: pick(line.y), low: pick(line.low), high: pick(line.high), of: data.methods[line.method]};
   }).filter(line => line.x.length);
-  if (!lines.length) {
-    holder.replaceChildren(Object.assign(document.createElement("p"), {className: "soft", textContent: `No values over ${overs[over][0]}.`}));
-    return;
-  }
+  const left = [...new Set(spec.lines.map(line => data.methods[line.method].name))].filter(name => !lines.some(line => line.of.name === name));
+  const note = `Not known over ${overs[over][0]}: ${left.join(", ")}.`;
+  if (left.length) holder.append(Object.assign(document.createElement("p"), {className: "soft", textContent: note}));
+  if (!lines.length) return;
   const values = uPlot.join(lines.map(line => [line.x, line.y]));
   const first = values[0][0], last = values[0].at(-1), whole = u => u.scales.x.min <= first && u.scales.x.max >= last;
   const visible = u => lines.filter((line, n) => u.series[n + 1].show);
@@ -293,10 +298,10 @@ function drawRanks(holder, spec) {
   const name = n => spec.names[n]?.length > 22 ? "…" + spec.names[n].slice(-21) : spec.names[n] ?? "";
   const longest = Math.max(...spec.names.map((_, n) => name(n).length));
   const below = axis(null, name, 1, {
-    splits: () => spec.names.map((_, n) => n).filter(n => n % every === 0), rotate: -90, size: 16 + 6.6 * longest, grid: {show: false},
+    splits: () => spec.names.map((_, n) => n).filter(n => n % every === 0), rotate: -90, size: 26 + 6.6 * longest, grid: {show: false},
   });
   plot(holder, {
-    height: 240 + 6.6 * longest, cursor: {drag: {x: true, y: false}},
+    height: 250 + 6.6 * longest, cursor: {drag: {x: true, y: false}},
     scales: {x: {time: false, range: (u, low, high) => [low - 0.5, high + 0.5]}, y: {range: () => [0, 108]}},
     axes: [below, axis("rank, % of the full rank", show.number, 40, {size: 52})],
     series: [{label: "layer", value: (u, v) => v == null ? "–" : spec.names[v]}, ...methods.map((of, n) => ({
@@ -308,10 +313,10 @@ function drawRanks(holder, spec) {
 }
 
 function drawSpectra(holder, spec) {
-  const select = document.createElement("select"), id = `layer ${holder.dataset.chart}`;
+  const select = document.createElement("select"), id = holder.dataset.chart;
   select.ariaLabel = `layer of ${spec.name}`;
   select.append(...spec.layers.map((layer, n) => new Option(layer.name, n)));
-  select.value = state.open[id] ?? 0;
+  select.value = state.layers[id] ?? 0;
   if (select.selectedIndex < 0) select.value = 0;
   const values = () => {
     const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
@@ -326,5 +331,5 @@ function drawSpectra(holder, spec) {
     series: [{label: "number", value: (u, v) => v == null ? "–" : String(v + 1)},
       line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
   }, values(), [null, null, null]);
-  select.onchange = () => { state.open[id] = select.value; save(); u.setData(values()); };
+  select.onchange = () => { state.layers[id] = select.value; save(); u.setData(values()); };
 }

@@ -62,16 +62,11 @@ class Charts:
                 score = score_cell(comparison, method)
                 point = {"method": self._method(method.name), "x": view.costs[method.name], "y": score.value}
                 points.append(point | {"half": score.half, "front": method.name in view.front})
-        spec = {
-            "kind": "scatter",
-            "x": view.label,
-            "xs": view.kind,
-            "short": view.title,
-            "y": comparison.metric.label,
-        }
-        described = f"{comparison.metric.label} over {view.label}. Pareto front: {', '.join(view.front)}."
-        higher = comparison.metric.higher
-        return self._add(spec | {"ys": "number", "points": points, "higher": higher}, described)
+        label = comparison.metric.label
+        axes = {"x": view.label, "short": view.title, "y": label}
+        spec = {"kind": "scatter", "xs": view.kind, "ys": "number", "points": points}
+        described = f"{label} over {view.label}. Pareto front: {', '.join(view.front)}."
+        return self._add(spec | axes, described)
 
     def predictions(self, comparison: Comparison) -> str | None:
         """Predicted over measured step times, with the band in which a prediction counts as right."""

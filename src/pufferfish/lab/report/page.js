@@ -1,7 +1,6 @@
 // The controls of the page: axes, folded parts, sorting of tables, reloading. The charts are drawn by charts.js.
 
 const drawers = {curve: drawCurve, scatter: drawScatter, ranks: drawRanks, spectra: drawSpectra};
-const firstAxis = () => ["time", "step"].find(over => data.grids.some(grid => grid[over]));
 const holders = [...document.querySelectorAll("[data-chart]")];
 function draw(holder) {
   charts.get(holder)?.plot.destroy();
@@ -30,7 +29,7 @@ function fillBars() {
     const select = document.createElement("select"), reset = document.createElement("button");
     const known = Object.keys(overs).filter(over => data.grids.some(grid => grid[over]));
     select.append(...known.map(over => new Option(overs[over][0], over)));
-    select.value = state.x ?? firstAxis();
+    select.value = overOf(data.charts.flatMap(chart => chart.kind === "curve" ? chart.lines : []));
     select.onchange = () => changed({x: select.value});
     const boxes = [["logX", "log x"], ["logY", "log y"]].map(([key, label]) => {
       const box = Object.assign(document.createElement("input"), {type: "checkbox", checked: state[key], name: key});
