@@ -49,6 +49,9 @@ def write_run(folder: Path, name: str, seed: int, *, epochs: int = 20, **changed
         end = 10 * (epoch + 1)
         rows.append([seconds, end, epoch, "valid/accuracy", value + math.sin(3 * epoch + seed) * 0.004])
         rows.append([seconds, end, epoch, "bytes", total])
+        if low and epoch + 1 == epochs // 3:  # as switch.report.metrics has them
+            sizes = {"before": METHODS["dense"][2], "after": parameters}
+            rows += [[seconds, end, epoch, f"pufferfish/parameters_{when}", n] for when, n in sizes.items()]
         parts = step_parts(name, step, hidden) if not warm else step_parts("dense", dense_step, 0.21)
         rows += [[seconds, end, epoch, f"time/{part}", value] for part, value in parts.items()]
     folder.mkdir(parents=True)

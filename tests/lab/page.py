@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
+from typing import Any
 
 
 class Page(HTMLParser):
@@ -17,6 +19,7 @@ class Page(HTMLParser):
         self.tables: dict[str, list[list[tuple[str, str | None]]]] = {}
         self.rows: list[list[tuple[str, str | None]]] = []
         self.said: list[str] = []
+        self.data: dict[str, Any] = {}  # of the charts
         self.feed(text)
         self.close()
         assert self.open == []
@@ -43,6 +46,8 @@ class Page(HTMLParser):
             self.tables[self.caption] = self.rows
 
     def handle_data(self, data: str) -> None:
+        if "script" in self.open and self.elements[-1][1].get("type") == "application/json":
+            self.data = json.loads(data)
         if "style" in self.open or "script" in self.open:
             return
         self.said.append(data)

@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from page import Page
 
 from pufferfish.cli import main
-from pufferfish.lab.bench import BenchLines, BenchSettings, bench
+from pufferfish.lab.bench import BenchLines, BenchSettings, bench, restore_parts
 from pufferfish.lab.bench.bench_pieces import Piece, due_pieces
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_tables import bench_tables
 from pufferfish.lab.bench.bench_worker import BenchWorker
-from pufferfish.lab.bench.network_table import predicted_step
 from pufferfish.lab.bench.run_beside import Pool, wall_seconds
+from pufferfish.lab.report import report
 from pufferfish.lab.report.export import as_markdown
+from pufferfish.lab.report.link_times import predicted_step
 from pufferfish.lab.train import find_width, timed_run
 from pufferfish.lab.train.console import Console
 from pufferfish.measure import RunLog, read_run
@@ -97,6 +99,13 @@ def test_pieces_and_lines(tmp_path: Path) -> None:
     assert lines.restore(SETTINGS, tmp_path / "two") != []
     assert due_pieces(SETTINGS, tmp_path / "two") == []
     assert tables(SETTINGS, tmp_path / "two") == shown
+
+    # The report needs no settings: the file has the same figures as the folder.
+    (restored,) = restore_parts(lines.path, tmp_path / "parts")
+    ours, theirs = (Page(report([root])).tables for root in (restored, tmp_path / "one"))
+    for title in ("Comparison of methods", "Quality and cost", "Equal time: accuracy, %"):
+        assert ours[title] == theirs[title]
+    assert "part, Digits(" in report([restored])
     more = replace(SETTINGS, seeds=3)
     lines.restore(more, tmp_path / "three")
     missing = [piece.name for piece in due_pieces(more, tmp_path / "three")]

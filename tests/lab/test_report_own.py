@@ -39,21 +39,25 @@ def test_a_loop_that_logs_only_its_loss_gets_a_curve(tmp_path: Path) -> None:
         for step in range(1, 41):
             log.log(step=step, loss=2 / step)
     page = report([tmp_path])
-    assert "<desc>Mean of loss over seeds. mine ends at 0.0500.</desc>" in page
-    assert "Loss over time" in said(page)
-    assert "No curve over bytes: no run has rows “bytes” for “loss”." in said(page)
-    assert "No curve over time" not in said(page)
+    assert "loss, mean over seeds. mine ends at 0.05." in said(page)
     assert "the lowest to the highest seed" not in page
+    (chart,) = Page(page).data["charts"]
+    assert chart["lines"][0]["y"] == [float(f"{2 / step:.5g}") for step in range(1, 41)]
+    (grid,) = Page(page).data["grids"]
+    assert (grid["step"], grid["bytes"]) == (list(range(1, 41)), None)
+    assert len(grid["time"]) == 40
     rows = csv.DictReader(io.StringIO(report([tmp_path], "csv")))
     drawn = [float(r["value"]) for r in rows if (r["table"], r["column"]) == ("Training curves", "loss")]
-    assert drawn == [2 / step for step in range(1, 41)]
+    assert drawn == 2 * [2 / step for step in range(1, 41)]  # over steps and over seconds
 
 
 def test_validation_comes_before_the_loss(tmp_path: Path) -> None:
     with RunLog(tmp_path / "mine", name="mine", seed=0) as log:
         log.log(step=1, loss=2.0, **{"valid/accuracy": 0.5})
-        log.log(step=2, loss=1.0)
-    assert "Mean of valid/accuracy over seeds. mine ends at 50.00." in report([tmp_path])
+        log.log(step=2, loss=1.0, **{"valid/accuracy": 0.75})
+    first, second = Page(report([tmp_path])).data["charts"]
+    assert (first["label"], first["lines"][0]["y"]) == ("validation accuracy, %", [50.0, 75.0])
+    assert second["label"] == "loss"
 
 
 def test_one_run_is_one(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from .bench_pieces import is_done
 from .bench_runs import bench_runs
 from .bench_settings import BenchSettings, write_json
 from .choose_rate import choose_rate
+from .summary import write_summary
 
 #: Settings that do not change the result of a run. A tuned rate is part of the run's record.
 _FREE = ("methods", "seeds", "rounds", "tune", "tune_epochs", "equal")
@@ -62,7 +63,7 @@ class BenchLines:
         Pieces that are done in the folder stay. Runs whose learning rate is not the one chosen by the tuning are left out.
         """
         key = settings_key(settings)
-        lines = [line for line in self._lines() if line["part"] == self.part and line["key"] == key]
+        lines = [line for line in _read(self.path) if line["part"] == self.part and line["key"] == key]
         task, recipe = settings.resolve()
         epochs = settings.tune_epochs or recipe.epochs
         tuning = [x for x in lines if _is_tuning(x) and x["settings"]["recipe"]["epochs"] == epochs]
@@ -77,20 +78,33 @@ class BenchLines:
 
         return restored + _restore_all(filter(has_chosen_rate, trained), root)
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self.path.exists():
-            return
-        for number, text in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-            if not text.endswith("\n") or not text.strip():  # cut off by a crash
-                continue
-            try:
-                line = json.loads(text)
-                line["part"], line["piece"], line["key"]
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(
-                    f"{self.path}:{number}: not a line of a bench; delete it, or choose another file"
-                ) from None
-            yield line
+
+def restore_parts(path: Path, folder: Path) -> list[Path]:
+    """Write the runs in a file of `BenchLines` as bench folders, one for each part, for the report.
+
+    Without the settings of the benches, the last line of a part tells which settings are the current ones, and the last line of
+    a method its learning rate. Tuning runs are left out.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for line in _read(path):
+        by_part.setdefault(line["part"], []).append(line)
+    roots = []
+    for number, (part, lines) in enumerate(by_part.items()):
+        current = [line for line in lines if line["key"] == lines[-1]["key"] and not _is_tuning(line)]
+        runs = [line for line in current if "measured" not in line]
+        rates = {line["name"]: line["settings"]["recipe"]["lr"] for line in runs}
+        runs = [line for line in runs if line["settings"]["recipe"]["lr"] == rates[line["name"]]]
+        if not runs:
+            continue
+        roots.append(folder / str(number))
+        named = [line | {"settings": line["settings"] | {"part": part}} for line in runs]
+        _restore_all([*named, *(line for line in current if "measured" in line)], roots[-1])
+        write_summary(roots[-1], list(rates), {})
+    if not roots:
+        raise ValueError(f"{path}: no finished run")
+    return roots
 
 
 def settings_key(settings: BenchSettings) -> str:
@@ -104,6 +118,22 @@ def settings_key(settings: BenchSettings) -> str:
     fields = {name: x for name, x in dataclasses.asdict(settings).items() if name not in _FREE}
     parts = [fields, repr(task), dataclasses.asdict(dataclasses.replace(recipe, lr=1.0))]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        if not text.endswith("\n") or not text.strip():  # cut off by a crash
+            continue
+        try:
+            line = json.loads(text)
+            line["part"], line["piece"], line["key"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{path}:{number}: not a line of a bench; delete it, or choose another file"
+            ) from None
+        yield line
 
 
 def _run_line(settings: BenchSettings, folder: Path, tuning: bool) -> dict[str, Any]:

@@ -9,6 +9,8 @@ _RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 _TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 #: From this rate on, a CPU that runs all hosts is slower than the link.
 _MAX_MBIT = 10_000
+#: Seconds per message on a good network, beside the delay that a link states.
+LATENCY = 5e-5
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _conditions(run: Run) -> tuple[str, ...]:
     hosts = f"on {run.hosts} hosts" if run.hosts > 1 else ""
     link = str((run.link or {}).get("asked") or "")
     return (
-        str(run.settings.get("task", "")), f"{workers} {hosts}".strip(), link,
+        str(run.settings.get("part", "")), str(run.settings.get("task", "")), f"{workers} {hosts}".strip(), link,
         str(run.hardware.get("gpu") or run.hardware.get("cpu") or ""),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     metric, reference = comparison.metric, comparison.reference
     sent = [x for method in comparison.methods for x in method.results("bytes_a_step").values()]
     sizes = ["bytes_a_step"] * (any(sent) or not sent) + ["peak_memory"]
-    speedups = [step_speedup(reference, method) for method in comparison.methods]
+    speedups = [step_speedup(reference, m) for m in comparison.methods if m.name != NO_EXCHANGE]
     fastest = max((s[0] for s in speedups if s), default=1.0)
     rows = []
     for method in comparison.methods:
@@ -72,7 +72,7 @@ def notes(comparison: Comparison) -> list[str]:
             "of the ratios per round, with lower and upper quartile in brackets."
         )
     if any(method.name == NO_EXCHANGE for method in methods):
-        lines.append(f"“{NO_EXCHANGE}” is a step of dense DDP without communication.")
+        lines.append(f"“{NO_EXCHANGE}” is no method but a bound: a step of dense DDP without communication.")
     for method in methods:
         lines += dict.fromkeys(note for run in method.runs for note in run.results.get("notes") or ())
         if unfinished := ", ".join(str(seed_of(run)) for run in method.runs if not run.finished):
@@ -182,6 +182,8 @@ def _step_speedup_cell(reference: MethodRuns, method: MethodRuns, fastest: float
     if method is reference:
         return Cell()
     cell = _speedup_cell(step_speedup(reference, method), fastest)
+    if method.name == NO_EXCHANGE:  # a bound, not a win
+        cell = replace(cell, tone="", share=None)
     quartiles = round_quartiles(reference, method)
     if quartiles is None:
         return cell

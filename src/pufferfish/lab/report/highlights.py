@@ -12,12 +12,17 @@ from .tables import Cell
 
 @dataclass(frozen=True)
 class Highlight:
-    """One figure, the method it belongs to, and an explanation."""
+    """One figure, the method it belongs to, and an explanation.
+
+    Args:
+        kind: "win"; "loss" of quality; "bound", which is no method; or "" for what is neither.
+    """
 
     title: str
     figure: str
     method: str
     note: str
+    kind: str = ""
 
 
 def highlights(comparison: Comparison) -> list[Highlight]:
@@ -70,14 +75,17 @@ def _fastest(title: str, speedup: float, method: MethodRuns, reference: MethodRu
     if not _is_faster(speedup):
         note = f"the closest is {method.name}, {format_speedup(speedup)}"
         return Highlight(title, "no method is faster", reference.name, note)
-    return Highlight(title, f"{format_speedup(speedup)} as fast", method.name, note)
+    kind = "" if "predicted" in title else "win"
+    return Highlight(title, f"{format_speedup(speedup)} as fast", method.name, note, kind)
 
 
 def _no_exchange(comparison: Comparison, reference: MethodRuns) -> list[Highlight]:
     """The largest speedup that is possible without changing the model."""
     speedups = [(m, step_speedup(reference, m)) for m in comparison.methods if m.name == NO_EXCHANGE]
-    note = "upper bound for the dense model: a step without communication"
-    return [Highlight("step time", f"{format_speedup(s[0])} as fast", m.name, note) for m, s in speedups if s]
+    title, note = "bound for the step time", "not a method: a step of the dense model without communication"
+    return [
+        Highlight(title, f"at most {format_speedup(s[0])}", m.name, note, "bound") for m, s in speedups if s
+    ]
 
 
 def _fewest_bytes(others: list[MethodRuns], reference: MethodRuns) -> list[Highlight]:
@@ -90,7 +98,7 @@ def _fewest_bytes(others: list[MethodRuns], reference: MethodRuns) -> list[Highl
     if values[best] >= base.value:
         return [Highlight("bytes per step", "no method sends less", reference.name, base.text)]
     figure = f"{base.value / values[best]:.1f}× fewer"
-    return [Highlight("bytes per step", figure, best, f"{sent[best].text} instead of {base.text}")]
+    return [Highlight("bytes per step", figure, best, f"{sent[best].text} instead of {base.text}", "win")]
 
 
 def _best_at_equal(equal: Comparison, kind: str) -> list[Highlight]:
@@ -110,8 +118,9 @@ def _quality(comparison: Comparison, method: MethodRuns, what: str) -> list[High
     if cell.half is None:
         note = "one seed, so no interval"
     elif cell.tone:
-        note = f"{'better' if cell.tone == 'good' else 'worse'}: the interval excludes 0"
+        note = f"{'better' if cell.tone == 'good' else f'lost {comparison.metric.words}'}: the interval excludes 0"
     else:
         note = "not significant: the interval contains 0"
     title = f"{comparison.metric.words} {what}"
-    return [Highlight(title, cell.text.split(",")[0], method.name, note)]
+    kind = {"good": "win", "bad": "loss"}.get(cell.tone, "")
+    return [Highlight(title, cell.text.split(",")[0], method.name, note, kind)]

@@ -1,52 +1,104 @@
-"""`page`: a self-contained HTML page, without external fonts, scripts or images."""
+"""`page`: a self-contained HTML page, without external fonts, scripts or images. `charts.js` draws its charts with uPlot."""
 
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
-from ...measure.breakdown import PARTS
 from .bench_folder import NO_EXCHANGE
-from .comparison import Comparison, recorded_layers
+from .charts import MAX_SPECTRA, Charts, low_rank_methods
+from .comparison import Comparison
 from .curves import curve_spec
+from .element import element, text
 from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import right_aligned
-from .figures import bars, curves, part_swatch, scatter
 from .headline import headline
 from .highlights import highlights
-from .layer_figures import rank_dots, spectrum
-from .style import CSS, JS, PATTERNS
-from .svg import element, swatch, text
-from .tables import Cell, Table, breakdown, is_low_rank, predicted, ranks, settings, setup, summary
+from .method_colour import method_colour
+from .pareto import pareto_notes, pareto_table, pareto_views
+from .step_bars import step_bars
+from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
+from .verdict import verdict
 
-MAX_SPECTRA = 240  # per page, to stay below a megabyte
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+#: Parts of a comparison, by the end of their anchors.
+_PARTS = {
+    "methods": "Methods", "cost": "Quality and cost", "time": "Step time", "curves": "Training curves",
+    "layers": "Layers", "setup": "Setup and settings",
+}  # fmt: skip
 
 
-def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
-    """The page of a report. Missing data is stated in its place."""
-    links = [element("a", text(c.title), href=f"#part{n}") for n, c in enumerate(comparisons)]
-    parts = [_section(c, target, len(comparisons)) for c in comparisons]
+def page(
+    comparisons: Sequence[Comparison],
+    title: str,
+    target: float | None = None,
+    refresh: float | None = None,
+) -> str:
+    """The page of a report. Missing data is stated in its place.
+
+    Args:
+        refresh: seconds after which the page loads itself again; None for a page that is not going to change.
+    """
+    charts, one = Charts(), len(comparisons) == 1
+    parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
+    titles = ["" if one else element("span", text(c.title)) for c in comparisons]
+    verdicts = [title + text(verdict(c)) for title, c in zip(titles, comparisons, strict=True)]
+    body = [
+        element("header", element("h1", text(title)),
+                *(element("p", each, class_="verdict") for each in verdicts),
+                element("p", text(_lead(comparisons)), class_="soft")),
+        _contents(comparisons), element("noscript", element("p", "The charts need JavaScript; the tables do not.")),
+        *sections,
+    ]  # fmt: skip
+    style = _asset("uplot/uPlot.min.css") + _asset("page.css")
+    library = f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}"
+    reload = "" if refresh is None else f' data-refresh="{refresh:g}"'
+    return "\n".join([
+        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<title>{text(title)}</title><style>{style}</style></head><body{reload}>",
+        element("main", *body), f'<script type="application/json" id="data">{charts.as_json()}</script>',
+        f"<script>{library}</script>", f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>", "",
+    ])  # fmt: skip
+
+
+@cache
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _lead(comparisons: Sequence[Comparison]) -> str:
+    """Number and days of the runs."""
     methods = [m for c in comparisons for group in (c.methods, *c.equal.values()) for m in group]
     found = {run.folder: run for m in methods for run in m.runs if run.name != NO_EXCHANGE}
     runs = list(found.values())
     days = sorted({run.started[:10] for run in runs if run.started})
     many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    lead = many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
-    body = [
-        element("h1", text(title)), element("p", text(lead), class_="soft"),
-        element("nav", *links, aria_label="Comparisons") if len(links) > 1 else "", *sections,
-    ]  # fmt: skip
-    return "\n".join([
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{text(title)}</title><style>{CSS}</style></head><body>", PATTERNS,
-        element("main", *body), f"<script>{JS}</script></body></html>", "",
-    ])  # fmt: skip
+    return many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
 
 
-def _section(comparison: Comparison, target: float | None, sections: int) -> list[str]:
-    marks = {method.name: i for i, method in enumerate(comparison.methods)}
+def _contents(comparisons: Sequence[Comparison]) -> str:
+    def links(n: int) -> str:
+        items = [element("li", element("a", title, href=f"#part{n}-{end}")) for end, title in _PARTS.items()]
+        return element("ul", *items)
+
+    if len(comparisons) == 1:
+        return element("nav", links(0), aria_label="Contents")
+    items = [
+        element("li", element("a", text(c.title), href=f"#part{n}"), links(n))
+        for n, c in enumerate(comparisons)
+    ]
+    return element("nav", element("ul", *items), aria_label="Contents")
+
+
+def _section(
+    comparison: Comparison, target: float | None, sections: int, anchor: str, charts: Charts
+) -> list[str]:
+    def heading(end: str) -> str:
+        return element("h3", _PARTS[end], id=f"{anchor}-{end}")
+
     parts = [element("h2", text(comparison.title))] if sections > 1 else []
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
     shown = highlights(comparison)
@@ -54,31 +106,50 @@ def _section(comparison: Comparison, target: float | None, sections: int) -> lis
         cards = [
             element(
                 "li", element("span", text(h.title)), element("b", text(h.figure)),
-                element("span", _name(h.method), class_="who"), element("span", text(h.note)),
+                element("span", _name(h.method), class_="who"), element("span", text(h.note)), class_=h.kind or None,
             ) for h in shown
         ]  # fmt: skip
         against = comparison.reference.name if comparison.reference else ""
         parts.append(element("p", text(f"Compared with {against}:")))
         parts.append(element("ul", *cards, class_="cards"))
-    parts += [_table(table, marks) for table in (headline(comparison, target), *equal_tables(comparison))]
-    parts += [element("h3", "Time"), *_time(comparison, marks)]
-    parts += [element("h3", "Training curves"), *_curves(comparison)]
-    parts += [element("h3", "Layers"), *_layers(comparison, MAX_SPECTRA // sections)]
-    parts.append(_table(setup(comparison), {}))
-    table = settings(comparison)
-    return parts + [_folded("All settings", _table(table, {}))] * bool(table and table.rows)
+    parts.append(heading("methods"))
+    parts += [_table(table) for table in (headline(comparison, target), *equal_tables(comparison))]
+    parts += [heading("cost"), *_cost(comparison, charts)]
+    parts += [heading("time"), *_time(comparison, charts)]
+    parts += [heading("curves"), *_curves(comparison, charts)]
+    parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]
+    parts += [heading("setup"), _table(setup(comparison))]
+    for table in (all_results(comparison), settings(comparison)):
+        parts += [_folded(table.title, _table(table))] if table and table.rows else []
+    return parts
 
 
-def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
-    drawn, table = bars(comparison), breakdown(comparison)
-    dots, beside = scatter(comparison), predicted(comparison)
+def _cost(comparison: Comparison, charts: Charts) -> list[str]:
+    views = pareto_views(comparison)
+    if not views:
+        return [_missing("No two methods have a score and a different size, traffic or time.")]
+    higher = "Up" if comparison.metric.higher else "Down"
+    intervals = "Vertical bars are 95 % intervals over seeds. " * any(
+        len(m.finished) > 1 for m in comparison.methods
+    )
+    note = f"{higher} and to the left is better. {intervals}Line and filled points: the Pareto front. "
+    figures = [
+        _figure(
+            f"{comparison.metric.words.capitalize()} over {view.title}", "", charts.view(comparison, view)
+        )
+        for view in views
+    ]
+    said = element("p", text(note + " ".join(pareto_notes(comparison)[1:])), class_="soft")
+    return [said, _beside(figures), _folded("Quality and cost as a table", _table(pareto_table(comparison)))]
+
+
+def _time(comparison: Comparison, charts: Charts) -> list[str]:
+    drawn, table = step_bars(comparison), breakdown(comparison)
+    dots, beside = charts.predictions(comparison), predicted(comparison)
     figures, missing = [], []
     if drawn:
-        legend = [element("li", part_swatch(name), text(name)) for name in PARTS]
-        hidden = "exchange hidden behind the backward pass, which adds no time"
-        legend.append(element("li", part_swatch("hidden"), hidden))
         note = "Shorter is better." if table else "No run recorded the parts of a step."
-        figures.append(_figure("Step time of each method", note, drawn, legend if table else ()))
+        figures.append(_figure("Step time of each method", note, drawn))
     else:
         missing.append(_missing("No run recorded the time of a step."))
     if dots:
@@ -87,52 +158,52 @@ def _time(comparison: Comparison, marks: dict[str, int]) -> list[str]:
     else:
         missing.append(_missing("No run has both a predicted and a measured step time."))
     tables = (table, exchange_table(comparison), beside)
-    return [_beside(figures), *missing, *(_table(each, marks) for each in tables)]
+    return [_beside(figures), *missing, *(_table(each) for each in tables)]
 
 
-def _curves(comparison: Comparison) -> list[str]:
-    rows, _, metric = curve_spec(comparison)
-    several = any(len(method.runs) > 1 for method in comparison.methods)
+def _curves(comparison: Comparison, charts: Charts) -> list[str]:
+    main, label, _ = curve_spec(comparison)
+    names = dict.fromkeys(
+        name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1
+    )
+    first = [name for name in dict.fromkeys((main, "loss")) if name in names]
+    shown = [
+        _figure(label if name == main else name, "", drawn)
+        for name in first
+        if (drawn := charts.curve(comparison, name))
+    ]
+    if not shown:
+        return [_missing(f"No run has rows “{main}” or “loss”, so there are no curves.")]
+    several = any(len(method.finished) > 1 for method in comparison.methods)
     note = "Mean over seeds, with a band from the lowest to the highest seed. " * several
-    note += "Early values can lie outside the plot."
-    drawn, missing = [], []
-    for over, axis, missed in (("time", "seconds", "measured times"), ("bytes", "bytes", "rows “bytes”")):
-        if figure := curves(comparison, axis):
-            drawn.append(_figure(f"{metric.words.capitalize()} over {over}", note, figure))
-        else:
-            missing.append(_missing(f"No curve over {over}: no run has {missed} for “{rows}”."))
-    if not drawn:
-        return [_missing(f"No run has rows “{rows}” or “loss”, so there are no curves.")]
-    return [_beside(drawn), *missing]
+    note += (
+        "Drag to zoom, double-click to see all, click a name to switch a method off. On a linear scale the second half of the "
+        "runs sets the range; earlier values can lie outside. Dashed vertical lines: the switch."
+    )
+    others = [name for name in names if name not in first]
+    more = [_figure(name, "", drawn) for name in others if (drawn := charts.curve(comparison, name))]
+    folded = [_folded(f"{len(more)} more logged values", _beside(more))] if more else []
+    bar = element("div", class_="axes")  # filled by the script
+    return [element("p", text(note), class_="soft"), bar, _beside(shown), *folded]
 
 
-def _layers(comparison: Comparison, max_spectra: int) -> list[str]:
-    drawn, table = rank_dots(comparison), ranks(comparison)
+def _layers(comparison: Comparison, charts: Charts, max_spectra: int) -> list[str]:
+    methods = low_rank_methods(comparison)
+    drawn, table = charts.ranks(methods), ranks(comparison)
     if drawn is None or table is None:
         return [_missing("No run recorded low-rank layers.")]
-    methods = [(i, method) for i, method in enumerate(comparison.methods) if is_low_rank(method)]
-    legend = [element("li", swatch(i), text(method.name)) for i, method in methods]
-    note = "First seed only. A layer at 100 % has full rank."
-    figures = [_figure("Rank of each layer", note, drawn, legend)]
-    each = max(1, max_spectra // len(methods))
-    folded: list[str] = []
+    figures = [_figure("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)]
     missing: list[str] = []
-    for _, method in methods:
-        layers = sorted(recorded_layers(method.runs[0]), key=lambda layer: layer.get("rank") is None)
-        shown = [(layer, svg) for layer in layers[:each] if (svg := spectrum(layer))]
-        if not shown:
+    note = "Relative to the largest as recorded, in descending order, on a logarithmic scale."
+    for method in methods:
+        if spectra := charts.spectra(method, max(1, max_spectra // len(methods))):
+            figures.append(_figure(f"Singular values, {method.name}", note, spectra))
+        else:
             missing.append(_missing(f"{method.name}: no singular values recorded."))
-            continue
-        items = [element("li", svg, element("span", text(layer["name"]))) for layer, svg in shown]
-        title = method.name + f", the first {each} of {len(layers)} layers" * (len(layers) > each)
-        folded.append(_folded(title, element("ul", *items, class_="spectra"), opened=not folded))
-    if folded:
-        note = "Logarithmic scale, in descending order. Dashed: before the switch; solid: after it."
-        figures.append(_figure("Singular values", note, "".join(folded)))
-    return [_beside(figures), *missing, _folded("Ranks as a table", _table(table, {}))]
+    return [_beside(figures), *missing, _folded("Ranks as a table", _table(table))]
 
 
-def _table(table: Table | None, marks: dict[str, int]) -> str:
+def _table(table: Table | None) -> str:
     """A table with row headings; cells carry their values as `data-value`, for sorting."""
     if table is None:
         return ""
@@ -143,7 +214,7 @@ def _table(table: Table | None, marks: dict[str, int]) -> str:
     ]
     rows = []
     for first, *others in table.rows:
-        mark = swatch(marks[first.text]) if first.text in marks else ""
+        mark = _swatch(first.text) if table.columns[0] == "method" else ""
         cells = [element("th", mark, _name(first.text), scope="row")]
         cells += [_cell(cell, r) for cell, r in zip(others, right[1:], strict=True)]
         rows.append(element("tr", *cells))
@@ -152,6 +223,14 @@ def _table(table: Table | None, marks: dict[str, int]) -> str:
     items = [element("li", text(note)) for note in table.notes]
     notes = element("ul", *items, class_="notes") if items else ""
     return element("div", whole, class_="scroll", tabindex=0, role="region", aria_label=table.title) + notes
+
+
+def _swatch(method: str) -> str:
+    """A method's colour; a bound has none."""
+    light, dark = method_colour(method)
+    if method == NO_EXCHANGE:
+        return element("i", class_="swatch bound", aria_hidden="true")
+    return element("i", class_="swatch", style=f"--light:{light};--dark:{dark}", aria_hidden="true")
 
 
 def _name(name: str) -> str:
@@ -167,10 +246,9 @@ def _cell(cell: Cell, right: bool) -> str:
     return element("td", text(cell.text), class_=" ".join(kinds) or None, data_value=value, style=style)
 
 
-def _figure(title: str, note: str, drawn: str, legend: Sequence[str] = ()) -> str:
+def _figure(title: str, note: str, drawn: str) -> str:
     caption = element("figcaption", element("b", text(title)), text(note))
-    keys = element("ul", *legend, class_="legend") if legend else ""
-    return element("figure", caption, keys, drawn)
+    return element("figure", caption, drawn)
 
 
 def _beside(figures: Sequence[str]) -> str:

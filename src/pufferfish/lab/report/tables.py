@@ -5,11 +5,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...measure import Run
 from ...measure.breakdown import PARTS
 from .comparison import Comparison, MethodRuns, as_text, is_number, recorded_layers
-from .curves import curve_spec, late_median, mean_curve
+from .curves import curve_spec, late_median, mean_curves
 from .formatting import format_bytes, format_seconds
 
+#: Parts of a layer's record that have a column or a chart of their own.
+_LAYER = ("name", "shape", "full_rank", "rank", "spectrum_before", "spectrum_after")
 BAND = 0.2  # largest relative error of a prediction that counts as right
 
 
@@ -66,13 +69,15 @@ def step_parts(method: MethodRuns) -> dict[str, float]:
 
 
 def ranks(comparison: Comparison) -> Table | None:
-    """The rank of each layer under each method with low-rank layers, for the first seed."""
+    """The rank of each layer under each method with low-rank layers, and what else is recorded of it, for the first seed."""
     by_method = {
         method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
         for method in comparison.methods
         if is_low_rank(method)
     }
     names = dict.fromkeys(name for layers in by_method.values() for name in layers)
+    found = ((k, m) for m, layers in by_method.items() for layer in layers.values() for k in layer)
+    more = [pair for pair in dict.fromkeys(found) if pair[0] not in _LAYER]
     rows = []
     for name in names:
         layer = next(layers[name] for layers in by_method.values() if name in layers)
@@ -81,8 +86,12 @@ def ranks(comparison: Comparison) -> Table | None:
         for layers in by_method.values():
             rank = layers.get(name, {}).get("rank")
             row.append(Cell(str(rank), rank) if rank is not None else Cell("full"))
+        for key, method in more:
+            value = by_method[method].get(name, {}).get(key)
+            row.append(Cell() if value is None else Cell(as_text(value), value if is_number(value) else None))
         rows.append(row)
-    return Table("Rank of each layer", ["layer", "shape", "full rank", *by_method], rows) if rows else None
+    columns = ["layer", "shape", "full rank", *by_method, *(f"{method}: {key}" for key, method in more)]
+    return Table("Rank of each layer", columns, rows) if rows else None
 
 
 def is_low_rank(method: MethodRuns) -> bool:
@@ -125,12 +134,33 @@ def progress(comparison: Comparison) -> Table | None:
     spec = curve_spec(comparison)
     rows = []
     for method in comparison.methods:
-        for over in ("seconds", "bytes"):
-            for x, *values in mean_curve(method, spec.name, over, spec.metric.scale):
-                cells = [Cell(f"{value:g}", value) for value in (x, *values)]
-                rows.append([Cell(method.name), Cell(over), *cells])
+        for curve in mean_curves(method, spec.name, spec.metric.scale):
+            name = f"{method.name} ({curve.label})" if curve.label else method.name
+            for over, xs in (("steps", curve.steps), ("seconds", curve.seconds), ("bytes", curve.bytes)):
+                for x, *values in zip(xs or (), curve.mean, curve.low, curve.high, strict=bool(xs)):
+                    cells = [Cell(f"{value:g}", value) for value in (x, *values)]
+                    rows.append([Cell(name), Cell(over), *cells])
     columns = ["method", "over", "at", spec.label, "lowest seed", "highest seed"]
     return Table("Training curves", columns, rows) if rows else None
+
+
+def all_results(comparison: Comparison) -> Table | None:
+    """Everything that the runs recorded as a result, a prediction, or as a metric with a single value; by method, for all seeds."""
+    by_method = {method.name: [_recorded(run) for run in method.runs] for method in comparison.methods}
+    keys = dict.fromkeys(key for runs in by_method.values() for run in runs for key in run)
+    rows = []
+    for key in keys:
+        shown = (
+            ", ".join(dict.fromkeys(run[key] for run in runs if key in run)) for runs in by_method.values()
+        )
+        rows.append([Cell(key), *(Cell(text or "–") for text in shown)])
+    note = "A value for each seed, or one if they are equal."
+    return Table("All results", ["result", *by_method], rows, [note]) if rows else None
+
+
+def _recorded(run: Run) -> dict[str, str]:
+    single = {name: rows[0][2] for name, rows in run.metrics.items() if len(rows) == 1}
+    return flat(run.results) | flat(run.predicted, "predicted: ") | flat(single, "metric: ")
 
 
 def setup(comparison: Comparison) -> Table:
@@ -146,9 +176,11 @@ def setup(comparison: Comparison) -> Table:
         add("mode", run.results.get("mode") or run.settings.get("mode"))
         add("workers", run.workers)
         add("hosts", run.hosts)
-        for name in ("gpu", "cpu", "cores", "threads", "host"):
-            add(name, run.hardware.get(name))
-        add("link requested", (run.link or {}).get("asked"))
+        for name, value in run.hardware.items():
+            add(name, value)
+        for name, value in (run.link or {}).items():
+            if name not in ("got_mbit", "latency_ms"):
+                add("link requested" if name == "asked" else f"link {name}", value)
         for name, value in run.versions.items():
             add(name, value)
         add("seeds", run.seed)
@@ -200,6 +232,8 @@ def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     for key, value in settings.items():
         if isinstance(value, Mapping):
             texts |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            texts[f"{prefix}{key}"] = f"{value:.7g}"
         else:
             texts[f"{prefix}{key}"] = as_text(value)
     return texts

@@ -76,8 +76,8 @@ class ModelChange:
         """Return the position in the learning-rate schedule: (update, number of updates)."""
         return step, self.epochs * self.steps_per_epoch
 
-    def log_change(self, log: RunLog) -> None:
-        """Record the change that `begin_epoch` has made."""
+    def log_change(self, log: RunLog, step: int) -> None:
+        """Record the change that `begin_epoch` has made, after `step` updates."""
 
     def forward_macs(self, example: Example) -> int:
         """Return the MACs of a forward pass."""

@@ -65,8 +65,9 @@ class LowRankChange(ModelChange):
                 switch.step(replica.module, replica.optimizer, step=0)
         return changed
 
-    def log_change(self, log: RunLog) -> None:
+    def log_change(self, log: RunLog, step: int) -> None:
         assert self.switch.report is not None
+        log.log(step=step, epoch=step / self.steps_per_epoch, **self.switch.report.metrics)
         if self.switch.low_rank:
             log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
 

@@ -14,14 +14,12 @@ from ...measure.step_messages import (
     with_local_exchange,
 )
 from ..network import LinkShape
+from ..network.link_shape import LATENCY
 from ..report.formatting import format_seconds
 from .build_optimizer import build_optimizer
 from .console import Console
 from .run_components import RunComponents
 from .training_log import TrainingLog
-
-#: Seconds per message on a good network, where the link states no delay.
-LATENCY = 5e-5
 
 
 def log_predicted_step(components: RunComponents, log: TrainingLog, console: Console, step: int) -> float:

@@ -266,7 +266,7 @@ class TrainingRun:
         if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
             self.best_score, self.lr_factor = _WORST_SCORE, 1.0
         self.console.info(self.change.summary)
-        self.change.log_change(log)
+        self.change.log_change(log, self.step)
         if self.settings.simulate:
             self.predicted_step = log_predicted_step(self.components, log, self.console, self.step)
 

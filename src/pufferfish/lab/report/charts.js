@@ -1,0 +1,335 @@
+"use strict";
+// Draws the charts of a report with uPlot, from the JSON in #data. The reader's choices are kept over a reload.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = method => dark.matches ? method.dark : method.light;
+const kept = "pufferfish report " + location.pathname;
+const state = {x: null, logX: false, logY: false, off: [], zoom: {}, open: {}, layers: {}};
+const charts = new Map(); // element → {plot, methods}, the name of each series' method
+let following = false; // whether a series is being switched because another chart's was
+
+// Storage may be forbidden for local files; then nothing is kept.
+try { Object.assign(state, JSON.parse(sessionStorage.getItem(kept))); } catch {}
+function save() { try { sessionStorage.setItem(kept, JSON.stringify(state)); } catch {} }
+
+// ---- numbers as text ----
+const digits = (value, n = 3) => String(Number(value.toPrecision(n)));
+function inUnit(value, units) {
+  const [unit, size] = units.find(([, , below]) => Math.abs(value) < below) ?? units.at(-1);
+  return `${digits(value / size)} ${unit}`.trim();
+}
+const show = {
+  seconds: v => v === 0 ? "0 s" : inUnit(v, [["µs", 1e-6, 1e-3], ["ms", 1e-3, 1], ["s", 1, 120], ["min", 60, 7200], ["h", 3600]]),
+  bytes: v => inUnit(v, [["B", 1, 999.5], ["kB", 1e3, 999.5e3], ["MB", 1e6, 999.5e6], ["GB", 1e9, 999.5e9], ["TB", 1e12]]),
+  count: v => inUnit(v, [["", 1, 9999.5], ["k", 1e3, 999.5e3], ["M", 1e6, 999.5e6], ["G", 1e9]]),
+  number: v => Math.abs(v) < 1e5 ? digits(v, 5) : show.count(v),
+};
+// What curves are drawn over: label and format.
+const overs = {
+  step: ["step", show.count], time: ["training time", show.seconds], bytes: ["bytes sent by each worker", show.bytes],
+};
+
+// Time if it is known, unless the reader has chosen.
+const overOf = lines => state.x ?? (lines.some(line => data.grids[line.grid].time) ? "time" : "step");
+
+// ---- scales and axes ----
+function logTicks(low, high, most) {
+  for (const steps of [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1, 3], [1]]) {
+    const ticks = [];
+    for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
+      for (const s of steps) if (s * 10 ** n >= low && s * 10 ** n <= high) ticks.push(Number((s * 10 ** n).toPrecision(6)));
+    const gaps = ticks.slice(1).map((tick, n) => Math.log(tick / ticks[n]) / Math.log(high / low));
+    if (Math.min(...gaps) > 0.9 / most) return ticks.length > 1 ? ticks : null;
+  }
+  return null;
+}
+function linearTicks(low, high, most) {
+  const raw = (high - low) / most, base = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map(s => s * base).find(s => s >= raw);
+  const ticks = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high * (1 + 1e-9); n++) ticks.push(Number((n * step).toPrecision(9)));
+  return ticks;
+}
+// Times on a linear axis have one unit.
+const unitOf = high => high < 180 ? ["s", 1] : high < 7200 ? ["min", 60] : ["h", 3600];
+function axis(label, format, space, more = {}) {
+  const isTime = (u, n) => format === show.seconds && u.scales[n ? "y" : "x"].distr !== 3 && u.scales[n ? "y" : "x"].max >= 1;
+  return {
+    label, stroke: css("--soft"), font: "12px system-ui", labelFont: "12px system-ui", labelSize: 20, labelGap: 4,
+    grid: {stroke: css("--rule"), width: 1}, ticks: {stroke: css("--rule"), width: 1},
+    splits(u, n, low, high) {
+      const most = Math.max(3, Math.floor((n ? u.bbox.height : u.bbox.width) / devicePixelRatio / space));
+      const log = u.scales[n ? "y" : "x"].distr === 3;
+      const size = isTime(u, n) ? unitOf(high)[1] : 1;
+      return (log && logTicks(low, high, most)) || linearTicks(low / size, high / size, most).map(v => v * size);
+    },
+    filter: (u, splits) => splits,
+    values: (u, splits, n) => {
+      const [unit, size] = unitOf(u.scales[n ? "y" : "x"].max);
+      return splits.map(v => v == null ? "" : isTime(u, n) ? `${digits(v / size)} ${unit}` : format(v));
+    },
+    ...more,
+  };
+}
+// Room around the values, so that no point lies on the edge.
+function padded(low, high, log, room) {
+  if (!(low <= high)) return [0, 1];
+  if (log && low > 0) { const factor = Math.max((high / low) ** room, 1.02); return [low / factor, high * factor]; }
+  const extra = (high - low) * room || Math.abs(high) * 0.05 || 1;
+  return [low - extra, high + extra];
+}
+
+// ---- drawing on the canvas, in CSS pixels ----
+function onCanvas(u, draw) {
+  const {ctx, bbox} = u, ratio = devicePixelRatio;
+  ctx.save();
+  ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
+  ctx.scale(ratio, ratio); ctx.textAlign = "left";
+  draw(ctx, v => u.valToPos(v, "x", true) / ratio, v => u.valToPos(v, "y", true) / ratio, {
+    left: bbox.left / ratio, top: bbox.top / ratio, right: (bbox.left + bbox.width) / ratio, bottom: (bbox.top + bbox.height) / ratio,
+  });
+  ctx.restore();
+}
+function stroke(ctx, points, style, width = 1, dash = []) {
+  ctx.beginPath(); ctx.strokeStyle = style; ctx.lineWidth = width; ctx.setLineDash(dash);
+  points.forEach(([x, y], n) => n ? ctx.lineTo(x, y) : ctx.moveTo(x, y));
+  ctx.stroke();
+}
+
+// ---- a plot and its legend ----
+function plot(holder, options, values, methods) {
+  const u = new uPlot({
+    width: holder.clientWidth, height: holder.clientWidth < 420 ? 250 : 300, legend: {live: true}, ...options,
+    hooks: {...options.hooks, setSeries: [(u, n, change) => follow(holder, n, change)]},
+  }, values, holder);
+  charts.set(holder, {plot: u, methods});
+  for (const head of u.root.querySelectorAll(".u-series th")) {
+    head.tabIndex = 0;
+    head.onkeydown = event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); head.click(); } };
+  }
+  return u;
+}
+// A method that is switched off in one chart is switched off in all.
+function follow(holder, n, change) {
+  const name = charts.get(holder)?.methods[n];
+  if (following || name == null || change.show == null) return;
+  state.off = state.off.filter(other => other !== name).concat(change.show ? [] : [name]);
+  save();
+  following = true;
+  for (const {plot, methods} of charts.values())
+    methods.forEach((other, i) => { if (other === name && plot.series[i].show !== change.show) plot.setSeries(i, {show: change.show}); });
+  following = false;
+}
+
+const nearest = (u, n, at) => {
+  const xs = u.data[0], ys = u.data[n], x = xs[at];
+  let low = at, high = at;
+  while (low >= 0 && ys[low] == null) low--;
+  while (high < ys.length && ys[high] == null) high++;
+  if (low < 0) return high < ys.length ? high : null;
+  return high < ys.length && xs[high] - x < x - xs[low] ? high : low;
+};
+
+function drawCurve(holder, spec) {
+  const id = holder.dataset.chart, over = overOf(spec.lines);
+  const positive = x => !state.logX || x > 0, value = y => y != null && (!state.logY || y > 0);
+  const lines = spec.lines.filter(line => data.grids[line.grid][over]).map(line => {
+    const xs = data.grids[line.grid][over], keep = xs.map((x, n) => n).filter(n => positive(xs[n]) && value(line.y[n]));
+    const pick = values => values && keep.map(n => values[n]);
+    return {...line, x: pick(xs), y: pick(line.y), low: pick(line.low), high: pick(line.high), of: data.methods[line.method]};
+  }).filter(line => line.x.length);
+  const left = [...new Set(spec.lines.map(line => data.methods[line.method].name))].filter(name => !lines.some(line => line.of.name === name));
+  const note = `Not known over ${overs[over][0]}: ${left.join(", ")}.`;
+  if (left.length) holder.append(Object.assign(document.createElement("p"), {className: "soft", textContent: note}));
+  if (!lines.length) return;
+  const values = uPlot.join(lines.map(line => [line.x, line.y]));
+  const first = values[0][0], last = values[0].at(-1), whole = u => u.scales.x.min <= first && u.scales.x.max >= last;
+  const visible = u => lines.filter((line, n) => u.series[n + 1].show);
+  const format = show[spec.values];
+  const range = (u, low, high) => {
+    // Called before the range of x is set, so what is visible is known by its values only.
+    const shown = visible(u).flatMap(line => line.y), all = low <= Math.min(...shown) && high >= Math.max(...shown);
+    if (all && !state.logY) {
+      const late = visible(u).flatMap(line => [line.y, line.low ?? [], line.high ?? []].flatMap(ys => ys.slice(ys.length < 6 ? 0 : ys.length >> 1)));
+      if (late.length) [low, high] = [Math.min(...late), Math.max(...late)];
+    }
+    return padded(low, high, state.logY, 0.06);
+  };
+  const u = plot(holder, {
+    cursor: {dataIdx: nearest, drag: {x: true, y: false}, points: {size: 7}},
+    scales: {
+      x: {time: false, distr: state.logX ? 3 : 1, range: (u, low, high) => low < high ? [low, high] : padded(low, high, false, 0.05)},
+      y: {distr: state.logY ? 3 : 1, range},
+    },
+    axes: [axis(overs[over][0], overs[over][1], 55, {size: 34}), axis(null, format, 40, {size: 62})],
+    series: [{label: over, value: (u, v) => v == null ? "–" : overs[over][1](v)}, ...lines.map(line => ({
+      label: line.of.name + (line.label ? ` (${line.label})` : ""), stroke: colour(line.of), width: 2, spanGaps: true,
+      dash: line.label ? [4, 4] : line.of.dash, points: {show: line.x.length < 25, size: 5, fill: colour(line.of)},
+      show: !state.off.includes(line.of.name), value: (u, v) => v == null ? "–" : format(v),
+    }))],
+    hooks: {
+      drawAxes: [u => onCanvas(u, (ctx, x, y) => {
+        for (const line of visible(u).filter(line => line.low)) {
+          ctx.beginPath(); ctx.globalAlpha = 0.16; ctx.fillStyle = colour(line.of);
+          line.x.forEach((at, n) => ctx.lineTo(x(at), y(line.high[n])));
+          for (let n = line.x.length - 1; n >= 0; n--) ctx.lineTo(x(line.x[n]), y(line.low[n]));
+          ctx.fill();
+        }
+      })],
+      draw: [u => onCanvas(u, (ctx, x, y, box) => drawMarks(ctx, visible(u), over, x, box))],
+      setScale: [(u, key) => {
+        if (key !== "x" || !charts.has(holder)) return;
+        if (whole(u)) delete state.zoom[id]; else state.zoom[id] = [over, u.scales.x.min, u.scales.x.max];
+        save();
+      }],
+    },
+  }, values, [null, ...lines.map(line => line.of.name)]);
+  const [axisOfZoom, min, max] = state.zoom[id] ?? [];
+  if (axisOfZoom === over) u.setScale("x", {min, max});
+}
+function drawMarks(ctx, lines, over, x, box) {
+  const seen = new Set(), ends = []; // ends: of the labels in each row
+  ctx.font = "11px system-ui"; ctx.textBaseline = "top";
+  const key = over === "time" ? "seconds" : over;
+  for (const line of lines) for (const mark of line.marks) {
+    if (mark[key] == null || (state.logX && mark[key] <= 0)) continue;
+    const at = x(mark[key]), name = `${mark.label} ${Math.round(at)}`;
+    if (seen.has(name)) continue; // of another method, at the same place
+    seen.add(name);
+    stroke(ctx, [[at, box.top], [at, box.bottom]], colour(line.of), 1, [3, 3]);
+    const width = ctx.measureText(mark.label).width, left = at + width + 6 > box.right ? at - width - 4 : at + 4;
+    let row = 0;
+    while (ends[row] != null && ends[row].some(([a, b]) => left < b + 4 && left + width > a - 4)) row++;
+    (ends[row] ??= []).push([left, left + width]);
+    ctx.globalAlpha = 0.8; ctx.fillStyle = css("--card"); ctx.fillRect(left - 2, box.top + 2 + 14 * row, width + 4, 13); ctx.globalAlpha = 1;
+    ctx.fillStyle = colour(line.of); ctx.fillText(mark.label, left, box.top + 3 + 14 * row);
+  }
+}
+
+function drawScatter(holder, spec) {
+  const methods = [...new Set(spec.points.map(point => point.method))].map(n => data.methods[n]);
+  const groups = methods.map(of => spec.points.filter(point => data.methods[point.method] === of).sort((a, b) => a.x - b.x));
+  const values = uPlot.join(groups.map(points => [points.map(point => point.x), points.map(point => point.y)]));
+  const visible = u => groups.flatMap((points, n) => u.series[n + 1].show ? [[methods[n], points]] : []);
+  const isLog = values => Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 4;
+  const logX = spec.band != null || isLog(spec.points.map(point => point.x)), logY = spec.band != null;
+  const both = spec.band == null ? [] : spec.points.flatMap(point => [point.x, point.y]);
+  const ys = spec.points.map(point => point.y), lowest = Math.min(...ys), highest = Math.max(...ys), most = (highest - lowest || 1) / 2;
+  // Intervals belong to the picture, unless they would dwarf it.
+  const ends = spec.points.flatMap(({y, half}) => half == null ? [y] : [Math.max(y - half, lowest - most), Math.min(y + half, highest + most)]);
+  const hovered = (u, n) => {
+    let best = null;
+    u.series.forEach((series, i) => {
+      if (i && series.show) u.data[i].forEach((y, at) => {
+        if (y == null) return;
+        const far = Math.hypot(u.valToPos(u.data[0][at], "x") - u.cursor.left, u.valToPos(y, "y") - u.cursor.top);
+        if (far < 40 && !(far >= best?.far)) best = {far, i, at};
+      });
+    });
+    return n === 0 ? best?.at ?? null : best?.i === n ? best.at : null;
+  };
+  const format = show[spec.ys];
+  plot(holder, {
+    cursor: {dataIdx: hovered, drag: {x: true, y: false}, points: {size: 14}},
+    scales: {
+      x: {time: false, distr: logX ? 3 : 1, auto: true,
+        range: (u, low, high) => padded(Math.min(low, ...both), Math.max(high, ...both), logX, 0.15)},
+      y: {distr: logY ? 3 : 1, range: (u, low, high) => padded(Math.min(...ends, ...both), Math.max(...ends, ...both), logY, 0.12)},
+    },
+    axes: [axis(spec.x, show[spec.xs], 55, {size: 34}), axis(spec.y, format, 40, {size: 62})],
+    series: [{label: spec.short, value: (u, v, n, at) => at == null ? "–" : show[spec.xs](u.data[0][at])}, ...methods.map((of, n) => ({
+      label: of.name, stroke: colour(of), paths: () => null, show: !state.off.includes(of.name),
+      points: {show: true, size: 10, width: 2, fill: groups[n][0].front === false ? css("--card") : colour(of)},
+      value: (u, v) => v == null ? "–" : format(v),
+    }))],
+    hooks: {
+      drawAxes: [u => onCanvas(u, (ctx, x, y, box) => {
+        if (spec.band != null) {
+          const [low, high] = [u.scales.x.min, u.scales.x.max], edge = factor => [low, high].map(v => [x(v), y(v * factor)]);
+          ctx.beginPath(); ctx.fillStyle = css("--optimizer"); ctx.globalAlpha = 0.14;
+          [...edge(1 + spec.band), ...edge(1 - spec.band).reverse()].forEach(point => ctx.lineTo(...point));
+          ctx.fill(); ctx.globalAlpha = 1;
+          stroke(ctx, edge(1), css("--soft"), 1, [4, 4]);
+        }
+        const front = spec.points.filter(point => point.front).sort((a, b) => a.x - b.x || a.y - b.y);
+        // Between two points of the front, quality is that of the cheaper one.
+        const steps = front.flatMap((point, n) => [...(n ? [[x(point.x), y(front[n - 1].y)]] : []), [x(point.x), y(point.y)]]);
+        if (front.length > 1) stroke(ctx, steps, css("--soft"), 1.5, [5, 3]);
+        for (const [of, points] of visible(u)) for (const {x: at, y: mean, half} of points) if (half != null)
+          stroke(ctx, [[x(at), y(mean - half)], [x(at), y(mean + half)]], colour(of), 1.5);
+      })],
+      draw: [u => onCanvas(u, (ctx, x, y, box) => drawLabels(ctx, visible(u), x, y, box))],
+    },
+  }, values, [null, ...methods.map(of => of.name)]);
+}
+// The name of each method beside its last point, where there is room; a thin line where it is not close.
+function drawLabels(ctx, groups, x, y, box) {
+  const dots = groups.flatMap(([, points]) => points.map(point => [x(point.x) - 6, y(point.y) - 6, 12, 12]));
+  const meets = (a, b) => Math.max(0, Math.min(a[0] + a[2], b[0] + b[2]) - Math.max(a[0], b[0]))
+    * Math.max(0, Math.min(a[1] + a[3], b[1] + b[3]) - Math.max(a[1], b[1]));
+  const taken = [];
+  ctx.font = "12px system-ui"; ctx.textBaseline = "middle";
+  for (const [of, points] of groups) {
+    const name = of.name.length > 28 ? of.name.slice(0, 27) + "…" : of.name;
+    const width = ctx.measureText(name).width, [px, py] = [x(points.at(-1).x), y(points.at(-1).y)];
+    let best = null;
+    for (const far of [9, 24, 42, 64]) for (const [dx, dy] of [[1, 0], [-1, 0], [0, -1], [0, 1], [1, -1], [1, 1], [-1, -1], [-1, 1]]) {
+      const left = dx ? px + (dx > 0 ? far : -far - width) : px - width / 2;
+      const place = [left, py + dy * (far + 4) - 7, width, 14];
+      const outside = Math.max(0, box.left + 2 - left) + Math.max(0, left + width - box.right + 2)
+        + Math.max(0, box.top - place[1]) + Math.max(0, place[1] + 14 - box.bottom);
+      const cost = 40 * outside + far + [...taken, ...dots].reduce((sum, other) => sum + 20 * meets(place, other), 0);
+      if (best == null || cost < best.cost) best = {cost, place, far, dx};
+    }
+    taken.push(best.place);
+    const [left, top] = best.place, side = best.dx > 0 ? left - 2 : best.dx < 0 ? left + width + 2 : left + width / 2;
+    if (best.far > 9) stroke(ctx, [[px, py], [side, top + 7]], colour(of), 0.7);
+    ctx.strokeStyle = css("--card"); ctx.lineWidth = 4; ctx.lineJoin = "round"; ctx.setLineDash([]);
+    ctx.strokeText(name, left, top + 7);
+    ctx.fillStyle = colour(of); ctx.fillText(name, left, top + 7);
+  }
+}
+
+function drawRanks(holder, spec) {
+  const methods = spec.lines.map(line => data.methods[line.method]);
+  const every = Math.ceil(spec.names.length / Math.max(1, (holder.clientWidth - 80) / 18));
+  const name = n => spec.names[n]?.length > 22 ? "…" + spec.names[n].slice(-21) : spec.names[n] ?? "";
+  const longest = Math.max(...spec.names.map((_, n) => name(n).length));
+  const below = axis(null, name, 1, {
+    splits: () => spec.names.map((_, n) => n).filter(n => n % every === 0), rotate: -90, size: 26 + 6.6 * longest, grid: {show: false},
+  });
+  plot(holder, {
+    height: 250 + 6.6 * longest, cursor: {drag: {x: true, y: false}},
+    scales: {x: {time: false, range: (u, low, high) => [low - 0.5, high + 0.5]}, y: {range: () => [0, 108]}},
+    axes: [below, axis("rank, % of the full rank", show.number, 40, {size: 52})],
+    series: [{label: "layer", value: (u, v) => v == null ? "–" : spec.names[v]}, ...methods.map((of, n) => ({
+      label: of.name, stroke: colour(of), width: 1, dash: [2, 4], show: !state.off.includes(of.name),
+      points: {show: true, size: 6 + 6 * (methods.length - 1 - n), width: 2, fill: css("--card")}, // rings, as ranks are often equal
+      value: (u, v) => v == null ? "–" : `${digits(v)} %`,
+    }))],
+  }, [spec.names.map((_, n) => n), ...spec.lines.map(line => line.y)], [null, ...methods.map(of => of.name)]);
+}
+
+function drawSpectra(holder, spec) {
+  const select = document.createElement("select"), id = holder.dataset.chart;
+  select.ariaLabel = `layer of ${spec.name}`;
+  select.append(...spec.layers.map((layer, n) => new Option(layer.name, n)));
+  select.value = state.layers[id] ?? 0;
+  if (select.selectedIndex < 0) select.value = 0;
+  const values = () => {
+    const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
+    return [[...Array(length).keys()], ...[before, after].map(ys => [...Array(length).keys()].map(n => ys[n] ?? null))];
+  };
+  holder.append(select);
+  const line = (label, style, dash) => ({label, stroke: style, width: 2, dash, value: (u, v) => v == null ? "–" : digits(v)});
+  const u = plot(holder, {
+    height: 240, scales: {x: {time: false}, y: {distr: 3, range: (u, low, high) => padded(low, high, true, 0.05)}},
+    cursor: {drag: {x: true, y: false}},
+    axes: [axis("recorded singular value", show.number, 55, {size: 34}), axis(null, show.number, 40, {size: 62})],
+    series: [{label: "number", value: (u, v) => v == null ? "–" : String(v + 1)},
+      line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
+  }, values(), [null, null, null]);
+  select.onchange = () => { state.layers[id] = select.value; save(); u.setData(values()); };
+}

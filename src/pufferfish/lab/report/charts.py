@@ -1,0 +1,161 @@
+"""`Charts`: the data of the page's charts, as JSON that its script draws. See `charts.js` for what is done with it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .comparison import Comparison, MethodRuns, recorded_layers
+from .curves import MAX_POINTS, curve_spec, mean_curves, switch_marks
+from .element import element, text
+from .formatting import format_number
+from .headline import score_cell
+from .method_colour import method_colour, method_dash
+from .pareto import View
+from .tables import BAND, is_low_rank
+
+MAX_SPECTRA = 240  # per page, to stay below a megabyte
+_FEWER_POINTS = 80  # per curve of a chart that is folded at first
+
+
+class Charts:
+    """Collects charts; each method returns the element that the script fills, or None if there is nothing to draw.
+
+    >>> charts = Charts()
+    >>> charts.as_json()
+    '{"methods": [], "grids": [], "charts": []}'
+    """
+
+    def __init__(self) -> None:
+        self._methods: dict[str, int] = {}
+        self._grids: dict[str, int] = {}
+        self._charts: list[dict[str, Any]] = []
+
+    def curve(self, comparison: Comparison, name: str) -> str | None:
+        """A metric over steps, time or bytes, with the spread of the seeds and the moments of the switch."""
+        main, label, metric = curve_spec(comparison)
+        scale, most = (metric.scale, MAX_POINTS) if name == main else (1.0, _FEWER_POINTS)
+        lines, ends = [], []
+        for method in comparison.methods:
+            marks = [mark._asdict() for run in method.runs[:1] for mark in switch_marks(run)]
+            for curve in mean_curves(method, name, scale, most):
+                line = {"method": self._method(method.name), "label": curve.label, "y": _short(curve.mean)}
+                line["grid"] = self._grid({
+                    "step": curve.steps, "time": _short(curve.seconds), "bytes": _short(curve.bytes),
+                })  # fmt: skip
+                if curve.low != curve.high:
+                    line |= {"low": _short(curve.low), "high": _short(curve.high)}
+                lines.append(line | {"marks": marks})
+                ends.append(f"{method.name} ends at {format_number(curve.mean[-1], 4)}")
+        if not lines:
+            return None
+        shown = label if name == main else name
+        unit = "seconds" if name.startswith("time/") else "bytes" if name == "bytes" else "number"
+        spec = {"kind": "curve", "label": shown, "values": unit}
+        return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
+
+    def view(self, comparison: Comparison, view: View) -> str:
+        """Quality over a cost, a point for each method, with its interval, and the Pareto front."""
+        points = []
+        for method in comparison.methods:
+            if method.name in view.costs:
+                score = score_cell(comparison, method)
+                point = {"method": self._method(method.name), "x": view.costs[method.name], "y": score.value}
+                points.append(point | {"half": score.half, "front": method.name in view.front})
+        label = comparison.metric.label
+        axes = {"x": view.label, "short": view.title, "y": label}
+        spec = {"kind": "scatter", "xs": view.kind, "ys": "number", "points": points}
+        described = f"{label} over {view.label}. Pareto front: {', '.join(view.front)}."
+        return self._add(spec | axes, described)
+
+    def predictions(self, comparison: Comparison) -> str | None:
+        """Predicted over measured step times, with the band in which a prediction counts as right."""
+        points, right = [], 0
+        for method in comparison.methods:
+            predicted, measured = (f("seconds_a_step") for f in (method.predictions, method.results))
+            seeds = [s for s in sorted(predicted.keys() & measured.keys()) if measured[s] > 0 < predicted[s]]
+            for s in seeds:
+                points.append({"method": self._method(method.name), "x": measured[s], "y": predicted[s]})
+                right += abs(predicted[s] / measured[s] - 1) <= BAND
+        if not points:
+            return None
+        axes = {"x": "measured step time", "short": "measured", "y": "predicted step time"}
+        described = f"{right} of {len(points)} predictions are within {BAND:.0%} of the measured time."
+        spec = {"kind": "scatter", "xs": "seconds", "ys": "seconds", "points": points, "band": BAND}
+        return self._add(spec | axes, described)
+
+    def ranks(self, methods: Sequence[MethodRuns]) -> str | None:
+        """Rank of each layer in per cent of its full rank, for methods with low-rank layers."""
+        layers = {
+            method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
+            for method in methods
+        }
+        names = list(dict.fromkeys(name for each in layers.values() for name in each))
+        if not names:
+            return None
+        lines = []
+        for method, each in layers.items():
+            shares = [
+                100 * layer["rank"] / (layer.get("full_rank") or 1)
+                if (layer := each.get(name, {})).get("rank") else 100.0 if layer else None
+                for name in names
+            ]  # fmt: skip
+            lines.append({"method": self._method(method), "y": _short(shares)})
+        spec = {"kind": "ranks", "names": names, "lines": lines}
+        return self._add(spec, f"{len(names)} layers; methods: {', '.join(layers)}.")
+
+    def spectra(self, method: MethodRuns, most: int) -> str | None:
+        """Singular values of a layer before and after the switch, with a choice of the layer."""
+        layers = []
+        for layer in sorted(recorded_layers(method.runs[0]), key=lambda layer: layer.get("rank") is None):
+            values = {name: _positive(layer.get(f"spectrum_{name}")) for name in ("before", "after")}
+            if any(values.values()):
+                layers.append({"name": layer["name"]} | values)
+        if not layers:
+            return None
+        left = f"; {len(layers) - most} further layers are left out" if len(layers) > most else ""
+        spec = {"kind": "spectra", "layers": layers[:most], "name": method.name + left}
+        return self._add(spec, f"Singular values of the layers of {method.name}, in descending order.")
+
+    def as_json(self) -> str:
+        """The data of all charts. It contains no `<`, so that it cannot end a script element."""
+        methods = []
+        for name in self._methods:
+            light, dark = method_colour(name)
+            methods.append({"name": name, "light": light, "dark": dark, "dash": method_dash(name)})
+        grids = [json.loads(grid) for grid in self._grids]
+        data = {"methods": methods, "grids": grids, "charts": self._charts}
+        return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+    def _method(self, name: str) -> int:
+        return self._methods.setdefault(name, len(self._methods))
+
+    def _grid(self, grid: Mapping[str, Sequence[float | None] | None]) -> int:
+        """Positions of points, which many curves share."""
+        return self._grids.setdefault(json.dumps(grid), len(self._grids))
+
+    def _add(self, spec: dict[str, Any], description: str) -> str:
+        self._charts.append(spec)
+        return element(
+            "div", element("p", text(description), class_="soft"), class_=f"chart {spec['kind']}",
+            data_chart=len(self._charts) - 1, role="group", aria_label=description,
+        )  # fmt: skip
+
+
+def low_rank_methods(comparison: Comparison) -> list[MethodRuns]:
+    """Methods with low-rank layers."""
+    return [method for method in comparison.methods if is_low_rank(method)]
+
+
+def _short(values: Sequence[float | None] | None) -> list[float | None] | None:
+    """Numbers with five digits, to keep the page small."""
+    return None if values is None else [None if x is None else float(f"{x:.5g}") for x in values]
+
+
+def _positive(values: Any) -> list[float | None]:
+    """Singular values for a logarithmic scale: not below a ten-thousandth of the largest."""
+    if not isinstance(values, list | tuple) or not values:
+        return []
+    largest = max(values)
+    kept = [x if x > 0 and math.isfinite(x) else None for x in values]
+    return _short([None if x is None else max(x, 1e-4 * largest) for x in kept]) or []

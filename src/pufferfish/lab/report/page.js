@@ -1,0 +1,75 @@
+// The controls of the page: axes, folded parts, sorting of tables, reloading. The charts are drawn by charts.js.
+
+const drawers = {curve: drawCurve, scatter: drawScatter, ranks: drawRanks, spectra: drawSpectra};
+const holders = [...document.querySelectorAll("[data-chart]")];
+function draw(holder) {
+  charts.get(holder)?.plot.destroy();
+  charts.delete(holder);
+  holder.replaceChildren();
+  holder.drawn = holder.clientWidth;
+  const spec = data.charts[holder.dataset.chart];
+  drawers[spec.kind](holder, spec);
+}
+const drawAll = kind => holders.filter(holder => holder.drawn && (!kind || holder.classList.contains(kind))).forEach(draw);
+const isFolded = holder => holder.closest("details:not([open])");
+const drawIfResized = holder => { if (!isFolded(holder) && holder.clientWidth !== holder.drawn) draw(holder); };
+// Drawing changes sizes, so it waits for the next frame.
+const resized = new ResizeObserver(entries => requestAnimationFrame(() => entries.forEach(({target}) => drawIfResized(target))));
+holders.forEach(holder => resized.observe(holder));
+dark.addEventListener("change", () => drawAll());
+
+function control(label, input) {
+  const whole = document.createElement("label");
+  whole.append(...(input.type === "checkbox" ? [input, ` ${label}`] : [`${label} `, input]));
+  return whole;
+}
+const bars = [...document.querySelectorAll(".axes")];
+function fillBars() {
+  for (const bar of bars) {
+    const select = document.createElement("select"), reset = document.createElement("button");
+    const known = Object.keys(overs).filter(over => data.grids.some(grid => grid[over]));
+    select.append(...known.map(over => new Option(overs[over][0], over)));
+    select.value = overOf(data.charts.flatMap(chart => chart.kind === "curve" ? chart.lines : []));
+    select.onchange = () => changed({x: select.value});
+    const boxes = [["logX", "log x"], ["logY", "log y"]].map(([key, label]) => {
+      const box = Object.assign(document.createElement("input"), {type: "checkbox", checked: state[key], name: key});
+      box.onchange = () => changed({[key]: box.checked});
+      return control(label, box);
+    });
+    reset.textContent = "show all";
+    reset.onclick = () => changed({zoom: {}, off: []}, null);
+    bar.replaceChildren(control("x axis", select), ...boxes, reset);
+  }
+}
+function changed(choice, kind = "curve") { Object.assign(state, choice); save(); fillBars(); drawAll(kind); }
+fillBars();
+
+[...document.querySelectorAll("details")].forEach((details, n) => {
+  details.open = state.open[n] ?? details.open;
+  details.addEventListener("toggle", () => {
+    state.open[n] = details.open; save();
+    details.querySelectorAll(".chart").forEach(drawIfResized);
+  });
+});
+holders.forEach(drawIfResized);
+
+// Headings become buttons here, so that without scripts nothing looks clickable.
+for (const head of document.querySelectorAll("thead th")) {
+  const table = head.closest("table"), column = head.cellIndex, button = document.createElement("button");
+  if (!head.textContent || table.tBodies[0].rows.length < 2) continue;
+  button.append(...head.childNodes); head.append(button);
+  button.onclick = () => {
+    const up = head.ariaSort !== "ascending";
+    for (const other of table.tHead.rows[0].cells) other.ariaSort = null;
+    head.ariaSort = up ? "ascending" : "descending";
+    const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+    const gone = row => row.cells[column].textContent === "–";
+    const order = (a, b) => key(a) - key(b) || String(key(a)).localeCompare(key(b), undefined, {numeric: true});
+    table.tBodies[0].append(...[...table.tBodies[0].rows].sort(
+      (a, b) => gone(a) - gone(b) || (up ? order(a, b) : order(b, a))));
+  };
+}
+
+// Follows runs that go on: not while the reader looks at another tab or points at a chart.
+const wait = Number(document.body.dataset.refresh);
+if (wait) setInterval(() => { if (!document.hidden && !document.querySelector(".chart:hover")) location.reload(); }, 1000 * wait);
