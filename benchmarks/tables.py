@@ -65,9 +65,12 @@ def part(
     return Part(made, seconds, against, published or {})
 
 
-#: Dense, low-rank at a third of the full rank after a third of the run, and narrower models; Muon, and AdamW for comparison.
+#: Dense, low-rank with half of the blocks' parameters after a third of the run, and narrower models; Muon, and AdamW for comparison.
 LANGUAGE = ("dense@adamw", "pufferfish", "auto", "narrow", "narrow@time")
-LANGUAGE_RECIPE = "short,optimizer=muon,lr=2e-3,rank=0.3333"
+LANGUAGE_RECIPE = "short,optimizer=muon,lr=4e-3,rank=0.3125"
+#: What language models exchange: every gradient, compressed, also without error feedback; the result of 30 steps.
+INTERPLAY = ("powersgd-4", "benchmarks/no_feedback.py:PowerSGD(4)", "topk-0.01", "int8", "diloco-30")
+LOCAL = ("diloco-30", "streaming-30x4", "sparseloco-30")
 NARROW = ("narrow", "narrow@time")
 
 #: The paper's ablation, the automatic ranks, narrow models as large as the low-rank ones, and pruned channels.
@@ -96,6 +99,15 @@ def sparse(workers: int, *methods: str, **more: Any) -> Part:
     )  # fmt: skip
 
 
+def exchange(workers: int, *methods: str) -> Part:
+    """A small language model with simulated workers; the batch is that of all workers together."""
+    return part(
+        "enwik8:d=256,layers=6,heads=4,context=256,epoch_tokens=15000000", "pufferfish", *methods,
+        recipe=f"{LANGUAGE_RECIPE},batch=256", per_host=workers, simulate=True, network="100mbit", epochs=10, seeds=3,
+        tune=4, tune_epochs=3, seconds=90, **GPU,
+    )  # fmt: skip
+
+
 TABLES: dict[str, dict[str, Part]] = {
     "smoke": {
         "digits": part(
@@ -105,16 +117,19 @@ TABLES: dict[str, dict[str, Part]] = {
     },
     "enwik8": {
         "d512": part(
-            "enwik8", *LANGUAGE, recipe=LANGUAGE_RECIPE, epochs=40, seeds=3, tune=5, tune_epochs=10, equal="time",
-            seconds=200, against=NARROW, **GPU | {"mode": "compile+graph"},
+            "enwik8:epoch_tokens=20000000", *LANGUAGE, recipe=LANGUAGE_RECIPE, epochs=20, seeds=3, tune=4, tune_epochs=3,
+            equal="time", seconds=230, against=NARROW, **GPU | {"mode": "compile+graph"},
         ),
     },
     "enwik8-768": {
         "d768": part(
-            "enwik8:d=768,layers=12,heads=12", *LANGUAGE, recipe=LANGUAGE_RECIPE, epochs=30, seeds=2, tune=4,
-            tune_epochs=5, equal="time", seconds=400, against=NARROW, **GPU | {"mode": "compile+graph"},
+            "enwik8:d=768,layers=12,heads=12,epoch_tokens=20000000", "pufferfish", *NARROW, recipe=LANGUAGE_RECIPE,
+            epochs=15, seeds=1, tune=4, tune_epochs=2, equal="time", seconds=500, against=NARROW,
+            **GPU | {"mode": "compile+graph"},
         ),
     },
+    "interplay": {"4 workers": exchange(4, *INTERPLAY, *(f"pufferfish+{method}" for method in INTERPLAY))},
+    "local": {"8 replicas": exchange(8, *LOCAL, *(f"pufferfish+{method}" for method in LOCAL), "narrow")},
     "cifar10": {
         "resnet18": part(
             "cifar10", "pufferfish(at=0,keep=conv1|fc)", *IMAGES, epochs=100, seeds=3, tune=3, tune_epochs=20,
