@@ -121,19 +121,20 @@ def row_blocks(M: Tensor, P: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Views of M (b, m, n) and P (b, m, r) for products with thin matrices: one large matrix on a CPU in blocks of rows.
 
     As (blocks, rows, …), then the rows that are left. A CPU multiplies few rows at a time up to twice as fast: a block stays
-    in its cache, and in a larger one rows of, say, 1,024 numbers evict each other. Other matrices are returned as they are.
+    in its cache, and in a larger one rows of, say, 1,024 numbers evict each other. Others are returned as they are, and those
+    of rank 1, which a CPU multiplies in another way.
 
     >>> [tuple(x.shape) for x, _ in row_blocks(torch.ones(1, 70, 1000), torch.ones(1, 70, 4))]
     [(4, 16, 1000), (1, 6, 1000)]
     """
-    b, m, n = M.shape
+    (b, m, n), r = M.shape, P.shape[2]
     rows = 16
-    while rows < 4 * P.shape[2] or rows * n <= 12_288:  # measured: 16 rows, more of them where they are short
+    while rows < 4 * r or rows * n <= 12_288:  # measured: few rows, more of them where they are short
         rows *= 2
     whole = m - m % rows
-    if b > 1 or whole == 0 or M.device.type != "cpu":
+    if b > 1 or whole == 0 or r == 1 or M.device.type != "cpu":
         return [(M, P)]
-    blocks = [(M[0, :whole].view(-1, rows, n), P[0, :whole].view(-1, rows, P.shape[2]))]
+    blocks = [(M[0, :whole].view(-1, rows, n), P[0, :whole].view(-1, rows, r))]
     return blocks if whole == m else [*blocks, (M[:, whole:], P[:, whole:])]
 
 
