@@ -5,8 +5,10 @@
 One process, so that nothing is exchanged; a DDP model with the parameters of ResNet-50 or of a GPT (d 768, 12 layers) whose
 backward pass is cheap; the time from the hook's call to its finished future. Methods take turns, medians over the rounds.
 All gradients in one bucket, for torch's PowerSGD hook runs on gloo in no other way. Passes: how many copies of the gradients
-fit into the time; ratios depend on the CPU and its memory, so name both with a figure. Then what the parts cost beside torch's own: choosing elements beside torch.topk of the same tensors,
-packing signs beside one copy, and the meter's own calls as a share of the cheapest method's hook.
+fit into the time; ratios depend on the CPU and its memory, so name both with a figure. PowerSGD's arithmetic: its five passes
+over memory (add, three products, one product subtracted) as plain torch calls, with no norms, messages or checks. Then what
+the parts cost beside torch's own: choosing elements beside torch.topk of the same tensors, packing signs beside one copy,
+and the meter's own calls as a share of the cheapest method's hook.
 """
 
 from __future__ import annotations
@@ -99,6 +101,7 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
     large = [g.flatten() for g in bag.gradients if g.dim() > 1]
     parts: dict[str, Callable[[], object]] = {
         "one copy": lambda: target.copy_(flat),
+        "the passes of PowerSGD's arithmetic, rank 4": plain_powersgd(bag.gradients, rank=4),
         "torch.topk of the magnitudes, 1 %": lambda: [g.abs().topk(max(1, len(g) // 100)) for g in large],
         "signs packed": lambda: pack(flat[: size // 8 * 8] >= 0, 1),
         "signs unpacked": lambda: unpack(packed, 1),
@@ -125,6 +128,22 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
     share = 100 * medians["the meter's own calls"] / medians[cheapest]
     text.append(f"metering is {share:.2f} % of {cheapest}'s hook, which is a part of a training step")
     return "\n".join(text)
+
+
+def plain_powersgd(gradients: list[Tensor], rank: int) -> Callable[[], object]:
+    """PowerSGD's passes over memory for all matrices, with factors that stay the same."""
+    Gs = [g.flatten(1) for g in gradients if g.dim() > 1]
+    places = [[torch.zeros_like(G) for _ in range(3)] for G in Gs]
+    factors = [(G.new_ones(len(G), rank), G.new_ones(rank, G.shape[1])) for G in Gs]
+
+    def passes() -> None:
+        for G, (error, M, mean), (P, Q) in zip(Gs, places, factors, strict=True):
+            torch.add(G, error, out=M)
+            torch.mm(Q, M.T)
+            M.addmm_(P, torch.mm(P.T, M), alpha=-1)
+            torch.mm(P, Q, out=mean)
+
+    return passes
 
 
 def metered(device: torch.device) -> None:

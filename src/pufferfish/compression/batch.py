@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from .method import BLOCK, Method
+from .method import Method
 from .methods.casts import NoCompression
+from .methods.powersgd import row_blocks
 from .settings import Settings
 
 #: Bytes of the first bucket, where several are sent one after the other.
@@ -100,14 +101,13 @@ class Batch:
     def multiply(self, left: Tensor, right: Tensor, out: Sequence[Tensor]) -> None:
         """Write the products of two thin factors, (b, m, r) and (b, r, n), into the parameters' tensors, on a CPU.
 
-        In blocks of rows that stay in its cache. It takes one pass over memory less than a product that is copied.
+        It takes one pass over memory less than a product that is copied.
         """
         _, m, n = self.shape
-        rows = max(1, BLOCK // n)
-        for first, second, x in zip(left, right, out, strict=True):
-            target = x.view(m, n) if x.is_contiguous() else x.new_empty(m, n)
-            for some, place in zip(first.split(rows), target.split(rows), strict=True):
-                torch.mm(some, second, out=place)
+        for first, second, x in zip(left.contiguous().split(1), right, out, strict=True):
+            target = x.view(1, m, n) if x.is_contiguous() else x.new_empty(1, m, n)
+            for place, some in row_blocks(target, first):
+                torch.bmm(some, second.expand(len(place), -1, -1), out=place)
             if not x.is_contiguous():
                 x.copy_(target.view(x.shape))
 

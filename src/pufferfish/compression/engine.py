@@ -123,9 +123,8 @@ class Engine:
                 raise ValueError(
                     f"{name}: a {g.dtype} gradient on {g.device}; all gradients must be floats on {device}"
                 )
-        if (
-            not self._used_before and self.state.resumed is None
-        ):  # later, a switch may have renamed parameters
+        # later, a switch may have renamed parameters
+        if not self._used_before and self.state.resumed is None:
             self.settings.check_patterns(like)
         sent_together = self.hierarchy.owners(like) if self.hierarchy else make_buckets(like, bucket_bytes)
         parts = [make_batches(self.settings, {name: like[name] for name in names}) for names in sent_together]
@@ -250,20 +249,31 @@ class Step:
             batch.commit(context.state, rest, finite, used[batch])
 
     def _start(self, i: int) -> None:
-        """Send the first messages of a part whose gradients are complete."""
-        hierarchy, norms = (
-            self.engine.hierarchy,
-            gradient_norms([self.gradients[n] for n in self.layout.waits_for[i]]),
-        )
-        self.norms[i] = norms
-        part = self.layout.parts[i if hierarchy is None else hierarchy.worker]
-        generators = self._start_methods(part, ~(norms <= _LIMIT).all())
+        """Send the first messages of a part whose gradients are complete: those of zeros if they are not finite."""
+        hierarchy, device, gradients = self.engine.hierarchy, self.layout.device, self.gradients
+        names, norms = self.layout.waits_for[i], dict[str, Tensor]()
+        if hierarchy is not None:
+            norms = dict(zip(names, gradient_norms([gradients[name] for name in names]), strict=True))
+            bad = ~(torch.stack(list(norms.values())) <= _LIMIT).all()
+            gradients = hierarchy.average_inside(self.layout.names, gradients, bad)
+        xs = self._fill(self.layout.parts[i if hierarchy is None else hierarchy.worker], gradients, norms)
+        self.norms[i] = torch.stack([norms[name] for name in names]).float()
+        bad = ~(self.norms[i] <= _LIMIT).all()
+        if hierarchy is None and (device.type != "cpu" or bad):  # asking a GPU would mean to wait for it
+            for x in xs.values():
+                x.masked_fill_(bad, 0)
+        generators = {}
+        for batch, x in xs.items():
+            steps = batch.method.compress(x, self.contexts[batch])
+            if not isinstance(steps, Generator):
+                raise TypeError(f"{type(batch.method).__name__}.compress must yield the messages it sends")
+            generators[self.layout.number[batch]] = steps
         if self.missing:
             self.exchange.start(generators)
             return
         # The last part: agree how many workers have gradients that are not finite, and how many use each parameter.
-        norms = torch.cat([self.norms[j] for j in self.layout.waits_for])
-        flags = torch.cat([~(norms <= _LIMIT).all()[None], norms > 0]).float()
+        all_norms = torch.cat([self.norms[j] for j in self.layout.waits_for])
+        flags = torch.cat([~(all_norms <= _LIMIT).all()[None], all_norms > 0]).float()
         if hierarchy is not None:
             flags = hierarchy.inside.sum(flags)()
         if len(self.layout.waits_for) == 1:
@@ -272,36 +282,32 @@ class Step:
             self.exchange.start(generators)
             self.exchange.start({0: _agreement(flags)})
 
-    def _start_methods(self, part: Sequence[Batch], bad: Tensor) -> dict[int, MessageGenerator]:
-        """Copy gradients into batches, add error feedback, and start each method; all zeros if the gradients are `bad`."""
-        gradients = self.gradients
-        if self.engine.hierarchy is not None:
-            gradients = self.engine.hierarchy.average_inside(self.layout.names, gradients, bad)
-            bad = torch.zeros_like(bad)
+    def _fill(
+        self, part: Sequence[Batch], gradients: Mapping[str, Tensor], norms: dict[str, Tensor]
+    ) -> dict[Batch, Tensor]:
+        """Copy gradients into batches and add error feedback. Norms that are missing are added to `norms`."""
         xs = {batch: self.contexts[batch].empty(batch.shape, batch.precision) for batch in part}
         copied = []
         for batch, x in xs.items():
-            if batch.error is None or bad.device.type != "cpu" or batch.dtype != batch.precision:
+            if batch.error is None or x.device.type != "cpu" or batch.dtype != batch.precision:
                 copied.append(batch)
                 continue
             for name, place, error in zip(batch.names, batch.split(x), batch.split(batch.error), strict=True):
-                torch.add(gradients[name], error, out=place)  # one pass over memory less
+                if name not in norms:  # here, where the next line finds the gradient in the cache
+                    norms[name] = torch.linalg.vector_norm(gradients[name])
+                torch.add(gradients[name], error, out=place)  # one pass over memory less than below
         for dtype in {batch.dtype for batch in copied}:  # one call for all of a dtype
             some = [batch for batch in copied if batch.dtype == dtype]
-            places = [place for batch in some for place in batch.split(xs[batch])]
-            torch._foreach_copy_(places, [gradients[name] for batch in some for name in batch.names])
+            names = [name for batch in some for name in batch.names]
+            given = [gradients[name] for name in names]
+            if names[0] not in norms:
+                precision = torch.promote_types(dtype, torch.float32)
+                norms.update(zip(names, torch._foreach_norm(given, 2, dtype=precision), strict=True))
+            torch._foreach_copy_([place for batch in some for place in batch.split(xs[batch])], given)
             errors = [(xs[batch], batch.error) for batch in some if batch.error is not None]
             if errors:
                 torch._foreach_add_([x for x, _ in errors], [error for _, error in errors])
-        generators = {}
-        for batch, x in xs.items():
-            if bad.device.type != "cpu" or bad:  # a GPU is not asked: waiting for it would take longer
-                x.masked_fill_(bad, 0)
-            steps = batch.method.compress(x, self.contexts[batch])
-            if not isinstance(steps, Generator):
-                raise TypeError(f"{type(batch.method).__name__}.compress must yield the messages it sends")
-            generators[self.layout.number[batch]] = steps
-        return generators
+        return xs
 
     def _write(self, out: Mapping[str, Tensor]) -> None:
         """Write the means into `out`: zeros for unused parameters, NaN or zeros for a step that is not finite."""
@@ -309,21 +315,18 @@ class Step:
         counts = results[0][0]
         self.finite = counts[0] == 0
         used = self.finite & (counts[1:] > 0)
-        self.used = dict(
-            zip(layout.number, used.split([len(batch.names) for batch in layout.number]), strict=True)
-        )
-        nonfinite = torch.where(
-            self.finite, 0.0, float("nan") if self.engine.settings.nonfinite == "nan" else 0.0
-        )
+        sizes = [len(batch.names) for batch in layout.number]
+        self.used = dict(zip(layout.number, used.split(sizes), strict=True))
+        bad = 0.0 if self.engine.settings.nonfinite == "zero" else torch.nan
+        nonfinite = torch.where(self.finite, 0.0, bad)
         direct = self.engine.hierarchy is None and layout.device.type == "cpu"
         means: dict[str, Tensor] = {}
         for batch in self.contexts:
             mean, rest = results[layout.number[batch]]
             mask = self.finite if batch.zeros_stay_zero else self.used[batch]
             if isinstance(mean, tuple):
-                right = batch.where(
-                    mask, mean[1], nonfinite.to(mean[1].dtype)
-                )  # 0 · left is 0, NaN · left is NaN
+                # 0 · left is 0, NaN · left is NaN
+                right = batch.where(mask, mean[1], nonfinite.to(mean[1].dtype))
                 if direct and batch.dtype == right.dtype:
                     batch.multiply(mean[0], right, [out[name] for name in batch.names])
                     continue

@@ -10,9 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-#: Elements that stay in the cache of a CPU's core from one operation to the next.
-BLOCK = 2**18
-
 
 @dataclass(frozen=True)
 class Sum:

@@ -1,8 +1,12 @@
 """PowerSGD and AlternatingPowerSGD, and their orthonormal rows."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from driver import State, drive, normal
 from pufferfish.compression import (
@@ -99,6 +103,7 @@ def test_sums_may_reuse_the_memory_of_the_message() -> None:
     ("shape", "memory_format"),
     [
         ((600, 512), torch.contiguous_format),
+        ((200, 1024), torch.contiguous_format),
         ((3, 2**17), torch.contiguous_format),
         ((512, 20, 5, 6), torch.channels_last),
     ],
@@ -106,7 +111,7 @@ def test_sums_may_reuse_the_memory_of_the_message() -> None:
 def test_large_matrices_are_the_papers_equations(
     shape: tuple[int, ...], memory_format: torch.memory_format
 ) -> None:
-    """Larger than one block of a CPU's cache, and in another order of elements."""
+    """More rows than a block has, rows that are left over, few long rows, and another order of elements."""
     g, r = {name: normal(*shape, workers=1, seed=i)[0] for i, name in enumerate("ab")}, 2
     engine = Engine(Settings(PowerSGD(r)))
     done = engine.average({name: x.contiguous(memory_format=memory_format) for name, x in g.items()})
@@ -119,6 +124,39 @@ def test_large_matrices_are_the_papers_equations(
         torch.testing.assert_close(done[name].double(), (P @ P.T @ M).view(shape), atol=1e-4, rtol=1e-4)
         rest = engine.state_dict()["own"][name]["error"].double()
         torch.testing.assert_close(rest, (M - P @ P.T @ M).view(shape), atol=1e-4, rtol=1e-4)
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes that operators read and write, views aside."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            # an argument that is changed in place is read, and written as the result; `out` is written only
+            read = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            written = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self.total += sum(
+                x.untyped_storage().nbytes() if 0 in x.stride() else x.nbytes for x in read + written
+            )
+        return result
+
+
+@pytest.mark.parametrize(("method", "passes"), [(PowerSGD(2), 9), (AlternatingPowerSGD(2), 8)], ids=repr)
+def test_passes_over_memory(method: Method, passes: int) -> None:
+    """The norm 1, gradient + error feedback 3, products 1 or 2, the error 2, the mean 1; little else is as large."""
+    g = {name: normal(512, 1024, workers=1, seed=i)[0] for i, name in enumerate("abc")}
+    engine = Engine(Settings(method))
+    engine.average(g)
+    means = {name: torch.empty_like(x) for name, x in g.items()}
+    for _ in range(2):
+        step = engine.begin()
+        with Traffic() as traffic:
+            step.add(g)
+            step.finish(means)
+            step.commit()
+        assert traffic.total / sum(x.nbytes for x in g.values()) == pytest.approx(passes, rel=0.1)
 
 
 @pytest.mark.parametrize("method", [PowerSGD(2), AlternatingPowerSGD(2)], ids=repr)
@@ -140,30 +178,31 @@ def test_alternating_properties() -> None:
     check_compressor(AlternatingPowerSGD(rank=2), sizes=(1, 3), draws=20)
 
 
-def test_alternating_is_the_equations() -> None:
+@pytest.mark.parametrize(("b", "m", "n"), [(2, 7, 5), (3, 200, 300)])  # the large ones two and one at a time
+def test_alternating_is_the_equations(b: int, m: int, n: int) -> None:
     r, workers = 2, 3
     states: list[State] = [{} for _ in range(workers)]
     for step in range(4):
-        xs = normal(2, 7, 5, workers=workers, seed=step)
+        xs = normal(b, m, n, workers=workers, seed=step)
         before = {key: x.clone() for key, x in states[0].items()}
         mean, rests, meter = drive(AlternatingPowerSGD(rank=r), xs, states, step)
-        for i in range(2):
-            M = [x[i].double() for x in xs]
-            average = sum(M) / workers
+        for i in range(b):
+            Ms = [x[i].double() for x in xs]
+            average = sum(Ms) / workers
             if step == 0:  # whatever Q it drew spans the rows of what it applies
                 basis = torch.linalg.svd(mean[i].double()).Vh[:r]
-                right = [m @ basis.T @ basis for m in [average, *M]]
+                right = [M @ basis.T @ basis for M in [average, *Ms]]
             elif step % 2 == 0:
                 Q = torch.linalg.qr(before["Q"][i].double()).Q
-                right = [m @ Q @ Q.T for m in [average, *M]]
+                right = [M @ Q @ Q.T for M in [average, *Ms]]
             else:
                 P = torch.linalg.qr(before["P"][i].double()).Q
-                right = [P @ P.T @ m for m in [average, *M]]
+                right = [P @ P.T @ M for M in [average, *Ms]]
             torch.testing.assert_close(mean[i].double(), right[0], atol=1e-5, rtol=1e-4)
-            for m, own, rest in zip(M, right[1:], rests, strict=True):
-                torch.testing.assert_close(rest[i].double(), m - own, atol=1e-5, rtol=1e-4)
+            for M, own, rest in zip(Ms, right[1:], rests, strict=True):
+                torch.testing.assert_close(rest[i].double(), M - own, atol=1e-5, rtol=1e-4)
         assert meter.messages == 1
-        assert meter.collective_bytes["all_reduce"] == 2 * 4 * r * (7 if step % 2 == 0 else 5)
+        assert meter.collective_bytes["all_reduce"] == b * 4 * r * (m if step % 2 == 0 else n)
 
 
 def test_alternating_finds_the_best_directions_of_a_constant_matrix() -> None:

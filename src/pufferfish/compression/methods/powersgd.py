@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..method import BLOCK, MessageGenerator, Method, StepContext, Sum
+from ..method import MessageGenerator, Method, StepContext, Sum
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
 SHIFTS = 1024
@@ -53,7 +53,9 @@ class PowerSGD(_PowerIteration):
         if Q is None:
             Q = torch.randn(b, n, self.rank, dtype=M.dtype, device=M.device, generator=ctx.shared_rng)
         # Thin factors as rows: on CPUs such products are several times faster.
-        rows = torch.bmm(Q.mT, M.mT)
+        Q = Q.mT.contiguous()
+        short = n < 1024 and M.device.type == "cpu"
+        rows = torch.bmm(M, Q.mT).mT if short else torch.bmm(Q, M.mT)
         P = yield Sum(rows.bfloat16() if ctx.dtype == torch.bfloat16 else rows)
         P = orthonormal_rows(P.to(M.dtype), ctx.step)
         Q = (yield Sum(_project_out(M, P, ctx))).to(M.dtype)
@@ -79,37 +81,60 @@ class AlternatingPowerSGD(_PowerIteration):
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         left = ctx.step % 2 == 0  # whether this step computes P, the left factor
-        known, wanted, A = ("Q", "P", M.mT) if left else ("P", "Q", M)
+        known, wanted = ("Q", "P") if left else ("P", "Q")
         B = ctx.state.get(known)
         if B is None:
-            shape = len(A), A.shape[1], self.rank
+            shape = len(M), M.shape[2 if left else 1], self.rank
             B = torch.randn(shape, dtype=M.dtype, device=M.device, generator=ctx.shared_rng)
         B = orthonormal_rows(B.mT, ctx.step)
-        total = (yield Sum(_project_out(A, B, ctx))).to(M.dtype)
+        total = (yield Sum(_project_out(M, B, ctx, left))).to(M.dtype)
         ctx.state[wanted] = total.mT.clone(memory_format=torch.contiguous_format)
         P, Q = (total, B) if left else (B, total)
         return (P.mT, Q / ctx.size), M
 
 
-def _project_out(A: Tensor, P: Tensor, ctx: StepContext) -> Tensor:
-    """Return P A, (b, r, n), in bf16 if the gradients are, and subtract Pᵀ P A from A (b, m, n) in place.
+def _project_out(M: Tensor, B: Tensor, ctx: StepContext, right: bool = False) -> Tensor:
+    """Return B M (b, r, n), or M Bᵀ as rows (b, r, m) if `right`, and subtract its product with B from M in place.
 
-    On a CPU in blocks that stay in its cache between the two products: of several matrices, or of columns of one.
+    The result is in bf16 if the gradients are. On a CPU one large matrix or a few small ones at a time, so that the second
+    product finds them in the cache.
     """
-    b, m, n = A.shape
-    dtype = torch.bfloat16 if ctx.dtype == torch.bfloat16 else A.dtype
-    sent = torch.empty(b, P.shape[1], n, dtype=dtype, device=A.device)
-    matrices, columns = b, n
-    if A.device.type == "cpu":
-        matrices = max(1, BLOCK // (m * n))
-        columns = -(-n // -(-m * n // BLOCK))
-    for i in range(0, b, matrices):
-        for j in range(0, n, columns):
-            block, rows = A[i : i + matrices, :, j : j + columns], P[i : i + matrices]
-            own = torch.bmm(rows, block).to(dtype)
-            block.baddbmm_(rows.mT, own.to(A.dtype), alpha=-1)  # what rounding loses is kept, too
-            sent[i : i + matrices, :, j : j + columns] = own
+    b, m, n = M.shape
+    dtype = torch.bfloat16 if ctx.dtype == torch.bfloat16 else M.dtype
+    sent = torch.empty(b, B.shape[1], m if right else n, dtype=dtype, device=M.device)
+    step = max(1, 2**17 // (m * n)) if M.device.type == "cpu" else b
+    for some, known, own in zip(M.split(step), B.split(step), sent.split(step), strict=True):
+        if right:
+            own.copy_(torch.bmm(known, some.mT))
+            blocks, Q = row_blocks(some, own.mT.to(M.dtype).contiguous()), known
+        else:
+            blocks = row_blocks(some, known.mT.contiguous())
+            sums = [torch.bmm(p.mT, x).view(len(some), -1, *own.shape[1:]).sum(1) for x, p in blocks]
+            Q = own.copy_(sum(sums[1:], sums[0])).to(M.dtype)
+        for x, p in blocks:  # subtract what is sent: what rounding loses is kept, too
+            x.baddbmm_(p, Q.expand(len(x), -1, -1), alpha=-1)
     return sent
+
+
+def row_blocks(M: Tensor, P: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Views of M (b, m, n) and P (b, m, r) for products with thin matrices: one large matrix on a CPU in blocks of rows.
+
+    As (blocks, rows, …), then the rows that are left. A CPU multiplies few rows at a time up to twice as fast: a block stays
+    in its cache, and in a larger one rows of, say, 1,024 numbers evict each other. Others are returned as they are, and those
+    of rank 1, which a CPU multiplies in another way.
+
+    >>> [tuple(x.shape) for x, _ in row_blocks(torch.ones(1, 70, 1000), torch.ones(1, 70, 4))]
+    [(4, 16, 1000), (1, 6, 1000)]
+    """
+    (b, m, n), r = M.shape, P.shape[2]
+    rows = 16
+    while rows < 4 * r or rows * n <= 12_288:  # measured: few rows, more of them where they are short
+        rows *= 2
+    whole = m - m % rows
+    if b > 1 or whole == 0 or r == 1 or M.device.type != "cpu":
+        return [(M, P)]
+    blocks = [(M[0, :whole].view(-1, rows, n), P[0, :whole].view(-1, rows, r))]
+    return blocks if whole == m else [*blocks, (M[:, whole:], P[:, whole:])]
 
 
 def orthonormal_rows(rows: Tensor, step: int = 0) -> Tensor:
