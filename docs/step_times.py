@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+TITLE = "Seconds per training step, and times as fast as dense DDP: ResNet-18 on emulated hosts"
 LABELS, BAR, PANEL, ROW, TOP, EDGE = 266, 180, 285, 26, 100, 16  # pixels
 
 # An <img> cannot see the page around it, so the picture brings its own background, for light and dark mode.
@@ -31,19 +32,13 @@ def picture(text: str) -> str:
     width, height = LABELS + 2 * PANEL + EDGE, TOP + ROW * len(rows) + EDGE
     parts = [
         f'<rect class="back" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
-        _text(
-            EDGE,
-            28,
-            "Seconds per training step, and times as fast as dense DDP: ResNet-18 on emulated hosts",
-            "head",
-        ),
+        _text(EDGE, 28, TITLE, "head"),
     ]
     for name, x, words in (("compute", EDGE, "computing"), ("exchange", EDGE + 110, "exchanging gradients")):
         parts += [_bar(name, x, 54, 12), _text(x + 18, 54, words)]
     parts += [_text(EDGE, TOP + i * ROW + 18, row[0]) for i, row in enumerate(rows)]
-    for panel, column in enumerate(
-        (1, 4)
-    ):  # time, time without an exchange, and "2.42× as fast" for each link
+    # Three columns for each link: the time, the time without an exchange, and "2.42× as fast".
+    for panel, column in enumerate((1, 4)):
         left = LABELS + panel * PANEL
         parts.append(_text(left, TOP - 10, head[column], "head"))
         scale = BAR / max(float(row[column]) for row in rows)
@@ -54,9 +49,8 @@ def picture(text: str) -> str:
             speedup = ", ".join([f"{row[column]} s", *row[column + 2].split()[:1]])
             parts.append(_text(left + step * scale + 6, y, speedup))
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    title = "Seconds per training step on slow networks, dense and low-rank"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>\n<title>{title}</title>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>\n<title>{TITLE}</title>\n'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
