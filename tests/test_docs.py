@@ -133,7 +133,18 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
             pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    run_blocks(page)
+    user = run_blocks(page)
+    if page == "how_to/save_and_load.md":
+        assert Path("small/model.safetensors").is_file()
+        torch.testing.assert_close(user["own"](user["x"]), user["fresh"](user["x"]))
+    elif page == "how_to/resume.md":
+        assert sorted(path.name for path in Path("runs/a").glob("0*")) == [
+            f"00000{n}-step-{2 * n}" for n in (1, 2, 3)
+        ]
+    elif page == "how_to/memory.md":
+        assert all("forward" in vars(block) for block in user["model"]["blocks"])
+    elif page == "how_to/choose_rank.md":
+        assert isinstance(user["ema"].module[0], pf.layers.LowRankLinear)  # changed along
 
 
 def test_all_python_code_is_found() -> None:
@@ -309,6 +320,21 @@ def test_the_cnn_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 assert main(words) == 0
             output = captured.getvalue()
         assert shape(output) == shape(expected), output
+
+
+def test_the_picture_shows_the_table() -> None:
+    script = runpy.run_path(str(DOCS / "step_times.py"))
+    results = TEXTS["results.md"].read_text()
+    picture = (DOCS / "step_times.svg").read_text()
+    assert picture == script["picture"](results), "run python docs/step_times.py"
+    _, *rows = script["table"](results)
+    widths = [float(width) for width in re.findall(r'<rect class=".*?" x=.* width="(.*?)"', picture)[3:]]
+    for column, shown in ((1, widths[: 2 * len(rows)]), (4, widths[2 * len(rows) :])):
+        longest = max(float(row[column]) for row in rows)
+        for row, compute, exchange in zip(rows, shown[::2], shown[1::2], strict=True):
+            step, alone = float(row[column]), float(row[column + 1])
+            assert compute == pytest.approx(alone / longest * script["BAR"], abs=0.1)
+            assert compute + exchange == pytest.approx(step / longest * script["BAR"], abs=0.2)
 
 
 @pytest.mark.slow
