@@ -393,7 +393,7 @@ class Supervisor:
                     accident.at = now + accident.delay
             elif now >= accident.at:
                 victim, accident.victim = accident.victim, None
-                if victim.running and victim not in self.ended and self.others(victim) >= 2:
+                if victim.running and victim.read()[0] != "starting" and self.others(victim) >= 2:
                     self.hit(victim, accident, now)
                     self.accidents.remove(accident)
 
@@ -514,7 +514,7 @@ def main() -> int:
         work(Path(folder), int(number), *addresses)
         return 0
     if given.table:
-        print(table([json.loads(line) for file in given.table for line in file.read_text().splitlines()]))
+        print(table(read_results(given.table)))
         return 0
     if given.text is None:
         ask.error("--text is needed")
@@ -550,23 +550,40 @@ def read_text(path: Path) -> bytes:
 def compare(
     link: str, method: str, given: argparse.Namespace, text: bytes, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The undisturbed runs, and the one with accidents."""
+    """The undisturbed runs, and the one with accidents; those in --out already are not run again."""
     lines = []
+    earlier = read_results([given.out]) if given.out and given.out.exists() else []
     for seed, disturbed in [*((seed, False) for seed in given.seeds), (given.seeds[0], True)]:
-        job = Job(method, given.updates, seed)
-        accidents = schedule(job, given.kills, given.stops, True, given.accidents) if disturbed else []
-        with Network(REPLICAS + 1, link) as network, tempfile.TemporaryDirectory() as folder:
-            result = Supervisor(network, Path(folder) / "job", job, text, accidents).run()
-            for error in result.errors:
-                print(error)
-        line = {"network": link, "method": method, "seed": seed, "disturbed": disturbed, **asdict(result)}
-        lines.append(line | {"settings": settings})
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-        print(f"{link}, {method}, seed {seed}, {'accidents' if disturbed else 'undisturbed'}: {result.seconds:.0f} s, "
-              f"{result.rounds} rounds, {sum(result.kills.values())} kills {result.kills}, loss {result.loss:.4f}", flush=True)  # fmt: skip
+        about = {
+            "network": link,
+            "method": method,
+            "seed": seed,
+            "disturbed": disturbed,
+            "settings": settings,
+        }
+        line = next((line for line in earlier if about.items() <= line.items()), None)
+        if line is None:
+            job = Job(method, given.updates, seed)
+            accidents = schedule(job, given.kills, given.stops, True, given.accidents) if disturbed else []
+            with Network(REPLICAS + 1, link) as network, tempfile.TemporaryDirectory() as folder:
+                result = Supervisor(network, Path(folder) / "job", job, text, accidents).run()
+            line = {**about, **asdict(result)}
+            if given.out:
+                with given.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        lines.append(line)
+        print(*line["errors"], sep="\n", end="\n" if line["errors"] else "")
+        print(f"{name(line)}, seed {seed}: {line['seconds']:.0f} s, {line['rounds']} rounds, {sum(line['kills'].values())} kills, "
+              f"loss {line['loss']:.4f}", flush=True)  # fmt: skip
     return lines
+
+
+def read_results(files: list[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def name(line: dict[str, Any]) -> str:
+    return f"{line['network']}, {line['method']}{', accidents' if line['disturbed'] else ''}"
 
 
 def verdict(lines: list[dict[str, Any]], kills: int) -> bool:
@@ -587,10 +604,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = [["", "seed", "kills", *PHASES, "stops", "rounds", "anchors differ", "updates", "lost",
              "time", "bits per byte", *(f"pause {why}" for why in PAUSES)]]  # fmt: skip
     for line in lines:
-        name = f"{line['network']}, {line['method']}{', accidents' if line['disturbed'] else ''}"
         kills = line["kills"]
         rows.append([
-            name, str(line["seed"]), str(sum(kills.values())), *(str(kills[phase]) for phase in PHASES),
+            name(line), str(line["seed"]), str(sum(kills.values())), *(str(kills[phase]) for phase in PHASES),
             str(line["stops"]), str(line["rounds"]), str(line["different"]), f"{line['made']:,}", f"{line['lost']:,}",
             f"{line['seconds']:.0f} s", f"{line['loss']:.4f}", *(f"{line['pauses'][why]:.1f} s" for why in PAUSES),
         ])  # fmt: skip
