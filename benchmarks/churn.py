@@ -482,7 +482,7 @@ def schedule(job: Job, kills: int, stops: int, lighthouse: bool, seed: int) -> l
     found = []
     for phase in [*targets, *[""] * (kills - len(targets))]:
         position = job.switch_at - 1 if phase == "switch" else instant()
-        delay = draw.uniform(0, 0.2 if phase == "flight" else 1.0)
+        delay = draw.uniform(0, 0.2 if phase in ("flight", "switch") else 1.0)
         found.append(Accident(position, "kill", draw.uniform(0, 2), phase, delay, draw.random()))
     for _ in range(stops):
         found.append(Accident(instant(), "stop", draw.uniform(5, 25), "", draw.uniform(0, 1), draw.random()))
@@ -525,7 +525,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as ctrl-C: the network is removed
     text = read_text(given.text)
     settings = {
-        "benchmark": "churn", "text": given.text.name, "updates": given.updates, "accidents": given.accidents,
+        "benchmark": "churn", "text": given.text.name, "updates": given.updates, "kills": given.kills,
+        "stops": given.stops, "accidents": given.accidents,
         "cpus": os.cpu_count(), "torch": torch.__version__, "pufferfish": pf.__version__,
     }  # fmt: skip
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
