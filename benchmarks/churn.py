@@ -387,7 +387,10 @@ class Supervisor:
                 self.result.lighthouse += 1
                 self.accidents.remove(accident)
             elif accident.victim is None:
-                some = [host for host in self.hosts if host.running and self.fits(host, accident)]
+                if accident.phase == "switch" and position > self.job.switch_at + self.job.h:
+                    accident.phase = ""  # it is over, so the kill hits elsewhere
+                taken = [other.victim for other in self.accidents]
+                some = [h for h in self.hosts if h.running and h not in taken and self.fits(h, accident)]
                 if some:
                     accident.victim = some[int(accident.draw * len(some))]
                     accident.at = now + accident.delay
@@ -427,8 +430,8 @@ class Supervisor:
         waiting = begin if not begin.exists() else end
         if waiting is end and (position < self.job.last or end.exists()):
             return
-        if waiting is end:
-            self.accidents = [a for a in self.accidents if a.phase not in ("flight", "switch")]  # too late
+        for accident in self.accidents if waiting is end else ():
+            accident.phase = ""  # all wait here, and nothing is in flight any more
         started = all(host.running and host.read()[0] != "starting" for host in self.hosts)
         if started and (waiting is begin or not self.accidents) and self.lighthouse is not None:
             waiting.touch()
