@@ -469,7 +469,7 @@ class Supervisor:
 
 
 def schedule(job: Job, kills: int, stops: int, lighthouse: bool, seed: int) -> list[Accident]:
-    """Two kills in the switch, a fifth each in a flight and of joining replicas, the others anywhere; all but the first from a seed."""
+    """Two kills in the switch, a fifth each in a flight and of joining replicas, the others anywhere; drawn from a seed."""
     draw = random.Random(seed)
     fifth = kills // 5
     targets = ["switch"] * min(2, kills) + ["joining"] * fifth

@@ -123,7 +123,8 @@ class Network(Hosts):
 
     def close(self) -> None:
         """End all processes, then remove the network."""
-        for process in self._started:  # nsenter stops with a stopped command, and the kernel would wait for it
+        # nsenter stops with a stopped command, and the kernel would wait for it.
+        for process in self._started:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
         if self._first_process is not None:
