@@ -29,8 +29,15 @@ from training import momentum
 import pufferfish as pf
 from processes import same_everywhere
 from pufferfish.compression import BFloat16, EFSignSGD, NoCompression, Settings, TopK
-from pufferfish.compression.fsdp2_hook import compress_fsdp2
+from pufferfish.compression.fsdp2_hook import FSDP2Hook, compress_fsdp2
 from pufferfish.compression.state import State
+
+
+def trained(mesh: DeviceMesh, rank: int) -> tuple[Net, FSDP2Hook]:
+    """A model with error feedback from two updates."""
+    model, hook = hooked(mesh, TopK(0.1))
+    train(model, momentum(model), range(2), rank)
+    return model, hook
 
 
 def resumes(mesh: DeviceMesh, rank: int, name: str, build: type[Net] = Net, **options: Any) -> None:
@@ -71,8 +78,7 @@ def resumes_from_a_checkpoint(mesh: DeviceMesh, rank: int, folder: Path) -> None
 
 
 def another_layout_starts_with_empty_state(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
+    model, hook = trained(mesh, rank)
     state = hook.state_dict()
     state["modules"]["first"]["layout"] = "of other parameters"
     with pytest.warns(UserWarning, match=r"first starts with empty error feedback: .* of other parameters"):
@@ -140,8 +146,7 @@ def methods_are_changed_on_all_workers(mesh: DeviceMesh, rank: int, folder: Path
 
 def another_model(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     """After a rebuild: state stays with unchanged modules."""
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
+    model, hook = trained(mesh, rank)
     before, reference = tensors(hook), weakref.ref(model)
     hook.attach(model)  # which changes nothing
     assert equal(tensors(hook), before)
@@ -185,8 +190,7 @@ def through_the_switch(mesh: DeviceMesh, rank: int, folder: Path) -> None:
 
 
 def frozen_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    model, hook = hooked(mesh, TopK(0.1))
-    train(model, momentum(model), range(2), rank)
+    model, hook = trained(mesh, rank)
     before = tensors(hook)
     model.first.bias.requires_grad_(False)
     hook.attach(model)

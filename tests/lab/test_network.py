@@ -141,6 +141,22 @@ def test_commands(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hosts.process_ids() == set()
 
 
+def state_of(process: subprocess.Popen[str]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.timeout(60)  # the hang guard
+def test_a_stopped_command_continues_or_ends_with_its_host(hosts: Hosts) -> None:
+    processes = [hosts.run(0, ["sh", "-c", "kill -STOP $$; exit 5"]) for _ in range(2)]
+    for process in processes:
+        while state_of(process) != "T":
+            pass
+    processes[0].send_signal(signal.SIGCONT)
+    assert processes[0].wait(timeout=30) == 5
+    hosts.close()
+    assert processes[1].poll() is not None
+
+
 def test_stop_ends_what_left_its_parent(hosts: Hosts) -> None:
     parent = hosts.run(
         0, ["sh", "-c", "setsid sleep 1000 & setsid sleep 1000 & echo; wait"], stdout=subprocess.PIPE

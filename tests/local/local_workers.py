@@ -46,6 +46,13 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, 12, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
 
 
+def started(local: LocalSteps, make: Make = sgd, seed: int = 0) -> tuple[nn.Module, optim.Optimizer]:
+    """A model that the workers have in common, and its inner optimizer."""
+    model = build(seed)
+    local.start(model)
+    return model, make(model.parameters())
+
+
 def update(model: nn.Module, optimizer: optim.Optimizer, step: int, rank: int = 0) -> None:
     x, y = batch(step, rank)
     nn.functional.cross_entropy(model(x), y).backward()

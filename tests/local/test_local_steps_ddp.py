@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from local_workers import adamw, batch, build, close, diloco, floats, sequential, sgd, train, update
+from local_workers import adamw, batch, build, close, diloco, floats, sequential, sgd, started, train, update
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -49,9 +49,8 @@ def equals_a_sequential_implementation(rank: int, size: int, folder: str) -> Non
     for h, make, outer, settings in (
         (1, adamw, None, {}), (3, sgd, None, {}), (3, adamw, diloco, nesterov), (2, sgd, diloco, nesterov),
     ):  # fmt: skip
-        model = build(seed=rank)  # start broadcasts rank 0's weights
-        local, optimizer = LocalSteps(h, outer=outer), make(model.parameters())
-        local.start(model)
+        local = LocalSteps(h, outer=outer)
+        model, optimizer = started(local, make, seed=rank)  # start broadcasts rank 0's weights
         assert train(local, model, optimizer, range(6), rank) == list(range(h, 7, h))
         workers_agree(model)
         close(model, sequential(size, h, 6, make, **settings))
@@ -71,10 +70,9 @@ def starts_from_rank_zero(rank: int, size: int, folder: str) -> None:
 def compression_equals_simulated_workers(rank: int, size: int, folder: str) -> None:
     """Real workers average to the same result as simulated ones with the same method."""
     for method in (TopK(0.05), BlockInt8(64), {"3": TopK(0.05), "*": BlockInt8(64)}):
-        model = build()
         local = LocalSteps(2, outer=diloco, method=method)
-        local.start(model)
-        train(local, model, sgd(model.parameters()), range(6), rank)
+        model, optimizer = started(local)
+        train(local, model, optimizer, range(6), rank)
         workers_agree(model)
 
         workers = [build() for _ in range(size)]
@@ -100,9 +98,8 @@ def compression_equals_simulated_workers(rank: int, size: int, folder: str) -> N
 
 
 def a_round_that_is_not_finite_is_discarded(rank: int, size: int, folder: str) -> None:
-    model = build()
-    local, optimizer = LocalSteps(2, outer=diloco, method={"3": TopK(0.1)}), sgd(model.parameters())
-    local.start(model)
+    local = LocalSteps(2, outer=diloco, method={"3": TopK(0.1)})
+    model, optimizer = started(local)
     train(local, model, optimizer, range(2), rank)
     before, state_before = floats(model), copy.deepcopy(local.state_dict())
     for where in ("3.weight", "1.running_var"):
@@ -132,9 +129,8 @@ def resumes_exactly(rank: int, size: int, folder: str) -> None:
         for method in (None, TopK(0.05)):
             runs = []
             for interrupted in (False, True):
-                model = build(seed=1)
-                local, optimizer = LocalSteps(3, outer=diloco, method=method), adamw(model.parameters())
-                local.start(model)
+                local = LocalSteps(3, outer=diloco, method=method)
+                model, optimizer = started(local, adamw, seed=1)
                 train(local, model, optimizer, range(stop), rank)
                 if interrupted:
                     file = io.BytesIO()
@@ -157,10 +153,9 @@ def resumes_exactly(rank: int, size: int, folder: str) -> None:
 
 
 def restarts_after_a_switch(rank: int, size: int, folder: str) -> None:
-    model = build()
-    local, optimizer = LocalSteps(3, outer=diloco, method=TopK(0.05)), adamw(model.parameters())
+    local = LocalSteps(3, outer=diloco, method=TopK(0.05))
     switch = pf.Switch(rank=pf.Fixed(4), when=pf.AtEpoch(1))
-    local.start(model)
+    model, optimizer = started(local, adamw)
     outer = local.outer
     for epoch in range(2):
         assert local.sync(model) == (epoch == 1)
@@ -222,10 +217,9 @@ def a_difference_between_workers_is_an_error(rank: int, size: int, folder: str) 
 def counts_bytes(rank: int, size: int, folder: str) -> None:
     """One message per average, whatever h; buffers are sent uncompressed."""
     for method, each in ((None, 4), (BFloat16(), 2)):
-        model = build()
         local = LocalSteps(4, method=method)
-        local.start(model)
-        train(local, model, sgd(model.parameters()), range(8), rank)
+        model, optimizer = started(local)
+        train(local, model, optimizer, range(8), rank)
         parameters = sum(p.numel() for p in model.parameters())
         tensors = floats(model)
         others = (

@@ -13,14 +13,13 @@ from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.engine import Step
 from ...compression.settings import Methods
 from ...layers.names import own_name, unwrap
-from ...optim.carry import Optimizers
-from ...switching.switch import Switch
+from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
 from .shared_state import SharedState
 
 
-class ElasticGradients:
+class ElasticGradients(ElasticExchange):
     """Average every gradient, compressed or not, between replicas that may be killed, hang, join and come back.
 
     It takes the place of DDP, and needs neither a wrapper nor a communication hook.
@@ -57,7 +56,6 @@ class ElasticGradients:
             raise ValueError("ElasticGradients: hierarchy= is not supported between replicas")
         replicas.transport.operation = "ElasticGradients.average"
         self.engine = Engine(self._settings, replicas.transport)
-        self._state: SharedState | None = None
         self._stale = False  # whether the gradients belong to weights that were replaced
         replicas.share_state(self._shared_state, self._adopt)
 
@@ -71,27 +69,9 @@ class ElasticGradients:
         """Bytes and times so far."""
         return self.engine.meter
 
-    def start(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers = None,
-        *,
-        switch: Switch | None = None,
-        parts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Set what a replica that joins gets from another one. Call it before the first step.
-
-        Args:
-            optimizer: every optimizer of the model.
-            switch: brings the low-rank structure to a replica that joins after the switch.
-            parts: other objects with `state_dict` and `load_state_dict`, such as a scheduler, by name.
-        """
-        state = SharedState(model, optimizer, switch, parts)
-        settings = self._settings
-        checked_settings(
-            settings, settings.method, settings.error_feedback, _trained(model), state.optimizers
-        )
-        self._state = state
+    def _begin(self, state: SharedState) -> None:
+        settings, params = self._settings, _trained(state.model)
+        checked_settings(settings, settings.method, settings.error_feedback, params, state.optimizers)
 
     @torch.no_grad()
     def average(self, model: nn.Module) -> None:

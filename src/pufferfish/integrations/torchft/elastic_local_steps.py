@@ -20,8 +20,7 @@ from ...local.flight import Flight, Means
 from ...local.fragment import Fragment
 from ...local.local_steps import LocalSteps
 from ...local.split_by_depth import Pattern
-from ...optim.carry import Optimizers
-from ...switching.switch import Switch
+from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
 from .shared_state import SharedState
@@ -42,7 +41,7 @@ class _Average:
     means: list[Means] = field(default_factory=list)
 
 
-class ElasticLocalSteps(LocalSteps):
+class ElasticLocalSteps(ElasticExchange, LocalSteps):
     """`pf.LocalSteps` between replicas that may be killed, hang, join and come back while the others continue.
 
     A replica that joins gets weights, low-rank structure, outer and inner optimizer state and the position from another
@@ -99,7 +98,6 @@ class ElasticLocalSteps(LocalSteps):
             )
         self.position = 0
         self._synced = 0  # position at which all fragments were last averaged, and applied, together
-        self._state: SharedState | None = None
         self._joined = False  # whether this replica has completed a round
         self._due: list[int] = []  # the fragments of the round that begins
         self._flying: tuple[Flight, _Average] | None = None
@@ -108,25 +106,8 @@ class ElasticLocalSteps(LocalSteps):
     def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
         return self._replicas.transport
 
-    def start(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers = None,
-        *,
-        switch: Switch | None = None,
-        parts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Join the job. Call it before the first update, and again, with the model, after parameters are replaced.
-
-        Args:
-            optimizer: one or several inner optimizers. A replica that joins gets their state too.
-            switch: brings the low-rank structure to a replica that joins after the switch.
-            parts: other objects with `state_dict` and `load_state_dict`, such as a scheduler, by name.
-        """
-        if self._state is None or optimizer is not None:
-            self._state = SharedState(model, optimizer, switch, parts)
-        self._state.model = model
-        super().start(model)
+    def _begin(self, state: SharedState) -> None:
+        LocalSteps.start(self, state.model)
         self._round([])
 
     @torch.no_grad()
@@ -341,6 +322,6 @@ class ElasticLocalSteps(LocalSteps):
             theirs["engine"]["own"] = mine["own"] if own else {}
         self._state.load_state_dict(state["shared"], tensors, own)
         super().load_state_dict(local)
-        super().start(self._state.model)
+        LocalSteps.start(self, self._state.model)
         self._anchor.copy_to(changed, self._local_tensors(self._state.model))
         self.position, self._synced, self._due = state["position"], state["synced"], list(state["due"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -122,6 +123,10 @@ class Network(Hosts):
 
     def close(self) -> None:
         """End all processes, then remove the network."""
+        # nsenter stops with a stopped command, and the kernel would wait for it.
+        for process in self._started:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
         if self._first_process is not None:
             self._first_process.communicate()  # closes the pipe and waits for all processes
             self._first_process = None
@@ -187,7 +192,8 @@ class _NamespacePopen(subprocess.Popen[str]):
             return []
 
     def send_signal(self, number: int) -> None:
-        for pid in self.children() if self.poll() is None else []:
+        own = [self.pid] if number == signal.SIGCONT else []  # it stops with a stopped command
+        for pid in [*own, *self.children()] if self.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
