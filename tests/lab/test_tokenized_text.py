@@ -216,5 +216,5 @@ def test_the_commands_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "bits per byte" in capsys.readouterr().out
     page = (tmp_path / "bench" / "report.html").read_text()
     assert "Lower bits per byte is better." in page
-    assert "Bits per byte over" in page
+    assert "validation bits per byte" in page
     assert str(path) in json.loads((tmp_path / "bench" / "bench.json").read_text())["task"]
