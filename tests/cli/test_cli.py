@@ -133,13 +133,20 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["plan", "resnet19"], "is not a built-in model"),
+        (
+            ["plan", "resnet18", "--rnk", "3"],
+            "pufferfish plan: unknown argument --rnk (did you mean --rank?); `puff",
+        ),
+        (["plan", "resnet18", "extra"], "unknown argument extra; `pufferfish plan --help` lists the options"),
+        (["advise", "digits"], "pufferfish advise: a single process has no network"),
+        (["train", "digits", "--compress", "powersgdx"], "there is no powersgdx (did you mean powersgd-4?)"),
         (["plan", "missing.py:build"], "no such file"),
         (
             ["plan", "{files}/model_only.py:missing"],
             "has no function 'missing'; add `def missing(): return model`",
         ),
-        (["plan", "{files}/nonsense.py"], "nonsense.py: build() must return a model, got a str"),
-        (["plan", "{files}/a_pair.py"], "got a tuple; return the model alone, and a batch from example()"),
+        (["plan", "{files}/nonsense.py"], "nonsense.py: build() must return a model, got str"),
+        (["plan", "{files}/a_pair.py"], "got tuple; return the model alone, and a batch from example()"),
         (["plan", "{files}/no_target.py"], "no_target.py: example() must return a tuple of tensors"),
         (
             ["plan", "resnet18", "--out", "nowhere/x.json"],

@@ -237,7 +237,7 @@ def data_of(train: str, valid: str = f"({X}, {Y})") -> str:
         ([BUILD], "mine.py has no function 'data'; add `def data(): return (inputs, targets), (inputs, targets)`"),
         ([BUILD, "def data():\n    return 1 / 0\n"], "mine.py, line 11: data() raised ZeroDivisionError"),
         ([BUILD, "def data():\n    return 3\n"], "data() returned int; return train, valid"),
-        ([BUILD, data_of("3")], "data(), train: it is a int, not a tuple of tensors nor a Dataset; return tensors"),
+        ([BUILD, data_of("3")], "data(), train: it is of type int, not a tuple of tensors nor a Dataset; return tensors"),
         ([BUILD, data_of(f"({X}, torch.arange(9))")], "data(), train: its tensors have 20 and 9 rows; return tensors"),
         ([BUILD, data_of(f"({X}, {Y})", "(torch.randn(0, 4), torch.arange(0))")], "data(), valid: there are no rows"),
         ([BUILD, data_of(f"[({X}[i],) for i in range(20)]")], "rows of data() have no target; return tensors"),
@@ -246,8 +246,9 @@ def data_of(train: str, valid: str = f"({X}, {Y})") -> str:
         ([BUILD, data_of(f"(torch.randn(20, 5), {Y})")], "mine.py: the model on inputs of shape (2, 5) raised RuntimeError: mat1"),
         ([BUILD, data_of(f"({X}, torch.randn(20, 1))")], "the default loss, cross-entropy, needs classes; add `def loss(output, target)"),
         ([BUILD, data_of(f"({X}, torch.ones(20, 2).long())")], "mine.py: loss(output, target) on (2, 3) and (2, 2) raised RuntimeError"),
+        ([BUILD, data_of(f"({X}, torch.ones(20, 2).long())")], "the default is cross-entropy of (rows, classes) and (rows); add `def loss("),
         ([BUILD, DATA, "def score(output, target):\n    return output\n"], "mine.py: score(output, target) on (2, 3) and (2,) raised"),
-        (["def build():\n    return 3\n", DATA], "mine.py: build() must return a model, got a int"),
+        (["def build():\n    return 3\n", DATA], "mine.py: build() must return a model, got int"),
     ],
 )  # fmt: skip
 def test_errors_name_the_file_and_what_to_add(

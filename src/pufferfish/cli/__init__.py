@@ -6,6 +6,7 @@ nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        print(_unknown(arguments.command, unknown[0]), file=sys.stderr)
+        return 2
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -71,3 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _unknown(command: str | None, word: str) -> str:
+    """The error for an argument that no option has. argparse would show the usage of `pufferfish`, not of the command."""
+    options = argparse.ArgumentParser()
+    for module in COMMANDS:
+        if module.__name__.rpartition(".")[2] == command:
+            module.add_arguments(options)
+    close = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    name = f"pufferfish {command}" if command else "pufferfish"
+    return f"{name}: unknown argument {word}{hint}; `{name} --help` lists the options"

@@ -54,6 +54,8 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
         return Plan.load(arguments.plan)
     rank = parse_rank(arguments.rank)
     folder: Path = arguments.checkpoint
+    if not folder.exists():
+        raise ValueError(f"{folder}: no such file or folder")
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: --rank needs a Hugging Face folder with a config.json; pass --plan instead"

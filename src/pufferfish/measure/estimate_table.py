@@ -39,8 +39,7 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> Table:
 
 
 def _range(e: SpeedupEstimate) -> str:
-    ends = [f"{x:.2f}" for x in e.interval or ()]
-    return "–".join(ends) if len(set(ends)) == 2 else ""
+    return "–".join(f"{x:.2f}" for x in e.interval or ())
 
 
 def format_hours(hours: float | None) -> str:

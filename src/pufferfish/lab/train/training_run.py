@@ -292,7 +292,8 @@ class TrainingRun:
         self.best_score = max(self.best_score, score)
         shown = f", validation {format_score(self.task.metric, scores[self.task.metric])}"
         loss = f", validation loss {scores['loss']:.4f}" if "loss" in scores else ""
-        self.console.info(f"{position}{shown}{loss}, {format_seconds(self._seconds_left())} left")
+        left = f", {format_seconds(self._seconds_left())} left" if self._steps_left() else ""
+        self.console.info(f"{position}{shown}{loss}{left}")
 
     def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
         results = self._evaluate("test") | self.change.results(log)
