@@ -34,6 +34,7 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+highlight_language = "none"  # of blocks without a language: commands
 pygments_style, pygments_dark_style = "default", "github-dark"  # both colour diffs
 html_title = f"Pufferfish {version}"
 html_copy_source = False

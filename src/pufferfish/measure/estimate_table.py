@@ -39,7 +39,8 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> Table:
 
 
 def _range(e: SpeedupEstimate) -> str:
-    return "–".join(f"{x:.2f}" for x in e.interval or ())
+    ends = [f"{x:.2f}" for x in e.interval or ()]
+    return "" if ends == ["1.00", "1.00"] else "–".join(ends)  # the dense method itself
 
 
 def format_hours(hours: float | None) -> str:
