@@ -135,9 +135,13 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "resnet19"], "is not a built-in model"),
         (
             ["plan", "resnet18", "--rnk", "3"],
-            "pufferfish plan: unknown argument --rnk (did you mean --rank?); `puff",
+            "pufferfish plan: unknown argument --rnk (did you mean --rank?); see `pufferf",
         ),
-        (["plan", "resnet18", "extra"], "unknown argument extra; `pufferfish plan --help` lists the options"),
+        (
+            ["merge", "{files}/model_only.py", "--out", "x", "--plan", "missing.json"],
+            "missing.json: No such file or",
+        ),
+        (["plan", "resnet18", "extra"], "unknown argument extra; see `pufferfish plan --help`"),
         (["advise", "digits"], "pufferfish advise: a single process has no network"),
         (["train", "digits", "--compress", "powersgdx"], "there is no powersgdx (did you mean powersgd-4?)"),
         (["plan", "missing.py:build"], "no such file"),
@@ -195,6 +199,27 @@ def test_invalid_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"pufferfish {arguments[0]}: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan"],
+            "pufferfish plan: the following arguments are required: MODEL; see `pufferfish plan --help`",
+        ),
+        (["train", "digits", "--epochs", "x"], "argument --epochs: 'x' is not a whole number"),
+        (["plann"], "pufferfish: argument COMMAND: invalid choice: 'plann'"),
+    ],
+)
+def test_errors_of_the_parser_are_one_line_without_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert message in error
     assert error.count("\n") == 1
 
 

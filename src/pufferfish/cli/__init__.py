@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
@@ -51,15 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"pufferfish {arguments.command}: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"  # without "[Errno 2]"
+        print(f"pufferfish {arguments.command}: {text}", file=sys.stderr)
         return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage, which fills half a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     from .. import __version__
 
     what = "Low-rank training and gradient compression for PyTorch."
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pufferfish",
         description=what,
         epilog=EPILOG,
@@ -86,4 +97,4 @@ def _unknown(command: str | None, word: str) -> str:
     close = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     name = f"pufferfish {command}" if command else "pufferfish"
-    return f"{name}: unknown argument {word}{hint}; `{name} --help` lists the options"
+    return f"{name}: unknown argument {word}{hint}; see `{name} --help`"
