@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -200,6 +202,24 @@ def test_invalid_input_is_one_line_and_exit_code_2(
     assert message in error
     assert error.startswith(f"pufferfish {arguments[0]}: ")
     assert error.count("\n") == 1
+
+
+def test_warnings_name_no_line_of_code(files: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = _print_warning  # pytest records warnings instead
+        assert main(["plan", f"{files}/does_not_fit.py"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("pufferfish: warning: the example does not run on meta tensors")
+    assert error.startswith("pufferfish plan: ")
+    assert warnings.formatwarning is before
+
+
+def _print_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
+) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def killed(rank: int, port: int, folder: str, words: list[str], at: int | None) 
     assert main(words) == 0
 
 
-def test_the_file_of_the_page_is_trained_killed_and_resumed(tmp_path: Path) -> None:
+def test_the_file_of_the_page_is_trained_killed_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two workers, a switch and compression; the resumed run is bit-identical to an uninterrupted one."""
     code = re.findall(r"```python\n(# my_model\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[0]
     assert len(code.splitlines()) <= 15
@@ -73,6 +76,14 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(tmp_path: Path) -> N
         forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], 30), name="killed")
     assert read_run("run").finished is None
     assert [path.name for path in list_checkpoints(Path("run/checkpoints"))][-1:] == ["000005-step-28"]
+    shutil.copytree("run", "alone")
+    assert main([*words, "--out", "alone"]) == 0  # on one worker
+    said = capsys.readouterr().err
+    assert "resumed after update 28 of " in said
+    assert (
+        "; not restored: compressor (not passed); data (saved by 2 workers, now 1); random numbers (" in said
+    )
+    assert "Warning" not in said
     forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], None), name="resumed")
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
     again, straight = read_run("run"), read_run("straight")

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
         print(f"pufferfish: {warning}", file=sys.stderr)
+    show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         with progress_bars():
@@ -57,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}"  # without "[Errno 2]"
         print(f"pufferfish {arguments.command}: {text}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = show_warning
+
+
+def _warning_line(message: Warning | str, *_: object) -> str:
+    """A warning without the file and the line of code that it comes from."""
+    return f"pufferfish: warning: {message}\n"
 
 
 class _Parser(argparse.ArgumentParser):

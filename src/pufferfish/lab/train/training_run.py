@@ -1,6 +1,7 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -99,13 +100,18 @@ class TrainingRun:
     def train(self) -> dict[str, Any] | None:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""
         self.change.restore(self.checkpoint.folder)
-        at = self.checkpoint.resume()
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*: not restored: "
+            )  # said below, also by one of several workers
+            at = self.checkpoint.resume()
         done = self.step = at.position["step"] if at else 0
         if at:
             self.runner.resumed(self.change)
             for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
                 setattr(self, name, at.position.get(key, getattr(self, name)))
-            self.console.info(f"resumed after update {done} of {self.total_steps}")
+            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
+            self.console.info(f"resumed after update {done} of {self.total_steps}{lost}")
         elif has_unfinished_run(self.settings):
             self.console.info("no checkpoint yet, starting over")
         method = self.settings.method.compress
