@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = show_warning
 
 
-def _warning_line(message: Warning | str, *_: object) -> str:
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning without the file and the line of code that it comes from."""
     return f"pufferfish: warning: {message}\n"
 
