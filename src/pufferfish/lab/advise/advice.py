@@ -127,12 +127,7 @@ class Advice:
     def parts(self) -> list[str | Table]:
         """The summary as paragraphs and a table."""
         rows = [self.estimates[0], *sorted(self._table_rows(), key=lambda e: -e.run_speedup)]
-        code = (
-            ["In your code:", *self._code()]
-            if self.engine == "ddp" and self.best is not self.estimates[0]
-            else []
-        )
-        texts = ["\n".join(lines) for lines in (self._recommendation(), code, self._details())]
+        texts = ["\n".join(lines) for lines in (self._recommendation(), self._code(), self._details())]
         return ["\n".join(self._header()), estimate_table(rows), *filter(None, texts)]
 
     def text(self, width: int) -> str:
@@ -176,9 +171,8 @@ class Advice:
         best, dense = self.best, self.estimates[0]
         if best is dense:
             plain = "FSDP2" if self.engine == "fsdp2" else "DDP"
-            limits = ["was run"] * bool(self.checked) + ["averages at every step"] * bool(
-                self._faster_local()
-            )
+            limits = ["was run"] if self.checked else []
+            limits += ["averages at every step"] if self._faster_local() else []
             which = "method that " + " and ".join(limits) if limits else "method"
             yield f"Use plain {plain}: no {which} makes the run at least {MIN_SPEEDUP - 1:.0%} faster."
         else:
@@ -208,6 +202,7 @@ class Advice:
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
 
     def _details(self) -> Iterator[str]:
+        """What the recommendation rests on."""
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             count = sum(e.rank is not None for e in matrices)
@@ -237,7 +232,10 @@ class Advice:
             yield f"This machine seems busy: {self.busy}. Compute times are those of a busy machine."
 
     def _code(self) -> Iterator[str]:
-        """The advised method as lines of a user's training script."""
+        """The advised method as lines of a user's training script; none for plain DDP and FSDP2."""
+        if self.engine != "ddp" or self.best is self.estimates[0]:
+            return
+        yield "In your code:"
         method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
             yield 'plan = pf.Plan.load("plan.json")  # written by --out plan.json'

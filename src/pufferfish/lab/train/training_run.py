@@ -101,9 +101,8 @@ class TrainingRun:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""
         self.change.restore(self.checkpoint.folder)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*: not restored: "
-            )  # said below, also by one of several workers
+            # Said below instead: warnings of workers that a command has started are not shown.
+            warnings.filterwarnings("ignore", ".*: not restored: ")
             at = self.checkpoint.resume()
         done = self.step = at.position["step"] if at else 0
         if at:
