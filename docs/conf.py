@@ -25,10 +25,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    (
-        "py:.*",
-        r"pufferfish\.(distributed|compression\.(engine|exchange|hierarchy)|measure\.local_exchange)\..*",
-    ),  # internal
+    ("py:.*", r"pufferfish\.(distributed|local\.schedule|compression\.(engine|exchange|hierarchy))\..*"),  # internal
     ("py:.*", r"pufferfish\..*\.(_Rest|OptimizersT)"),
     (
         "py:.*",
@@ -37,6 +34,7 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+highlight_language = "none"  # of blocks without a language: commands
 pygments_style, pygments_dark_style = "default", "github-dark"  # both colour diffs
 html_title = f"Pufferfish {version}"
 html_copy_source = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -133,13 +135,24 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         (["plan", "resnet19"], "is not a built-in model"),
+        (
+            ["plan", "resnet18", "--rnk", "3"],
+            "pufferfish plan: unknown argument --rnk (did you mean --rank?); see `pufferf",
+        ),
+        (
+            ["merge", "{files}/model_only.py", "--out", "x", "--plan", "missing.json"],
+            "missing.json: No such file or",
+        ),
+        (["plan", "resnet18", "extra"], "unknown argument extra; see `pufferfish plan --help`"),
+        (["advise", "digits"], "pufferfish advise: a single process has no network"),
+        (["train", "digits", "--compress", "powersgdx"], "there is no powersgdx (did you mean powersgd-4?)"),
         (["plan", "missing.py:build"], "no such file"),
         (
             ["plan", "{files}/model_only.py:missing"],
             "has no function 'missing'; add `def missing(): return model`",
         ),
-        (["plan", "{files}/nonsense.py"], "nonsense.py: build() must return a model, got a str"),
-        (["plan", "{files}/a_pair.py"], "got a tuple; return the model alone, and a batch from example()"),
+        (["plan", "{files}/nonsense.py"], "nonsense.py: build() must return a model, got str"),
+        (["plan", "{files}/a_pair.py"], "got tuple; return the model alone, and a batch from example()"),
         (["plan", "{files}/no_target.py"], "no_target.py: example() must return a tuple of tensors"),
         (
             ["plan", "resnet18", "--out", "nowhere/x.json"],
@@ -188,6 +201,45 @@ def test_invalid_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"pufferfish {arguments[0]}: ")
+    assert error.count("\n") == 1
+
+
+def test_warnings_name_no_line_of_code(files: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = _print_warning  # pytest records warnings instead
+        assert main(["plan", f"{files}/does_not_fit.py"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("pufferfish: warning: the example does not run on meta tensors")
+    assert error.startswith("pufferfish plan: ")
+    assert warnings.formatwarning is before
+
+
+def _print_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
+) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["plan"],
+            "pufferfish plan: the following arguments are required: MODEL; see `pufferfish plan --help`",
+        ),
+        (["train", "digits", "--epochs", "x"], "argument --epochs: 'x' is not a whole number"),
+        (["plann"], "pufferfish: argument COMMAND: invalid choice: 'plann'"),
+    ],
+)
+def test_errors_of_the_parser_are_one_line_without_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert message in error
     assert error.count("\n") == 1
 
 

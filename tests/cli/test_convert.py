@@ -49,7 +49,7 @@ def test_a_folder_and_back(dense: LlamaForCausalLM, capsys: pytest.CaptureFixtur
         (["own", "--rank", "8"], "own: its config.json names no class of transformers; pass --plan"),
         (["dense", "--rank", "8", "--keep", "x*"], "x*"),
         (["dense", "--plan", "p.json", "--keep", "x"], "--keep: it belongs to --rank"),
-        (["nowhere", "--rank", "8"], "nowhere: --rank needs a Hugging Face folder"),
+        (["nowhere", "--rank", "8"], "nowhere: no such file or folder"),
     ],
 )
 @pytest.mark.usefixtures("dense")

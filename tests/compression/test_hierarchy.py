@@ -48,6 +48,20 @@ def linear_methods_equal_a_flat_hierarchy(rank: int, size: int) -> None:
                 assert same_everywhere(means[n]), (name, n)
 
 
+def a_worker_may_own_no_tensor(rank: int, size: int) -> None:
+    """A single tensor has one owner in each machine; the other worker only takes part in the exchanges inside."""
+    for method in (NoCompression(), PowerSGD(2), TopK(1.0)):
+        here = Engine(Settings(method, smallest=0, hierarchy="node"))
+        flat = Simulated(Settings(method, smallest=0), size)
+        for step in range(2):
+            given = [{"w": g["a.weight"]} for g in gradients(size, step)]
+            means, expected = here.average(given[rank]), flat.average(given)[rank]
+            torch.testing.assert_close(means["w"], expected["w"], rtol=1e-3, atol=1e-4)
+            assert same_everywhere(means["w"])
+        again = Engine(Settings(method, smallest=0, hierarchy="node"))
+        again.load_state_dict(here.state_dict())
+
+
 def bytes_inside_a_machine_are_counted_apart(rank: int, size: int) -> None:
     engine = Engine(Settings(NoCompression(), smallest=0, hierarchy="node"))
     engine.average({"w": torch.ones(64, 32), "v": torch.ones(64, 32)})
@@ -175,6 +189,7 @@ def test_every_method_resumes(group: str) -> None:
     "case",
     [
         linear_methods_equal_a_flat_hierarchy,
+        a_worker_may_own_no_tensor,
         bytes_inside_a_machine_are_counted_apart,
         error_feedback_belongs_to_machines,
         error_feedback_moves_to_new_owners,

@@ -139,11 +139,11 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ("PowerSDG(rank=2)", ValueError, r"no PowerSDG \(did you mean PowerSGD\?\); there are .*TopK"),
+        ("PowerSDG(rank=2)", ValueError, r"no PowerSDG \(did you mean PowerSGD\?\); choose from .*TopK"),
         ("topkk", ValueError, r"did you mean TopK"),
         ("topkk-0.1", ValueError, r"there is no topkk \(did you mean TopK"),
         ("topk-x", ValueError, r"write Name, Name\(setting=value\), name-4"),
-        ("Nonsense", ValueError, r"there is no Nonsense; there are Accordion, "),
+        ("Nonsense", ValueError, r"there is no Nonsense; choose from Accordion, "),
         ("PowerSGD(rnk=2)", ValueError, r"unexpected keyword argument 'rnk'; write PowerSGD\(rank=4\)"),
         (
             "Accordion(TopK())",

@@ -162,7 +162,7 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
             ["{files}/alone.py", "--network", "1gbit", "--nodes", "2"],
             "alone.py has neither data.. nor example..",
         ),
-        (["{files}/number.py", "--network", "1gbit", "--nodes", "2"], "must return a model, got a int"),
+        (["{files}/number.py", "--network", "1gbit", "--nodes", "2"], "must return a model, got int"),
         (["{files}/wide.py:nobody", "--network", "1gbit", "--nodes", "2"], "no function"),
         (
             ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--batch", "8"],
@@ -223,7 +223,7 @@ def test_measurements_replace_predictions() -> None:
     assert [by_name[name].hours for name in steps] == pytest.approx([3.0, 2.0, 1.4])
     assert by_name["pufferfish+bf16"] == advice.estimates[-1]
     assert "their speedups are measured" in str(measured)
-    assert "pf.Switch(plan, when=pf.AtFraction(0.33))." in str(measured)
+    assert "switch = pf.Switch(plan, when=pf.AtFraction(0.33))\n" in str(measured)
     assert "within 3% of the fastest" not in str(measured)
     assert "within 3% of the fastest" in str(advice.with_measurements(steps | {"bf16": [1.43]}))
     again = measured.with_measurements(steps)
@@ -314,7 +314,7 @@ def test_machines_with_several_workers_may_average_inside_first(files: Path) -> 
     assert "\npufferfish+topk-0.01, hierarchy=node " in said
     assert "\npufferfish+topk-0.01 " not in said  # the slower of the two
     assert "\ndense " in said
-    assert f"dense step without communication: {found.ceiling:.2f}×" in said
+    assert f"without communication a dense step is {found.ceiling:.2f}× as fast" in said
     assert said.splitlines()[4].split() == ["ms/step", "MB", "sent", "step", "run", "range", "note"]
 
 
@@ -327,9 +327,12 @@ def test_two_levels_are_told_only_where_they_pay() -> None:
     assert 'hierarchy="node"' not in str(found)
     names["bf16, hierarchy=node"] = 2.5
     assert "Use bf16, hierarchy=node" in str(_advice(names))
-    assert 'pf.compress(ddp, pf.compression.BFloat16(), hierarchy="node")' in str(_advice(names))
+    assert 'pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, hierarchy="node")' in str(
+        _advice(names)
+    )
     names["dense, hierarchy=node"] = 2.6
-    assert 'pf.compress(ddp, pf.compression.NoCompression(), hierarchy="node")' in str(_advice(names))
+    code = 'hook = pf.compress(ddp, pf.compression.NoCompression(), optimizer=optimizer, hierarchy="node")'
+    assert code in str(_advice(names)).splitlines()
 
 
 def _advice(
@@ -354,6 +357,31 @@ def test_of_two_that_are_alike_the_simpler_one() -> None:
     assert [c.name for c in found.top()] == ["bf16", "powersgd-4", "dense"]
     slight = replace(found, estimates=[choices[0], replace(choices[1], run_speedup=1.04)])
     assert slight.best.name == "dense"
+
+
+def test_local_steps_that_are_faster_but_not_advised_are_named() -> None:
+    found = _advice({"dense": 1.0, "bf16": 0.9, "diloco-30": 1.1, "streaming-30x4": 1.2})
+    said = str(found)
+    assert "Use plain DDP: no method that averages at every step makes the run at least 5% faster." in said
+    assert "streaming-30x4 makes it 1.20× as fast, but local steps change what is learned" in said
+    assert "In your code" not in said
+    said = str(_advice({"dense": 1.0, "bf16": 1.2, "diloco-30": 1.2}))
+    assert "Use bf16" in said
+    assert "local steps" not in said
+    assert "no method makes the run" in str(_advice({"dense": 1.0, "diloco-30": 1.02}))
+
+
+def test_the_code_of_an_advice_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "pufferfish+streaming-30x4"
+    made = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), 0.25)
+    found = _advice({"dense": 1.0, name: 3.0}, plans={name: made})
+    made.save("plan.json")
+    code = next(part for part in found.parts() if str(part).startswith("In your code:"))
+    names = {"pf": pf, "torch": torch}
+    exec(str(code).partition("\n")[2], names)
+    assert isinstance(names["switch"], pf.Switch)
+    assert isinstance(names["local"], pf.LocalSteps)
 
 
 def test_layers_are_chosen_by_time_and_bytes() -> None:

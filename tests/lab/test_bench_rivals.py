@@ -185,7 +185,7 @@ def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.Cap
         ("digits:mlp", ["--methods", "early-bird-0.5"], "no channels are scaled by a batch norm"),
         (TASK, ["--methods", "early-bird-0.5", "--epochs", "1"], "drawn between epochs"),
         (TASK, ["--methods", "early-bird-2"], "the share of channels to remove"),
-        (TASK, ["--methods", "dense@lars"], "say --lr too (in a bench @lars=LR)"),
+        (TASK, ["--methods", "dense@lars"], "pass --lr, too (in a bench @lars=LR)"),
         (TASK, ["--methods", "dense@lion"], "expected sgd"),
         (TASK, ["--methods", "dense@lars=high"], "expected sgd"),
         (TASK, ["--methods", "dense@lars=-1"], "lr=-1.0 must be a positive number"),

@@ -150,7 +150,7 @@ def test_names() -> None:
         ("diloco-8+sparseloco", "SparseLoCo replaces outer momentum; pass momentum=0"),
         ("diloco-8+nothing", "there is no nothing"),
         ("early-bird-0.5+diloco-8", "early-bird-0.5 cannot be combined with local steps"),
-        ("diloco", "there is no diloco; there are .*diloco-30"),
+        ("diloco", r"there is no diloco \(did you mean diloco-30\?\); choose from .*diloco-30"),
     ],
 )
 def test_wrong_names(text: str, message: str) -> None:

@@ -72,6 +72,7 @@ def test_run_times_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
     page = Page(report([tmp_path]))
     assert page.table("Comparison of methods")["pufferfish"]["run speedup vs. bf16"][0] == "–"
     assert "pufferfish: not as many steps as bf16; run times are not compared." in page.said
+    assert any(line.endswith("in a run of another length.") for line in page.said)  # the verdict
 
 
 def test_seeds_are_paired_or_not_compared(tmp_path: Path) -> None:

@@ -257,9 +257,9 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--optimizer", "lion"], "must be one of sgd, adam, adamw, muon, lars, lamb, sam"),
         (
             ["digits", "--optimizer", "lars"],
-            "say --lr too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
+            "pass --lr, too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
         ),
-        (["digits", "--optimizer", "adamw"], "say --lr too"),
+        (["digits", "--optimizer", "adamw"], "pass --lr, too"),
         (["digits", "--optimizer", "sam", "--precision", "fp16"], "use --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not support"),
         (["digits", "--batch", "0"], "train: --batch 0: must be at least 1"),

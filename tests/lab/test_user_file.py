@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def killed(rank: int, port: int, folder: str, words: list[str], at: int | None) 
     assert main(words) == 0
 
 
-def test_the_file_of_the_page_is_trained_killed_and_resumed(tmp_path: Path) -> None:
+def test_the_file_of_the_page_is_trained_killed_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two workers, a switch and compression; the resumed run is bit-identical to an uninterrupted one."""
     code = re.findall(r"```python\n(# my_model\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[0]
     assert len(code.splitlines()) <= 15
@@ -73,6 +76,14 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(tmp_path: Path) -> N
         forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], 30), name="killed")
     assert read_run("run").finished is None
     assert [path.name for path in list_checkpoints(Path("run/checkpoints"))][-1:] == ["000005-step-28"]
+    shutil.copytree("run", "alone")
+    assert main([*words, "--out", "alone"]) == 0  # on one worker
+    said = capsys.readouterr().err
+    assert "resumed after update 28 of " in said
+    assert (
+        "; not restored: compressor (not passed); data (saved by 2 workers, now 1); random numbers (" in said
+    )
+    assert "Warning" not in said
     forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], None), name="resumed")
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
     again, straight = read_run("run"), read_run("straight")
@@ -237,7 +248,7 @@ def data_of(train: str, valid: str = f"({X}, {Y})") -> str:
         ([BUILD], "mine.py has no function 'data'; add `def data(): return (inputs, targets), (inputs, targets)`"),
         ([BUILD, "def data():\n    return 1 / 0\n"], "mine.py, line 11: data() raised ZeroDivisionError"),
         ([BUILD, "def data():\n    return 3\n"], "data() returned int; return train, valid"),
-        ([BUILD, data_of("3")], "data(), train: it is a int, not a tuple of tensors nor a Dataset; return tensors"),
+        ([BUILD, data_of("3")], "data(), train: it is of type int, not a tuple of tensors nor a Dataset; return tensors"),
         ([BUILD, data_of(f"({X}, torch.arange(9))")], "data(), train: its tensors have 20 and 9 rows; return tensors"),
         ([BUILD, data_of(f"({X}, {Y})", "(torch.randn(0, 4), torch.arange(0))")], "data(), valid: there are no rows"),
         ([BUILD, data_of(f"[({X}[i],) for i in range(20)]")], "rows of data() have no target; return tensors"),
@@ -246,8 +257,9 @@ def data_of(train: str, valid: str = f"({X}, {Y})") -> str:
         ([BUILD, data_of(f"(torch.randn(20, 5), {Y})")], "mine.py: the model on inputs of shape (2, 5) raised RuntimeError: mat1"),
         ([BUILD, data_of(f"({X}, torch.randn(20, 1))")], "the default loss, cross-entropy, needs classes; add `def loss(output, target)"),
         ([BUILD, data_of(f"({X}, torch.ones(20, 2).long())")], "mine.py: loss(output, target) on (2, 3) and (2, 2) raised RuntimeError"),
+        ([BUILD, data_of(f"({X}, torch.ones(20, 2).long())")], "the default is cross-entropy of (rows, classes) and (rows); add `def loss("),
         ([BUILD, DATA, "def score(output, target):\n    return output\n"], "mine.py: score(output, target) on (2, 3) and (2,) raised"),
-        (["def build():\n    return 3\n", DATA], "mine.py: build() must return a model, got a int"),
+        (["def build():\n    return 3\n", DATA], "mine.py: build() must return a model, got int"),
     ],
 )  # fmt: skip
 def test_errors_name_the_file_and_what_to_add(

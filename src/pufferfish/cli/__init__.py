@@ -6,9 +6,12 @@ nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
 """
 
 import argparse
+import difflib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
@@ -34,12 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        print(_unknown(arguments.command, unknown[0]), file=sys.stderr)
+        return 2
     if arguments.command is None:
         parser.print_help()
         return 0
     if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
         print(f"pufferfish: {warning}", file=sys.stderr)
+    show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         with progress_bars():
@@ -47,15 +54,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"pufferfish {arguments.command}: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"  # without "[Errno 2]"
+        print(f"pufferfish {arguments.command}: {text}", file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = show_warning
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without the file and the line of code that it comes from."""
+    return f"pufferfish: warning: {message}\n"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage, which fills half a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     from .. import __version__
 
     what = "Low-rank training and gradient compression for PyTorch."
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pufferfish",
         description=what,
         epilog=EPILOG,
@@ -71,3 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
+
+
+def _unknown(command: str | None, word: str) -> str:
+    """The error for an argument that no option has. argparse would show the usage of `pufferfish`, not of the command."""
+    options = argparse.ArgumentParser()
+    for module in COMMANDS:
+        if module.__name__.rpartition(".")[2] == command:
+            module.add_arguments(options)
+    close = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    name = f"pufferfish {command}" if command else "pufferfish"
+    return f"{name}: unknown argument {word}{hint}; see `{name} --help`"

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
-    add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as of the others)")
+    add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as in the other runs)")
     text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
     text = "with --equal, at most X times the updates of the dense run (default: 4)"
@@ -63,10 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu or cuda (default: cpu)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = "of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
+    text = (
+        "mode of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
+    )
     add("--mode", choices=modes, default="auto", help=text)
     add("--target", type=number, metavar="X", help="also report the time to this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")

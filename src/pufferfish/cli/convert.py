@@ -23,7 +23,7 @@ HELP = "convert a checkpoint to low rank"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="see above")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder to convert")
     plan = parser.add_mutually_exclusive_group(required=True)
     plan.add_argument("--plan", type=Path, metavar="FILE", help="saved by `pufferfish plan … --out FILE`")
     rank = "for a Hugging Face folder instead of a plan: rank of its layers, as in `pufferfish plan`"
@@ -54,6 +54,8 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
         return Plan.load(arguments.plan)
     rank = parse_rank(arguments.rank)
     folder: Path = arguments.checkpoint
+    if not folder.exists():
+        raise ValueError(f"{folder}: no such file or folder")
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: --rank needs a Hugging Face folder with a config.json; pass --plan instead"

@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "system": system,
         "torch": f"{torch.__version__} ({', '.join(built)})",
-        "cpu": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} torch threads",
+        "cpu": f"{machine['cpu']}, {machine['cores']} cores, torch uses {machine['threads']}",
         "gpu": _gpus() or "none",
         "backends": ", ".join(name for name, there in backends.items() if there),
         "emulated networks": "unavailable" if unavailable_reason() else "available",

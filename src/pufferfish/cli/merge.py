@@ -17,7 +17,7 @@ HELP = "convert a low-rank checkpoint back to dense"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="low-rank file or folder")
-    add("--plan", type=Path, metavar="FILE", help="default: the plan saved in or beside CHECKPOINT")
+    add("--plan", type=Path, metavar="FILE", help="plan (default: the one saved in or beside CHECKPOINT)")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
     shard = "split the weights of a folder into files of at most this size (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)

@@ -34,7 +34,7 @@ methods:
   lottery-ticket-5  prunes in this number of rounds, each trained from the start
   diloco-30         workers average their models every 30 updates, not every
                     gradient; streaming-30x4: in 4 parts, sent while training
-                    continues; sparseloco-30: compressed 142 times; each also
+                    continues; sparseloco-30: 142 times fewer bytes; each also
                     after low rank: pufferfish+diloco-30, and with settings of
                     the outer optimizer: 'diloco-30(lr=0.5, momentum=0.9)'
 
@@ -71,7 +71,7 @@ HELP = "train a task, alone or on several workers; resumes by itself"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK", help="what to train, see above")
     add = parser.add_argument_group("training").add_argument
-    add("--method", default="dense", metavar="M", help="see above (default: dense)")
+    add("--method", default="dense", metavar="M", help="one of those above (default: dense)")
     add("--compress", metavar="C", help="gradient compression, for example powersgd-4 or bf16")
     add(
         "--recipe",

@@ -49,7 +49,8 @@ class Hierarchy:
             first = next(gradients[n] for names in shares for n in names)
             flat = first.new_zeros(self.size, s)
             for row, names in zip(flat, shares, strict=True):
-                torch._foreach_copy_(_views(row, names, gradients), [gradients[n] for n in names])
+                if names:  # with fewer tensors than workers, some own none
+                    torch._foreach_copy_(_views(row, names, gradients), [gradients[n] for n in names])
             if bad.device.type != "cpu" or bad:
                 flat.masked_fill_(bad, 0)
             flat /= self.size  # before the sum, which may overflow in 16 bits
@@ -74,7 +75,8 @@ class Hierarchy:
             s = max(sum(like[n].numel() for n in names) for names in shares)
             row = next(like[n] for names in shares for n in names).new_zeros(s)
             names = shares[self.worker]
-            torch._foreach_copy_(_views(row, names, like), [means[n] for n in names])
+            if names:
+                torch._foreach_copy_(_views(row, names, like), [means[n] for n in names])
             for theirs, their_row in zip(shares, self.inside.gather(row)(), strict=True):
                 everything |= dict(zip(theirs, _views(their_row, theirs, like), strict=True))
         return everything

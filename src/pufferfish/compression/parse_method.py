@@ -42,7 +42,7 @@ def parse_method(text: str) -> Method:
     PowerSGD(rank=4)
     >>> parse_method("PowerSDG(rank=2)")
     Traceback (most recent call last):
-    ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); there are ...
+    ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); choose from ...
     """
     written = short_form(text) or text.strip()
     parts = re.fullmatch(rf"(?:(?P<place>.+?):)??(?P<call>{_CALL})", written, re.DOTALL)
@@ -166,7 +166,7 @@ def _unknown(name: str, names: Mapping[str, Any]) -> str:
     methods = {n.lower(): n for n, x in names.items() if _is_method(x) and x is not Method}
     close = difflib.get_close_matches(name.lower(), methods, n=1)
     hint = f" (did you mean {methods[close[0]]}?)" if close else ""
-    return f"there is no {name}{hint}; there are {', '.join(methods.values())}"
+    return f"there is no {name}{hint}; choose from {', '.join(methods.values())}"
 
 
 def _is_method(x: object) -> bool:

@@ -38,7 +38,7 @@ HierarchyLike = Literal["flat", "node"] | tuple[dist.ProcessGroup, dist.ProcessG
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are averaged. Invalid combinations raise ValueError or TypeError here.
+    """Settings for averaging gradients. Invalid combinations raise ValueError or TypeError here.
 
     Args:
         method: A method, or a mapping name pattern → method, in which the first match counts. Parameters that match

@@ -119,7 +119,9 @@ def _plan_beside(checkpoint: Path) -> Plan:
         raise ValueError(
             f"{checkpoint}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
         )
-    raise ValueError(f"{checkpoint}: its plan {beside.name} is missing; pass a plan")
+    raise ValueError(
+        f"{checkpoint}: its plan {beside.name} is missing; pass a plan, or a checkpoint that has one"
+    )
 
 
 def _check_resolved(plan: Plan, back: bool) -> Plan:

@@ -59,7 +59,7 @@ class Diagnosis:
         yield f"exchange:  {coding}{waiting}; hidden behind backward {p['hidden']}"
         yield f"link:      {self.link}"
         predicted = f"{format_seconds(self.predicted)} per step ({self.error:+.0%})"
-        yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}×"
+        yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}× as fast"
 
     def _table(self) -> Iterator[str]:
         current = SpeedupEstimate(

@@ -40,7 +40,7 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> Table:
 
 def _range(e: SpeedupEstimate) -> str:
     ends = [f"{x:.2f}" for x in e.interval or ()]
-    return "–".join(ends) if len(set(ends)) == 2 else ""
+    return "" if ends == ["1.00", "1.00"] else "–".join(ends)  # the dense method itself
 
 
 def format_hours(hours: float | None) -> str:

@@ -177,8 +177,17 @@ class Link:
         return asdict(self)
 
     def __str__(self) -> str:
+        """
+        >>> str(Link.nominal(bandwidth=1e9, latency=1e-4, size=4, goodput=1))
+        '1,000 Mbit/s, 0.1 ms per message'
+        >>> str(Link.nominal(bandwidth=math.inf, latency=1e-4, size=4))
+        'too fast to measure, 0.1 ms per message'
+        """
         mbit = self.bandwidth / 1e6
-        return f"{mbit:{',.0f' if mbit >= 100 else '.3g'}} Mbit/s, {1e3 * self.latency:.3g} ms per message"
+        rate = (
+            f"{mbit:{',.0f' if mbit >= 100 else '.3g'}} Mbit/s" if mbit < math.inf else "too fast to measure"
+        )
+        return f"{rate}, {1e3 * self.latency:.3g} ms per message"
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:

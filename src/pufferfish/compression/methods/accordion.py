@@ -23,7 +23,7 @@ class Accordion(Method):
     Args:
         low: The method that compresses lightly.
         high: The method that compresses strongly.
-        every: MessageGenerator of a period. The paper's is ten epochs.
+        every: Steps of a period; in the paper, those of ten epochs.
         change: Relative change of the norm that counts.
 
     >>> from pufferfish.compression import PowerSGD

@@ -24,7 +24,7 @@ class DGC(Method):
         momentum: m.
         clip: Each worker's g is scaled down to the norm clip·W^-½ for W workers if it is longer; None: never. The norm is
             that of each tensor, with scope="global" that of all of them.
-        warm_up: MessageGenerator of each stage of lower sparsity at the start: 75 %, 93.75 %, 98.44 %, 99.6 %, that is 1 − 4^-i in
+        warm_up: Steps of each stage of lower sparsity at the start: 75 %, 93.75 %, 98.44 %, 99.6 %, that is 1 − 4^-i in
             stage i, as long as that is below `sparsity`. 0: no such stages.
         sample: As in `TopK`: below 1, faster and approximate.
 

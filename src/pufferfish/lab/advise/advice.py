@@ -127,7 +127,8 @@ class Advice:
     def parts(self) -> list[str | Table]:
         """The summary as paragraphs and a table."""
         rows = [self.estimates[0], *sorted(self._table_rows(), key=lambda e: -e.run_speedup)]
-        return ["\n".join(self._header()), estimate_table(rows), "\n".join(self._recommendation())]
+        texts = ["\n".join(lines) for lines in (self._recommendation(), self._code(), self._details())]
+        return ["\n".join(self._header()), estimate_table(rows), *filter(None, texts)]
 
     def text(self, width: int) -> str:
         """The summary in lines of at most `width` characters, if the names of the methods allow that."""
@@ -164,13 +165,15 @@ class Advice:
         yield f"compute, measured: {format_seconds(sum(seconds.values()))} per step ({parts})"
         if size > 1:
             source = "assumed" if self.link.extrapolated else "measured"
-            yield f"link, {source}: {self.link}; dense step without communication: {self.ceiling:.2f}×"
+            yield f"link, {source}: {self.link}; without communication a dense step is {self.ceiling:.2f}× as fast"
 
     def _recommendation(self) -> Iterator[str]:
         best, dense = self.best, self.estimates[0]
         if best is dense:
             plain = "FSDP2" if self.engine == "fsdp2" else "DDP"
-            which = "method that was run" if self.checked else "method"
+            limits = ["was run"] if self.checked else []
+            limits += ["averages at every step"] if self._faster_local() else []
+            which = "method that " + " and ".join(limits) if limits else "method"
             yield f"Use plain {plain}: no {which} makes the run at least {MIN_SPEEDUP - 1:.0%} faster."
         else:
             hours = ""
@@ -185,9 +188,21 @@ class Advice:
             between = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
             speedups = f"{best.speedup:.2f}× per step, {best.run_speedup:.2f}×{between} for the run"
             yield f"Use {best.name}: {speedups}{hours}.{reason}"
+        if local := self._faster_local():
+            yield (
+                f"{local.name} makes it {local.run_speedup:.2f}× as fast, but local steps change what is learned: they are "
+                f"advised if they are {LOCAL_SPEEDUP}× as fast as the others."
+            )
         yield from self._trust()
-        if self.engine == "ddp" and (code := [*self._code()]):
-            yield f"In your code: {', '.join(code)}."
+
+    def _faster_local(self) -> SpeedupEstimate | None:
+        """The fastest local steps, if they are faster than the advised method but not by enough."""
+        fastest = max(self._considered, key=lambda e: e.run_speedup)
+        local = is_local(fastest.name) and not is_local(self.best.name)
+        return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
+
+    def _details(self) -> Iterator[str]:
+        """What the recommendation rests on."""
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             count = sum(e.rank is not None for e in matrices)
@@ -217,12 +232,16 @@ class Advice:
             yield f"This machine seems busy: {self.busy}. Compute times are those of a busy machine."
 
     def _code(self) -> Iterator[str]:
-        """The advised method as calls in a user's training loop."""
+        """The advised method as lines of a user's training script; none for plain DDP and FSDP2."""
+        if self.engine != "ddp" or self.best is self.estimates[0]:
+            return
+        yield "In your code:"
         method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
-            yield f"pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
+            yield 'plan = pf.Plan.load("plan.json")  # written by --out plan.json'
+            yield f"switch = pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
         if method.local is not None:
-            yield method.local.as_code()
+            yield f"local = {method.local.as_code()}"
         if method.compress is not None:
             node = ', hierarchy="node"' if hierarchy == "node" else ""
-            yield f"pf.compress(ddp, {as_code(method.compress)}{node})"
+            yield f"hook = pf.compress(ddp, {as_code(method.compress)}, optimizer=optimizer{node})"

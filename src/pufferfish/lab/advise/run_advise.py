@@ -34,9 +34,9 @@ def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = prin
             raise OSError(f"a worker failed or cannot be reached: {error}") from None
         return
     if settings.link_shape is None:
-        flag = "--network real" if settings.network else "advise"
+        flag = "--network real: " if settings.network else ""
         raise ValueError(
-            f"{flag}: a single process has no network; use torchrun, or pass --network, such as 10gbit"
+            f"{flag}a single process has no network; use torchrun, or pass --network, such as 10gbit"
         )
     if settings.nodes is None:
         raise ValueError(f"--network {settings.network}: the number of machines is missing; pass --nodes")
@@ -144,7 +144,7 @@ def _print_and_save(advice: Advice, settings: AdviseSettings, show: Callable[[Ad
     message = f"No layer should be low-rank here: {settings.out} was not written."
     if advice.plan is not None:
         advice.plan.save(settings.out)
-        message = f"Plan saved to {settings.out}; use it with pf.Switch(plan=pf.Plan.load(…))."
+        message = f"Plan saved to {settings.out}."
     if not (settings.json and settings.emulated):  # both streams of a host are merged into one
         print(message, file=sys.stderr if settings.json else sys.stdout)
 

@@ -223,7 +223,7 @@ def read_json(path: Path, if_missing: str) -> dict[str, Any]:
         raise ValueError(f"{path}: no such file; {if_missing}")
     data = read_any_json(path)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got a {type(data).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
 
 

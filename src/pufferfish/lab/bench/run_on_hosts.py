@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..network import Hosts, emulate, unavailable_reason
-from ..report.formatting import format_seconds
+from ..report.formatting import format_score, format_seconds
 from ..train.console import Console
 from ..train.launch_workers import GRACE_SECONDS
 from ..train.signals import sigterm_as_sigint
@@ -102,7 +102,7 @@ class EventDisplay:
         elif "measuring" in event:
             progress(f"{self._position}: how many updates fit …")
         elif "done" in event:
-            score = f"{event['measure']} {event['score']:.2f}"
+            score = format_score(event["measure"], event["score"])
             info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")
             self._run_seconds.append(event["seconds"])
         elif "timing" in event:

@@ -67,9 +67,10 @@ def format_score(name: str, value: float) -> str:
     """A metric with its name.
 
     >>> format_score("bits_per_byte", 1.58912), format_score("accuracy", 93.444)
-    ('bits per byte 1.5891', 'accuracy 93.44')
+    ('bits per byte 1.5891', 'accuracy 93.44 %')
     """
-    return f"{metric_words(name)} {value:.{metric_places(name)}f}"
+    unit = " %" if name == "accuracy" else ""
+    return f"{metric_words(name)} {value:.{metric_places(name)}f}{unit}"
 
 
 def format_estimate(value: Estimate, places: int, sign: bool = False) -> str:

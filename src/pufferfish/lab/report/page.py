@@ -155,8 +155,6 @@ def _time(comparison: Comparison, charts: Charts) -> list[str]:
     if dots:
         note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20 %."
         figures.append(_figure("Predicted and measured", note, dots))
-    else:
-        missing.append(_missing("No run has both a predicted and a measured step time."))
     tables = (table, exchange_table(comparison), beside)
     return [_beside(figures), *missing, *(_table(each) for each in tables)]
 

@@ -57,6 +57,13 @@ def _speeds(reference: MethodRuns, others: list[MethodRuns]) -> tuple[dict[str, 
 
 def _quality(comparison: Comparison, method: MethodRuns) -> str:
     """The difference in quality as a phrase. A loss is called a loss."""
+    phrase = _difference(comparison, method)
+    reference = comparison.reference
+    other_length = reference is not None and method.steps() != reference.steps()
+    return f"{phrase}, in a run of another length" if other_length else phrase
+
+
+def _difference(comparison: Comparison, method: MethodRuns) -> str:
     metric, cell = comparison.metric, difference_cell(comparison, method)
     if cell.value is None:
         return f"has no {metric.words} to compare"

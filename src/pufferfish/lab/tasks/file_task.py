@@ -16,6 +16,9 @@ from .user_file import UserFile
 
 #: Rows on which the functions of a file are tried before a run starts.
 _TRIED_ROWS = 2
+_DEFAULT_LOSS = (
+    "the default is cross-entropy of (rows, classes) and (rows); add `def loss(output, target): return ...`"
+)
 
 
 class FileTask(Task):
@@ -114,7 +117,11 @@ class FileTask(Task):
                     "`def loss(output, target): return ...`"
                 )
             call = f"(output, target) on {_shape(output)} and {_shape(target)}"
-            loss = self.file.call(f"loss{call}", self._mean_loss, output, target)
+            try:
+                loss = self.file.call(f"loss{call}", self._mean_loss, output, target)
+            except ValueError as error:
+                hint = "" if self._loss else f"; {_DEFAULT_LOSS}"
+                raise ValueError(f"{error}{hint}") from error
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 got = f"a tensor of shape {_shape(loss)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ValueError(

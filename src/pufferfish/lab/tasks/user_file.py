@@ -70,7 +70,7 @@ class UserFile:
         model = self.call("building the model", self.builder, **options)
         if not isinstance(model, nn.Module):
             hint = "; return the model alone, and a batch from example()" if isinstance(model, tuple) else ""
-            raise ValueError(f"{self.name}: build() must return a model, got a {type(model).__name__}{hint}")
+            raise ValueError(f"{self.name}: build() must return a model, got {type(model).__name__}{hint}")
         return model
 
     def data(self) -> dict[str, Rows]:

@@ -25,12 +25,12 @@ def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe
     0.1
     >>> with_optimizer(Recipe(epochs=1, batch=1, lr=0.1), "lars")
     Traceback (most recent call last):
-    ValueError: optimizer lars: say --lr too (in a bench @lars=LR); the recipe's 0.1 is for sgd, whose rates ...
+    ValueError: optimizer lars: pass --lr, too (in a bench @lars=LR); the recipe's 0.1 is for sgd, whose rates ...
     """
     changed = replace(recipe, optimizer=name, lr=recipe.lr if lr is None else lr)
     if lr is None and _SAME_RATES.get(name, name) != _SAME_RATES.get(recipe.optimizer, recipe.optimizer):
         raise ValueError(
-            f"optimizer {name}: say --lr too (in a bench @{name}=LR); the recipe's {recipe.lr:g} is for "
+            f"optimizer {name}: pass --lr, too (in a bench @{name}=LR); the recipe's {recipe.lr:g} is for "
             f"{recipe.optimizer}, whose rates have another scale"
         )
     return changed

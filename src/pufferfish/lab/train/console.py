@@ -22,8 +22,8 @@ class Console:
         silent: write nothing.
 
     >>> Console(silent=True).info("not shown")
-    >>> Console().result("dense: accuracy 97.50")
-    dense: accuracy 97.50
+    >>> Console().result("dense: accuracy 97.50 %")
+    dense: accuracy 97.50 %
     """
 
     def __init__(self, silent: bool = False) -> None:

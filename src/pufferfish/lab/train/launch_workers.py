@@ -43,6 +43,7 @@ def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, p
                 measured = machines.measure()
                 link = asdict(measured)
                 console.info(f"link: {measured}")
+            console.progress(f"starting {hosts * per_host} workers …")  # which import torch for some seconds
             env = {RELAYED: json.dumps({"link": link, "hosts": hosts})}
             code = machines.launch(command, per_host=per_host, env=env, write=relay, grace=GRACE_SECONDS)
     except KeyboardInterrupt:

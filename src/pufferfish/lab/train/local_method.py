@@ -37,7 +37,7 @@ class LocalMethod:
         compress: compression of the averages; None: they are sent in fp32.
 
     >>> LocalMethod(h=30, fragments=4, delay=7).as_code()
-    'pf.LocalSteps(30, fragments=4, delay=7, outer=lambda p: SGD(p, lr=0.7, momentum=0.9, nesterov=True))'
+    'pf.LocalSteps(30, fragments=4, delay=7, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))'
     """
 
     h: int
@@ -92,7 +92,7 @@ class LocalMethod:
         given += [] if self.mixing is None else [f"mixing={self.mixing}"]
         given += [] if self.compress is None else [f"method=pf.compression.{self.compress!r}"]
         momentum = f", momentum={self.momentum}, nesterov=True" if self.momentum else ""
-        return f"pf.LocalSteps({', '.join([str(self.h), *given])}, outer=lambda p: SGD(p, lr={self.lr}{momentum}))"
+        return f"pf.LocalSteps({', '.join([str(self.h), *given])}, outer=lambda p: torch.optim.SGD(p, lr={self.lr}{momentum}))"
 
 
 def is_local_method(text: str) -> bool:

@@ -12,8 +12,8 @@ class OutputRelay:
     """Shows workers' marked messages; call it with each line of output, as `Hosts.launch` does.
 
     >>> relay = OutputRelay(Console())
-    >>> relay(f"host0 | {MARK}result dense: accuracy 97.50")
-    dense: accuracy 97.50
+    >>> relay(f"host0 | {MARK}result dense: accuracy 97.50 %")
+    dense: accuracy 97.50 %
     >>> relay("host0 | Traceback (most recent call last):")
     >>> relay.failure_output
     'Traceback (most recent call last):'

@@ -1,5 +1,6 @@
 """`TrainingMethod`: a method parsed from text such as `dense`, `bf16`, `pufferfish`, `auto+powersgd-4`, `diloco-30`, `file.py:Mine(rank=2)`."""
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def training_method(text: str) -> TrainingMethod:
     LocalMethod(h=30, fragments=1, delay=0, mixing=None, lr=0.7, momentum=0.9, compress=Int4(...))
     >>> training_method("pufferfsh")
     Traceback (most recent call last):
-    ValueError: method 'pufferfsh': there is no pufferfsh; there are dense, pufferfish, auto, ...
+    ValueError: method 'pufferfsh': there is no pufferfsh (did you mean pufferfish?); choose from dense, pufferfish, ...
     """
     model, plus, exchange = text.strip().partition("+")
     name, bracket, options = model.partition("(")
@@ -104,11 +105,13 @@ def _compression(word: str, text: str) -> tuple[Method, Literal["layer", "global
 
 
 def _method(word: str, text: str) -> Method:
-    """Parse a compression method; the error for an unknown name lists all kinds of training methods."""
+    """Parse a compression method; the error for an unknown name lists what may stand in its place."""
     if re.fullmatch(r"[\w.-]+", word) and short_form(word) is None:
-        compression = ("bf16", "int8", "powersgd-4", "topk-0.01")
-        examples = ", ".join([*MODELS, "narrow", *PRUNING_METHODS, *LOCAL_METHODS, *compression])
+        models = () if "+" in text else (*MODELS, "narrow", *PRUNING_METHODS)
+        known = [*models, *LOCAL_METHODS, "bf16", "int8", "powersgd-4", "topk-0.01"]
+        close = difflib.get_close_matches(word.lower(), known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(
-            f"method {text!r}: there is no {word}; there are {examples} … (`pufferfish methods`)"
+            f"method {text!r}: there is no {word}{hint}; choose from {', '.join(known)} … (`pufferfish methods`)"
         )
     return parse_method(word)

@@ -1,6 +1,7 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -99,13 +100,17 @@ class TrainingRun:
     def train(self) -> dict[str, Any] | None:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""
         self.change.restore(self.checkpoint.folder)
-        at = self.checkpoint.resume()
+        with warnings.catch_warnings():
+            # Said below instead: warnings of workers that a command has started are not shown.
+            warnings.filterwarnings("ignore", ".*: not restored: ")
+            at = self.checkpoint.resume()
         done = self.step = at.position["step"] if at else 0
         if at:
             self.runner.resumed(self.change)
             for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
                 setattr(self, name, at.position.get(key, getattr(self, name)))
-            self.console.info(f"resumed after update {done} of {self.total_steps}")
+            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
+            self.console.info(f"resumed after update {done} of {self.total_steps}{lost}")
         elif has_unfinished_run(self.settings):
             self.console.info("no checkpoint yet, starting over")
         method = self.settings.method.compress
@@ -292,7 +297,8 @@ class TrainingRun:
         self.best_score = max(self.best_score, score)
         shown = f", validation {format_score(self.task.metric, scores[self.task.metric])}"
         loss = f", validation loss {scores['loss']:.4f}" if "loss" in scores else ""
-        self.console.info(f"{position}{shown}{loss}, {format_seconds(self._seconds_left())} left")
+        left = f", {format_seconds(self._seconds_left())} left" if self._steps_left() else ""
+        self.console.info(f"{position}{shown}{loss}{left}")
 
     def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
         results = self._evaluate("test") | self.change.results(log)
