@@ -25,7 +25,10 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    ("py:.*", r"pufferfish\.(distributed|local\.schedule|compression\.(engine|exchange|hierarchy))\..*"),  # internal
+    (
+        "py:.*",
+        r"pufferfish\.(distributed|local\.schedule|compression\.(engine|exchange|hierarchy))\..*",
+    ),  # internal
     ("py:.*", r"pufferfish\..*\.(_Rest|OptimizersT)"),
     (
         "py:.*",
