@@ -63,6 +63,7 @@ def finished_at(root: Path) -> dict[str, str | None]:
     return {str(p.parent.relative_to(root)): read_run(p.parent).finished for p in root.rglob("run.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Models, compression, pruning and optimizers on two workers; a run that fails is named and the others continue."""

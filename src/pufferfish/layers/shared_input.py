@@ -23,8 +23,11 @@ class SharedInput:
     Args:
         layers: At least two layers with equally many inputs.
 
+    >>> import pufferfish as pf
     >>> from torch import nn
-    >>> q, k = (LowRankLinear(nn.Linear(8, 8), {"": 2}).to_empty(device="cpu") for _ in range(2))
+    >>> layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    >>> _ = pf.factorize_(layers, pf.plan(layers, 2, multiple=1))
+    >>> q, k = layers
     >>> x = torch.randn(3, 8)
     >>> alone = k(x)
     >>> _ = SharedInput([q, k])
