@@ -4,7 +4,7 @@ BIN := .venv/bin
 PARALLEL := -n 3 --dist worksteal
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo docs test test-all lint wheel format clean clean-venv
+.PHONY: help demo docs test test-all lint wheel pythons format clean clean-venv
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -26,7 +26,7 @@ demo: .venv/.ready ## the whole story in a few minutes
 test: lint ## linters, types, tests and doctests
 	$(BIN)/pytest -q $(PARALLEL)
 
-test-all: lint wheel .venv/.docs ## the same with the slow tests and the wheel check
+test-all: lint wheel pythons .venv/.docs ## the same with the slow tests, the wheel and other Pythons
 	$(BIN)/pytest -q $(PARALLEL) -m ""
 
 docs: .venv/.docs ## build the documentation site, build/docs/index.html
@@ -37,13 +37,24 @@ lint: .venv/.ready ## linters and types only
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-wheel: .venv/.ready ## build the wheel and try it in an empty environment
+wheel: .venv/.ready ## build the sdist, the wheel from it, and try that in an empty environment
 	rm -rf build dist
-	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/python -m zipfile -e dist/*.whl build/wheel
+	diff -r -x __pycache__ src/pufferfish build/wheel/pufferfish
 	$(PYTHON) -m venv build/venv
 	build/venv/bin/python $(PIP_INSTALL) dist/*.whl
-	build/venv/bin/python -c "import pufferfish; print('pufferfish', pufferfish.__version__)"
+	build/venv/bin/pufferfish --version
 	build/venv/bin/pufferfish plan resnet18
+
+# Without torch: for most Pythons it would bring gigabytes of CUDA packages.
+pythons: ## byte-compile, and run the bare command, with each Python from 3.10 to 3.13 that is there
+	@export PYTHONPATH=src PYTHONPYCACHEPREFIX=build/pycache; for v in 3.10 3.11 3.12 3.13; do \
+	  python$$v -c "" 2> /dev/null || { echo "python$$v: not there, skipped"; continue; }; \
+	  python$$v -W error -m compileall -q src tests benchmarks examples && \
+	  python$$v -m pufferfish --help > /dev/null && \
+	  echo "python$$v: $$(python$$v -m pufferfish --version)" || exit 1; \
+	done
 
 format: .venv/.ready ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix

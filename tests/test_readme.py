@@ -100,6 +100,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
 
+def test_the_changelog_has_this_version() -> None:
+    assert f"\n## {pf.__version__}\n" in (README.parent / "CHANGELOG.md").read_text()
+
+
 def test_the_figures_of_the_readme_are_in_the_results() -> None:
     text = README.read_text()
     figure = re.compile(r"[−+]?\d+\.\d+(?: ± \d+\.\d+)?(?:×| %)?")

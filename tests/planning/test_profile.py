@@ -1,6 +1,5 @@
 """What an example may be, what is found in it, and that nothing is touched."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -210,11 +209,12 @@ class Allocated(TorchDispatchMode):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("form", ["dict", "tuple"])
+@pytest.mark.filterwarnings("error")
 def test_values_of_inputs_are_read_without_a_copy_of_the_model(device: str, padding: int, form: str) -> None:
     model, x, mask = Padded().to(device), torch.randn(2, 5, 256), torch.ones(2, 5, dtype=torch.long)
     mask[1, 5 - padding :] = 0
     example: Example = {"x": x, "mask": mask} if form == "dict" else (x, mask)
-    with warnings.catch_warnings(action="error"), Allocated() as allocated:
+    with Allocated() as allocated:
         plan = pf.plan(model, example=example)
     assert allocated.total < 10 * x.nbytes < 0.5 * plan.before.parameter_bytes
     assert plan.before.forward_macs == (10 + (10 - padding) * bool(padding)) * 256 * 256

@@ -226,12 +226,14 @@ def test_the_automatic_recipe() -> None:
         assert e.rank is None or e.rank % 16 == 0
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_automatic_recipe_without_a_total() -> None:
     model = build()
     optimizer = momentum(model)
     switch = pf.Switch()
     with pytest.warns(UserWarning, match=r"no total=.* after more than 11 observations, or never") as seen:
-        changed = [switch.step(model, optimizer, epoch=epoch) for epoch in range(14)]  # constant weights
+        changed = [switch.step(model, optimizer, epoch=0)]
+    changed += [switch.step(model, optimizer, epoch=epoch) for epoch in range(1, 14)]  # constant weights
     assert changed.index(True) == 11
     assert len(seen) == 1
     assert seen[0].filename == __file__
