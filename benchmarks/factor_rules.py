@@ -192,7 +192,8 @@ class Run:
             sides = [([U for U, _ in pairs], rule.up), ([V for _, V in pairs], rule.down)]
             news = [build_muon(params, decay, rate) for params, rate in sides]
         for new in news:
-            new.state.update({p: momentum[p] for group in new.param_groups for p in group["params"]})
+            own_params = [p for group in new.param_groups for p in group["params"]]
+            new.state.update({p: momentum[p] for p in own_params if p in momentum})
         self.optimizers += news
         self._set_lr()
 
