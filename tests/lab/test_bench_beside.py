@@ -138,6 +138,34 @@ def test_lines_that_do_not_fit_are_ignored(tmp_path: Path) -> None:
     assert read_run(tmp_path / "three" / names[-1]).settings["recipe"]["lr"] == chosen
 
 
+def test_predicted_steps_of_simulated_workers(tmp_path: Path) -> None:
+    """The computation behind a prediction is measured alone, not in a run that shares the device."""
+    settings = BenchSettings(
+        task=TASK, methods=("int8", "pufferfish"), epochs=2, per_host=2, simulate=True, network="1gbit", mode="eager"
+    )  # fmt: skip
+    lines = BenchLines(tmp_path / "lines.jsonl", "part")
+    done = do_all(settings, tmp_path / "one", lines)
+    measured = [piece.method for piece in done if piece.alone]
+    assert measured == ["bf16", "int8", "pufferfish"]
+    shown = tables(settings, tmp_path / "one")
+    assert "Times of steps are predicted from computation that was measured alone afterwards." in shown
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())["methods"]
+    lengths = {m: json.loads((tmp_path / f"one/equal-time/{m}/length.json").read_text()) for m in measured}
+    seconds = {m: record["length"]["seconds"] for m, record in lengths.items()}
+    predicted = {m: summary[m]["predicted"] for m in settings.methods}
+    dense = sorted(x["dense"] for x in seconds.values())[1]
+    assert predicted["dense"]["seconds_a_step"] == pytest.approx(dense)
+    for m, x in seconds.items():
+        assert predicted[m]["seconds_a_step"] == pytest.approx(dense * x["after"] / x["dense"])
+        assert predicted[m]["utilisation"] == pytest.approx(x["computing"] / x["after"])
+    assert 0 < predicted["dense"]["utilisation"] <= 1
+    lines.restore(settings, tmp_path / "two")
+    assert tables(settings, tmp_path / "two") == shown
+    alone = do_all(replace(settings, methods=()), tmp_path / "alone", lines, beside=1)
+    assert not any(piece.alone for piece in alone)  # these runs have measured it
+    assert "no exchange" in tables(replace(settings, methods=()), tmp_path / "alone")
+
+
 def test_an_incomplete_last_line(tmp_path: Path) -> None:
     settings = BenchSettings(task=TASK, methods=(), epochs=1, seeds=2, mode="eager")
     lines = BenchLines(tmp_path / "lines.jsonl", "part")

@@ -127,4 +127,4 @@ def _is_timed(method: str, settings: BenchSettings, root: Path) -> bool:
     if settings.equal != "steps":
         return True
     pruned = is_pruning_method(bench_method(method).method.model)
-    return not settings.simulate and not pruned and bool(read_run(folder).results.get("shared"))
+    return not pruned and bool(read_run(folder).results.get("shared"))

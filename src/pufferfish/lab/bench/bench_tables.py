@@ -66,9 +66,11 @@ def _main_table(comparison: Comparison) -> Table:
     table = headline(comparison)
     if not any(run.results.get("shared") for run in comparison.runs):
         return table
-    note = (
-        "Runs shared the device with others. Times of steps were measured alone afterwards, in turns with dense ones; the time of "
-        "a run is that of its updates."
+    simulated = any(run.settings.get("simulated") for run in comparison.runs)
+    note = "Runs shared the device with others. " + (
+        "Times of steps are predicted from computation that was measured alone afterwards."
+        if simulated
+        else "Times of steps were measured alone afterwards, in turns with dense ones; the time of a run is that of its updates."
     )
     return replace(table, notes=[*table.notes, note])
 
