@@ -186,6 +186,7 @@ def test_what_fits_into_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     settings.save(tmp_path)
     pool = Pool(settings, tmp_path, {}, Console(silent=True), beside=3, minutes=4, expected=20)
     monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setitem(MEASUREMENT, "widths", 60.0)
     now, pool._end = 0.0, 240.0
 
     def names(*running: Piece) -> list[list[str]]:
@@ -196,7 +197,7 @@ def test_what_fits_into_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names() == [[width.name]]  # at once, as nothing runs
     assert names(width) == []
     assert names(first) == []  # the measurement waits for the run, and the next run for the measurement
-    now = 240.1 - MEASUREMENT
+    now = 180.1
     assert names(first) == []  # with two runs on the device one takes 30 s and 2 × 20 s
     assert pool.left == [width, second]
     assert names() == [[first.name]]
@@ -238,7 +239,7 @@ def test_measurements_share_a_process(tmp_path: Path) -> None:
             log.result(wall_seconds=30.0)
     lengths = [f"equal-time/{method}/length.json" for method in ("pufferfish", "narrow")]
     assert [[piece.name for piece in pieces] for pieces in pool._next([])] == [lengths]
-    pool._end = time.monotonic() + 1.5 * MEASUREMENT
+    pool._end = time.monotonic() + 1.5 * MEASUREMENT["length.json"]
     assert [[piece.name for piece in pieces] for pieces in pool._next([])] == [lengths[:1]]
 
 

@@ -75,6 +75,25 @@ def due_pieces(settings: BenchSettings, root: Path, failed: Collection[str] = ()
     return [piece for piece in pieces if piece.name not in failed]
 
 
+def missing_pieces(settings: BenchSettings, root: Path) -> list[Piece]:
+    """All pieces that are not done, also those that wait for others; not tuning runs that may follow from the scores of others."""
+    task, recipe = settings.resolve()
+    runs = [run for method in settings.methods for run in untried_runs(method, settings, root, task, recipe)]
+    runs += [
+        run for run in bench_runs(settings, recipe) if run.lr is None and not is_finished(root / run.name)
+    ]
+    widths = [
+        m for m in settings.methods if _measures_width(m) and not width_of_method(m, settings, recipe, root)
+    ]
+    lengths = [m for m in settings.methods if not length_file(m, settings, root).exists() and _is_timeable(m)]
+    measured = [(m, width_file(m)) for m in widths]
+    measured += [(m, str(length_file(m, settings, root).relative_to(root))) for m in lengths]
+    return [
+        *(Piece(run.name, run.method) for run in runs),
+        *(Piece(name, method, alone=True) for method, name in measured),
+    ]
+
+
 def done_pieces(settings: BenchSettings, root: Path) -> list[str]:
     """The names of all pieces that are done."""
     _, recipe = settings.resolve()
@@ -122,9 +141,12 @@ def _is_timed(method: str, settings: BenchSettings, root: Path) -> bool:
     A pruned model is known to the process of its run only.
     """
     folder = finished_run(method, settings, root)
-    if method == REFERENCES[0] or folder is None:
+    if folder is None or method == REFERENCES[0]:
         return False
-    if settings.equal != "steps":
-        return True
-    pruned = is_pruning_method(bench_method(method).method.model)
-    return not pruned and bool(read_run(folder).results.get("shared"))
+    return settings.equal != "steps" or (
+        _is_timeable(method) and bool(read_run(folder).results.get("shared"))
+    )
+
+
+def _is_timeable(method: str) -> bool:
+    return method != REFERENCES[0] and not is_pruning_method(bench_method(method).method.model)

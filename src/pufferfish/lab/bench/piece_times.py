@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...planning.json_file import read_json
-from .bench_pieces import Piece
+from .bench_pieces import WIDTHS, Piece
 from .bench_settings import BenchSettings
+from .summary import LENGTH
 
 #: Kinds of pieces whose time is used for kinds of which none is finished.
 _SIMILAR = {"runs": "tune", "equal-time": "runs", "equal-bytes": "runs"}
-#: Seconds until a process trains, and of a measurement, as long as none is finished.
-START, MEASUREMENT = 30.0, 60.0
+#: Seconds until a process trains, and of measurements, as long as none is finished. A width may take several models to compile.
+START = 30.0
+MEASUREMENT = {WIDTHS: 120.0, LENGTH: 30.0}
 
 
 class Measured(NamedTuple):
@@ -46,7 +48,7 @@ class PieceTimes:
         if found:
             return scale * max(each.seconds * _slower(each.beside, beside) for each in found)
         if piece.alone:
-            return MEASUREMENT
+            return MEASUREMENT[piece.kind]
         return 0.0 if self.expected is None else START + self._share(piece) * self.expected * beside
 
     def device_seconds(self, piece: Piece) -> float:
@@ -54,7 +56,7 @@ class PieceTimes:
         found, scale = self._similar(piece)
         if found:
             return scale * sum(each.seconds / each.beside for each in found) / len(found)
-        return MEASUREMENT if piece.alone else self._share(piece) * (self.expected or 0.0)
+        return MEASUREMENT[piece.kind] if piece.alone else self._share(piece) * (self.expected or 0.0)
 
     def _similar(self, piece: Piece) -> tuple[list[Measured], float]:
         """Finished pieces of the same kind, of the same method if there are any, or else of a similar kind; and a factor."""
