@@ -26,7 +26,7 @@ from pufferfish.lab.bench.bench_worker import write_event
 from pufferfish.lab.bench.run_on_hosts import EventDisplay
 from pufferfish.lab.bench.summary import write_summary
 from pufferfish.lab.bench.terminal_table import terminal_table
-from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid
+from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
 from pufferfish.lab.report import report
 from pufferfish.lab.train.console import Console
 from pufferfish.measure import read_run
@@ -220,6 +220,26 @@ def test_methods_are_split_outside_of_brackets() -> None:
     assert split_methods("a,Accordion(PowerSGD(4), PowerSGD(1), every=5),,c") == (
         "a", "Accordion(PowerSGD(4), PowerSGD(1), every=5)", "c",
     )  # fmt: skip
+
+
+def test_which_rates_are_tried() -> None:
+    """Always all but the outermost ones; these only beside the best rate, so that it is not at the edge of what was tried."""
+    grid = rate_grid(0.1, 6)
+
+    def tried(best: int, finite: int = 6) -> list[float]:
+        """Rates that are tried if the best one is `best`, and those from `finite` on diverge."""
+        scores: dict[float, float | None] = {}
+        while missing := untried_rates(grid, scores, True):
+            scores |= {lr: -abs(grid.index(lr) - best) if grid.index(lr) < finite else None for lr in missing}
+        return sorted(scores)
+
+    assert [tried(best) for best in (2, 3)] == [grid[1:5]] * 2
+    assert [tried(best) for best in (0, 1)] == [grid[:5]] * 2
+    assert [tried(best) for best in (4, 5)] == [grid[1:]] * 2
+    assert tried(3, finite=2) == grid[:5]
+    assert tried(3, finite=1) == tried(3, finite=0) == grid[:5]
+    for count in (0, 2, 3):
+        assert untried_rates(rate_grid(0.1, count), {}, True) == rate_grid(0.1, count)
 
 
 def test_the_best_rate() -> None:

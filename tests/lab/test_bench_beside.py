@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from pufferfish.lab.bench.bench_pieces import Piece, due_pieces
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_tables import bench_tables
 from pufferfish.lab.bench.bench_worker import BenchWorker
-from pufferfish.lab.bench.run_beside import Pool, wall_seconds
+from pufferfish.lab.bench.piece_times import MEASUREMENT, START, Measured, PieceTimes, wall_seconds
+from pufferfish.lab.bench.run_beside import Pool
 from pufferfish.lab.report import report
 from pufferfish.lab.report.export import as_markdown
 from pufferfish.lab.report.link_times import predicted_step
@@ -44,7 +46,7 @@ def do_all(settings: BenchSettings, root: Path, lines: BenchLines, beside: int =
     settings.save(root)
     done = []
     while due := due_pieces(settings, root):
-        worker = BenchWorker(root, only=due[0].name, beside=beside, on_event=lambda event: None)
+        worker = BenchWorker(root, only=[due[0].name], beside=beside, on_event=lambda event: None)
         assert worker.run()
         assert worker.failed == []
         lines.add(settings, root, due[0].name)
@@ -136,6 +138,34 @@ def test_lines_that_do_not_fit_are_ignored(tmp_path: Path) -> None:
     assert read_run(tmp_path / "three" / names[-1]).settings["recipe"]["lr"] == chosen
 
 
+def test_predicted_steps_of_simulated_workers(tmp_path: Path) -> None:
+    """The computation behind a prediction is measured alone, not in a run that shares the device."""
+    settings = BenchSettings(
+        task=TASK, methods=("int8", "pufferfish"), epochs=2, per_host=2, simulate=True, network="1gbit", mode="eager"
+    )  # fmt: skip
+    lines = BenchLines(tmp_path / "lines.jsonl", "part")
+    done = do_all(settings, tmp_path / "one", lines)
+    measured = [piece.method for piece in done if piece.alone]
+    assert measured == ["bf16", "int8", "pufferfish"]
+    shown = tables(settings, tmp_path / "one")
+    assert "Times of steps are predicted from computation that was measured alone afterwards." in shown
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())["methods"]
+    lengths = {m: json.loads((tmp_path / f"one/equal-time/{m}/length.json").read_text()) for m in measured}
+    seconds = {m: record["length"]["seconds"] for m, record in lengths.items()}
+    predicted = {m: summary[m]["predicted"] for m in settings.methods}
+    dense = sorted(x["dense"] for x in seconds.values())[1]
+    assert predicted["dense"]["seconds_a_step"] == pytest.approx(dense)
+    for m, x in seconds.items():
+        assert predicted[m]["seconds_a_step"] == pytest.approx(dense * x["after"] / x["dense"])
+        assert predicted[m]["utilisation"] == pytest.approx(x["computing"] / x["after"])
+    assert 0 < predicted["dense"]["utilisation"] <= 1
+    lines.restore(settings, tmp_path / "two")
+    assert tables(settings, tmp_path / "two") == shown
+    alone = do_all(replace(settings, methods=()), tmp_path / "alone", lines, beside=1)
+    assert not any(piece.alone for piece in alone)  # these runs have measured it
+    assert "no exchange" in tables(replace(settings, methods=()), tmp_path / "alone")
+
+
 def test_an_incomplete_last_line(tmp_path: Path) -> None:
     settings = BenchSettings(task=TASK, methods=(), epochs=1, seeds=2, mode="eager")
     lines = BenchLines(tmp_path / "lines.jsonl", "part")
@@ -154,31 +184,78 @@ def test_what_fits_into_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """No piece is started that would end too late, by the time of similar ones; measurements have the device alone."""
     settings = replace(SETTINGS, methods=("narrow@time",), tune_epochs=None)
     settings.save(tmp_path)
-    pool = Pool(settings, tmp_path, {}, Console(silent=True), beside=3, minutes=1, expected=40)
+    pool = Pool(settings, tmp_path, {}, Console(silent=True), beside=3, minutes=4, expected=20)
     monkeypatch.setattr("time.monotonic", lambda: now)
-    now, pool._end = 0.0, 60.0
+    monkeypatch.setitem(MEASUREMENT, "widths", 60.0)
+    now, pool._end = 0.0, 240.0
 
-    def names(*running: Piece) -> list[str]:
-        return [piece.name for piece in pool._next(list(running))]
+    def names(*running: Piece) -> list[list[str]]:
+        return [[piece.name for piece in pieces] for pieces in pool._next(list(running))]
 
     width = Piece("widths/narrow@time.json", "narrow@time", alone=True)
     first, second = (Piece(f"tune/dense/lr-{lr}", "dense") for lr in ("0.1", "0.2"))
-    assert names() == [width.name]  # at once, as nothing runs
+    assert names() == [[width.name]]  # at once, as nothing runs
     assert names(width) == []
-    assert names(first) == [second.name]  # it waits for the others
-    now = 21.0
-    assert names(first) == []  # 40 s would be too long
-    assert pool.left == [second]
+    assert names(first) == []  # the measurement waits for the run, and the next run for the measurement
+    now = 180.1
+    assert names(first) == []  # with two runs on the device one takes 30 s and 2 × 20 s
+    assert pool.left == [width, second]
+    assert names() == [[first.name]]
     with RunLog(tmp_path / first.name, name="dense") as log:
-        log.result(wall_seconds=30.0)
-    assert pool.expected_seconds(second) == 30
-    assert pool.expected_seconds(Piece("equal-time/dense/seed-0", "dense")) == 30
-    assert names(width, first) == []
-    assert names(Piece("other", "dense")) == [second.name]
-    now = 30.1
+        log.result(wall_seconds=25.0)
+    assert pool.expected_seconds(second) == 25
+    assert names(Piece("other", "dense")) == [[second.name]]  # 50 s with another run
+    now = 191.0
     assert names(Piece("other", "dense")) == []
-    pool.settings = replace(settings, tune_epochs=1)  # of two epochs
-    assert pool.expected_seconds(Piece("runs/dense/seed-0", "dense")) == 60
+    assert names() == [[second.name]]
+
+
+def test_the_time_of_a_piece() -> None:
+    run, tuning = Piece("runs/dense/seed-0", "dense"), Piece("tune/dense/lr-0.1", "dense")
+    settings = replace(SETTINGS, epochs=10, tune_epochs=2)
+    declared = PieceTimes(settings, {}, expected=100)
+    assert [declared.seconds(piece, 3) for piece in (run, tuning)] == [START + 300, START + 60]
+    assert [declared.device_seconds(piece) for piece in (run, tuning)] == [100, 20]
+    assert PieceTimes(settings, {}).seconds(run, 1) == 0
+    known = {tuning: Measured(50, beside=2), Piece("tune/auto/lr-0.1", "auto"): Measured(80, beside=2)}
+    times = PieceTimes(settings, known)
+    assert [times.seconds(tuning, n) for n in (1, 2, 4)] == [pytest.approx(100 / 3), 50, 100]
+    assert times.seconds(run, 2) == 250  # it has five times as many epochs
+    assert times.seconds(Piece("tune/narrow/lr-0.1", "narrow"), 2) == 80  # the longest of others
+    declared = replace(times, expected=100)
+    assert declared.seconds(run, 2) == START + 200  # a long run has one start, too
+    assert times.device_seconds(tuning) == 25
+    finished = replace(times, measured=known | {run: Measured(70, beside=1)}, expected=100)
+    assert finished.seconds(Piece("equal-time/dense/seed-0", "dense"), 1) == 70
+
+
+def test_measurements_share_a_process(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, methods=("pufferfish", "narrow"), tune=0, seeds=1)
+    settings.save(tmp_path)
+    pool = Pool(settings, tmp_path, {}, Console(silent=True), beside=2)
+    pool._end = None
+    for method in settings.methods:
+        with RunLog(tmp_path / BenchRun(method, 0).name, name=method, settings={"recipe": {}}) as log:
+            log.result(wall_seconds=30.0)
+    lengths = [f"equal-time/{method}/length.json" for method in ("pufferfish", "narrow")]
+    assert [[piece.name for piece in pieces] for pieces in pool._next([])] == [lengths]
+    pool._end = time.monotonic() + 1.5 * MEASUREMENT["length.json"]
+    assert [[piece.name for piece in pieces] for pieces in pool._next([])] == [lengths[:1]]
+
+
+def test_a_failed_tuning_run(tmp_path: Path) -> None:
+    """The processes of other runs learn of it, and use the best of the other rates."""
+    settings = replace(SETTINGS, methods=(), equal="steps", epochs=1, seeds=1)
+    settings.save(tmp_path)
+    tried, failed = BenchRun("dense", lr=0.1).name, BenchRun("dense", lr=0.2).name
+    assert BenchWorker(tmp_path, only=[tried], on_event=lambda event: None).run()
+    pool = Pool(settings, tmp_path, {"data": None}, Console(silent=True), failed=[failed])
+    (run,) = due_pieces(settings, tmp_path, pool.failed)
+    options = pool._options([run])
+    assert options["skip"] == [failed]
+    assert BenchWorker(tmp_path, on_event=lambda event: None, **options).run()
+    assert read_run(tmp_path / run.name).settings["recipe"]["lr"] == 0.1
+    assert read_run(tmp_path / run.name).results["wall_seconds"] > 0
 
 
 TASK_FILE = """

@@ -292,7 +292,9 @@ def test_a_shard_has_all_seeds_of_a_method() -> None:
     settings = BenchSettings(task=TASK, methods=("pufferfish", "auto"), seeds=3, equal="time")
     runs = list(bench_runs(settings, settings.resolve()[1]))
     names = [run.name for run in runs]
-    assert names[9:] == [f"equal-time/{m}/seed-{s}" for s in range(3) for m in ("pufferfish", "auto")]
+    for seed in range(3):  # a seed is complete before the next one
+        equal = [f"equal-time/{m}/seed-{seed}" for m in ("pufferfish", "auto")]
+        assert names[5 * seed : 5 * seed + 5] == [f"runs/{m}/seed-{seed}" for m in settings.methods] + equal
     owners: dict[str, set[int]] = {}
     for run in runs:
         shards = [n for n in (1, 2) if Shard(n, 2).has_run(run, settings)]

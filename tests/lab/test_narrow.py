@@ -26,7 +26,7 @@ from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.find_width import closest_width, find_width, with_width
+from pufferfish.lab.train.find_width import TIMED, TOLERANCE, closest_width, find_width, with_width
 from pufferfish.lab.train.narrow_method import NarrowMethod, NarrowWidth
 from pufferfish.lab.train.timed_run import time_ratio
 from pufferfish.lab.train.training_method import training_method
@@ -89,6 +89,21 @@ def test_the_closest_width(seed: int, tolerance: float) -> None:
     assert found == ratio(width)
     assert found == best or abs(found - 1) <= tolerance
     assert closest_width(lambda width: 0.9 * width, 40) == (1.0, 0.9)
+
+
+@pytest.mark.parametrize("speedup", [1.05, 1.3, 1.6, 1.9])
+@pytest.mark.parametrize("parts", [(0.1, 0.5, 0.4), (0.4, 0.4, 0.2), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0)])
+def test_few_widths_are_timed(speedup: float, parts: tuple[float, float, float]) -> None:
+    """Each is a model to compile; a step has parts that do not depend on the width, and that grow with it and its square."""
+    tried = []
+
+    def ratio(width: float) -> float:
+        tried.append(width)
+        return speedup * sum(part * width**n for n, part in enumerate(parts))
+
+    _, found = closest_width(ratio, TIMED, TOLERANCE)
+    assert abs(found - 1) <= TOLERANCE
+    assert len(tried) <= 5  # with that of the whole width
 
 
 def test_a_number_of_parameters() -> None:

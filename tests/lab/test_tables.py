@@ -39,6 +39,11 @@ def test_declared_methods_fit_their_tasks(table: str, name: str) -> None:
     assert {*each.against, *each.published} <= {*settings.methods}
     assert each.seconds < 540  # a run fits into a command of ten minutes
     assert each.settings.mode != "auto"  # it would depend on the device
+    short = recipe.override(epochs=settings.tune_epochs)
+    if settings.tune and recipe.switch_at and table != "smoke":  # tuning runs switch at about the same share of the run
+        assert abs((short.switch_at or 0) / short.epochs - recipe.switch_at / recipe.epochs) < 0.05
+    if task.metric == "bits_per_byte":
+        assert settings.tune >= 4
 
 
 @pytest.mark.parametrize("table", tables.TABLES)
@@ -69,6 +74,47 @@ def test_what_is_missing_is_shown(table: str, tmp_path: Path, capsys: pytest.Cap
     assert shown.count(f"0 of {each.settings.seeds}") >= len(each.settings.methods)
 
 
+def test_the_cost_of_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cost", "--results", str(tmp_path)]
+    assert tables.main(["all", *words]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert len(rows) == 2 + sum(len(tables.TABLES[name]) for name in tables.ALL)
+    # enwik8: inner rates of six methods, three seeds, five methods at equal time, a width and five lengths
+    enwik8 = tables.TABLES["enwik8"]["d512"]
+    minutes = (enwik8.seconds * (18 * 3 / 15 + 18 + 15) + 120 + 5 * 30) / 60
+    expected = ["enwik8", "d512", "18", "18", "15", "6", f"{enwik8.seconds:.0f}", f"{minutes:.0f}"]
+    assert rows[1] == expected
+    assert int(rows[-1][-1]) == pytest.approx(sum(int(row[-1]) for row in rows[1:-1]), abs=len(rows))
+    readme = (Path(tables.__file__).parent / "README.md").read_text()
+    assert shown.strip() in readme
+
+
+def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tables.main(["seed004", "--part", "3 workers", "--show"])
+    message = "--part 3 workers: seed004 has the parts 8 workers, 4 workers, 2 workers"
+    assert message in capsys.readouterr().err
+
+
+def test_missing_data_concerns_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    called: list[str] = []
+
+    def bench(settings: BenchSettings, root: Path, **more: Any) -> int:
+        called.append(settings.task)
+        if settings.task.startswith("enwik8"):
+            raise ValueError("enwik8: no data")
+        return 0
+
+    monkeypatch.setattr(tables, "run_bench", bench)
+    assert tables.main(["all", "--work", str(tmp_path), "--minutes", "1"]) == 1
+    assert len(called) == len([name for table in tables.ALL for name in tables.TABLES[table]])
+    assert "enwik8, d512: enwik8: no data" in capfd.readouterr().err
+    called.clear()
+    assert tables.main(["all", "--work", str(tmp_path), "--minutes", "0"]) == 0
+    assert called == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_smallest_table(
@@ -89,5 +135,7 @@ def test_the_smallest_table(
     shown = capsys.readouterr().out
     assert "| pufferfish | 4,874 |" in shown
     assert shown.count("2 of 2") == 4
+    assert tables.main([*words, "--cost"]) == 0
+    assert "digits       0     0           0             0" in capsys.readouterr().out
     assert tables.main([*words, "--work", "elsewhere"]) == 0  # nothing is left to do
     assert (tmp_path / "results" / "smoke.jsonl").read_text().splitlines() == lines

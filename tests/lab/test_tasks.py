@@ -233,6 +233,29 @@ def test_only_training_images_are_augmented(tmp_path: Path) -> None:
     assert "valid" not in find_task("cifar10:held=0").load(tmp_path)._splits
 
 
+def test_cutout_hides_a_square_of_training_images(tmp_path: Path) -> None:
+    TINY["cifar10"].write(tmp_path)
+    plain, cut = (find_task(f"cifar10:held=8{more}") for more in ("", ",cutout=6"))
+    data = plain.load(tmp_path)
+    hidden = []
+    for (images, labels), (others, same) in zip(epoch(plain, data), epoch(cut, data), strict=True):
+        assert torch.equal(labels, same)
+        assert others.is_contiguous(memory_format=torch.channels_last)
+        inside = ((others == 0) & (images != 0)).any(1)
+        assert torch.equal(others, images.masked_fill(inside[:, None], 0.0))
+        for mask in inside:
+            rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+            assert mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].all()
+            assert int(rows[-1] - rows[0]) < 6
+            hidden.append(int(mask.sum()))
+    assert max(hidden) == 36  # whole squares; others lie partly outside
+    assert min(hidden) < 36
+    tests = [torch.cat([x for x, _ in epoch(task, data, "test", batch=5)]) for task in (plain, cut)]
+    assert torch.equal(*tests)
+    with pytest.raises(ValueError, match="cutout=40 must be between 0 and 32"):
+        find_task("cifar10:cutout=40")
+
+
 def test_carried_state_is_one_long_text(tmp_path: Path) -> None:
     tiny = TINY["wikitext2"]
     tiny.write(tmp_path)
@@ -387,7 +410,7 @@ def test_find_task(tmp_path: Path) -> None:
     for text, says in {
         "cifar100": "did you mean cifar10",
         "cifar10:vgg18": "did you mean vgg19",
-        "cifar10:depth=3": "unknown option 'depth'; choose from model, held",
+        "cifar10:depth=3": "unknown option 'depth'; choose from model, held, cutout",
         "cifar10:held=many": "must be an int",
         "cifar10:held=2.5": "must be an int",
         "digits:width=0": "width=0 is too small",

@@ -46,8 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "as in `pufferfish train`, each optionally with @OPTIMIZER or @OPTIMIZER=LR (default: pufferfish)"
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
-    add("--tune", metavar="lr=N", help="try N learning rates per method, each twice the last")
+    text = "choose from N learning rates per method, each twice the last; the outermost are tried only beside the best"
+    add("--tune", metavar="lr=N", help=text)
     add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as in the other runs)")
+    text = "epochs between validations of a run; the last epoch is always validated (default: 1)"
+    add("--validate-every", type=whole, default=1, metavar="N", help=text)
     text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
     text = "with --equal, at most X times the updates of the dense run (default: 4)"

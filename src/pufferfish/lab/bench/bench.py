@@ -25,7 +25,7 @@ from .bench_pieces import done_pieces
 from .bench_runs import Shard, bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker
-from .choose_rate import choose_rate
+from .choose_rate import choose_rate, untried_runs
 from .models_to_time import untimed_methods
 from .run_beside import Pool
 from .run_on_hosts import EventDisplay, run_on_hosts
@@ -163,9 +163,11 @@ def check_method(
 
 def has_work(settings: BenchSettings, root: Path, shard: Shard) -> bool:
     """Whether runs or timed rounds of a shard are missing."""
-    _, recipe = settings.resolve()
-    runs = (run for run in bench_runs(settings, recipe) if shard.has_run(run, settings))
-    if not all(is_finished(root / run.name) for run in runs):
+    task, recipe = settings.resolve()
+    runs = [run for run in bench_runs(settings, recipe) if shard.has_run(run, settings)]
+    if not all(is_finished(root / run.name) for run in runs if run.lr is None):
+        return True
+    if any(untried_runs(method, settings, root, task, recipe) for method in {run.method for run in runs}):
         return True
     return settings.timed and any(shard.has_timing(m, settings) for m in untimed_methods(settings, root))
 

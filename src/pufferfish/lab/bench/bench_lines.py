@@ -23,7 +23,7 @@ from .choose_rate import choose_rate
 from .summary import write_summary
 
 #: Settings that do not change the result of a run. A tuned rate is part of the run's record.
-_FREE = ("methods", "seeds", "rounds", "tune", "tune_epochs", "equal")
+_FREE = ("methods", "seeds", "rounds", "tune", "tune_epochs", "equal", "validate_every")
 #: What a line keeps of a layer's record; its spectra are large.
 _LAYER = ("name", "shape", "full_rank", "rank")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...measure import read_run
 from ...planning.json_file import read_json
 from ..rivals.pruning_by_name import is_pruning_method
 from ..tasks import Recipe
@@ -12,7 +13,7 @@ from ..train.find_width import saved_width
 from .bench_method import bench_method
 from .bench_runs import BenchRun, bench_runs, is_finished, slug
 from .bench_settings import REFERENCES, BenchSettings
-from .choose_rate import choose_rate
+from .choose_rate import choose_rate, untried_runs
 from .models_to_time import finished_run
 from .summary import LENGTH
 
@@ -45,27 +46,52 @@ class Piece:
 def due_pieces(settings: BenchSettings, root: Path, failed: Collection[str] = ()) -> list[Piece]:
     """All pieces that are neither done nor failed nor waiting for others, in the order in which they should be started.
 
-    A width that is measured comes before the method's runs; all tuning runs of a method come before its other runs, and its
-    first run before its number of updates at equal time, which also gives the times of its steps.
+    A width that is measured comes before the method's runs; all tuning runs of a method come before its other runs. After the
+    runs of the first seed, the number of updates at equal time is measured, which also gives the times of steps.
     """
-    _, recipe = settings.resolve()
+    task, recipe = settings.resolve()
+    of_bench = (settings, root, task, recipe, failed)
     widths = [
         m for m in settings.methods if _measures_width(m) and not width_of_method(m, settings, recipe, root)
     ]
     pieces = [Piece(width_file(method), method, alone=True) for method in widths]
-    lengths = [method for method in settings.methods if _is_timed(method, settings)]
-    lengths = [
-        m for m in lengths if not length_file(m, settings, root).exists() and finished_run(m, settings, root)
-    ]
-    pieces += [Piece(str(length_file(m, settings, root).relative_to(root)), m, alone=True) for m in lengths]
-    has_rate = {m: _has_rate(m, settings, root, recipe, failed) for m in settings.methods}
+    trained = [method for method in settings.methods if method not in widths]
+    tuning = [run for method in trained for run in untried_runs(method, *of_bench)]
+    has_rate = {method: choose_rate(method, *of_bench) is not None for method in trained}
+    first: list[BenchRun] = []
+    others: list[BenchRun] = []
     for run in bench_runs(settings, recipe):
-        ready = run.lr is not None or has_rate[run.method]
-        if run.equal != "steps":
-            ready = ready and length_file(run.method, settings, root).exists()
-        if ready and run.method not in widths and not is_finished(root / run.name):
-            pieces.append(Piece(run.name, run.method))
+        ready = run.lr is None and has_rate.get(run.method) and not is_finished(root / run.name)
+        if ready and (run.equal == "steps" or length_file(run.method, settings, root).exists()):
+            (first if run.seed == 0 and run.equal == "steps" else others).append(run)
+    lengths = [
+        method
+        for method in settings.methods
+        if not length_file(method, settings, root).exists() and _is_timed(method, settings, root)
+    ]
+    pieces += [Piece(run.name, run.method) for run in (*tuning, *first)]
+    pieces += [Piece(str(length_file(m, settings, root).relative_to(root)), m, alone=True) for m in lengths]
+    pieces += [Piece(run.name, run.method) for run in others]
     return [piece for piece in pieces if piece.name not in failed]
+
+
+def missing_pieces(settings: BenchSettings, root: Path) -> list[Piece]:
+    """All pieces that are not done, also those that wait for others; not tuning runs that may follow from the scores of others."""
+    task, recipe = settings.resolve()
+    runs = [run for method in settings.methods for run in untried_runs(method, settings, root, task, recipe)]
+    runs += [
+        run for run in bench_runs(settings, recipe) if run.lr is None and not is_finished(root / run.name)
+    ]
+    widths = [
+        m for m in settings.methods if _measures_width(m) and not width_of_method(m, settings, recipe, root)
+    ]
+    lengths = [m for m in settings.methods if not length_file(m, settings, root).exists() and _is_timeable(m)]
+    measured = [(m, width_file(m)) for m in widths]
+    measured += [(m, str(length_file(m, settings, root).relative_to(root))) for m in lengths]
+    return [
+        *(Piece(run.name, run.method) for run in runs),
+        *(Piece(name, method, alone=True) for method, name in measured),
+    ]
 
 
 def done_pieces(settings: BenchSettings, root: Path) -> list[str]:
@@ -109,17 +135,18 @@ def _measures_width(method: str) -> bool:
     return narrow is not None and narrow.time
 
 
-def _is_timed(method: str, settings: BenchSettings) -> bool:
-    """Whether steps of a method are timed beside dense ones. A pruned model is known to the process of its run only."""
-    if method == REFERENCES[0]:
+def _is_timed(method: str, settings: BenchSettings, root: Path) -> bool:
+    """Whether steps of a method are timed beside dense ones: it has a run, which has no times of its own, or is repeated.
+
+    A pruned model is known to the process of its run only.
+    """
+    folder = finished_run(method, settings, root)
+    if folder is None or method == REFERENCES[0]:
         return False
-    if settings.equal != "steps":
-        return True
-    return not settings.simulate and not is_pruning_method(bench_method(method).method.model)
+    return settings.equal != "steps" or (
+        _is_timeable(method) and bool(read_run(folder).results.get("shared"))
+    )
 
 
-def _has_rate(
-    method: str, settings: BenchSettings, root: Path, recipe: Recipe, failed: Collection[str]
-) -> bool:
-    task, _ = settings.resolve()
-    return choose_rate(method, settings, root, task, recipe, failed) is not None
+def _is_timeable(method: str) -> bool:
+    return method != REFERENCES[0] and not is_pruning_method(bench_method(method).method.model)

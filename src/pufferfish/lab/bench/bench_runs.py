@@ -12,7 +12,7 @@ from ...planning.json_file import read_json
 from ..tasks import Recipe
 from .bench_method import bench_method
 from .bench_settings import REFERENCES, BenchSettings
-from .tuned_rate import rate_grid
+from .tuned_rate import inner_rates, rate_grid
 
 #: Seed of the tuning runs, different from those of the reported runs.
 TUNE_SEED = 1_000_000
@@ -45,16 +45,19 @@ class BenchRun:
 def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
     """All runs of a bench in order: the tuning runs, then all methods with the first seed, the second, …
 
-    At equal time or bytes, the same seeds again, without the dense runs, which would be the same.
+    Of the tuning runs, the outermost rates come last, and may not be needed. At equal time or bytes, each seed again, without
+    the dense run, which would be the same. So an interrupted bench is complete for fewer seeds.
     """
     for method in settings.methods:
-        lr = bench_method(method).recipe(recipe).lr
-        yield from (BenchRun(method, lr=rate) for rate in rate_grid(lr, settings.tune))
+        grid = rate_grid(bench_method(method).recipe(recipe).lr, settings.tune)
+        inner = inner_rates(grid)
+        rates = [*inner, *(lr for lr in grid if lr not in inner)]
+        yield from (BenchRun(method, lr=lr) for lr in rates)
+    others = [method for method in settings.methods if method != REFERENCES[0]]
     for seed in range(settings.seeds):
         yield from (BenchRun(method, seed) for method in settings.methods)
-    for seed in range(settings.seeds if settings.equal != "steps" else 0):
-        others = (method for method in settings.methods if method != REFERENCES[0])
-        yield from (BenchRun(method, seed, equal=settings.equal) for method in others)
+        if settings.equal != "steps":
+            yield from (BenchRun(method, seed, equal=settings.equal) for method in others)
 
 
 def is_finished(folder: Path) -> bool:

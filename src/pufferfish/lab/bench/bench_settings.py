@@ -37,12 +37,13 @@ class BenchSettings:
         methods: methods as `bench_method` parses them; dense is always added, and bf16 for several workers.
         seeds: number of seeds, from 0.
         recipe, epochs, batch: the task's recipe, and overrides of its values.
-        tune: learning rates that every method tries; 0: all use the recipe's.
+        tune: learning rates that every method is tuned with, as `untried_rates` says; 0: all use the recipe's.
         tune_epochs: epochs of these runs; None: those of the others.
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
         equal: "steps"; "time" or "bytes": all methods but dense are also trained with as many updates as fit into the
             time or the bytes of the dense run.
+        validate_every: epochs between validations of a run; its last epoch is always validated.
         stretch: the most updates of such runs, as a multiple of those of the dense run.
         simulate: exact simulation of all workers in one process; step times are predicted.
         device, precision: as in `pufferfish train`.
@@ -73,9 +74,12 @@ class BenchSettings:
     mode: str = "auto"
     equal: str = "steps"
     stretch: float = 4.0
+    validate_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch", "tune_epochs", "hosts", "per_host", "rounds"):
+        for name in (
+            "seeds", "epochs", "batch", "tune_epochs", "hosts", "per_host", "rounds", "validate_every"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -131,7 +135,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            mode=self.mode, hosts=self.hosts, **more,
+            mode=self.mode, hosts=self.hosts, validate_every=self.validate_every, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -182,6 +186,7 @@ def load_settings(folder: Path) -> BenchSettings:
     data.setdefault("equal", "steps")
     data.setdefault("tune_epochs", None)
     data.setdefault("stretch", BenchSettings.stretch)
+    data.setdefault("validate_every", 1)
     names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()
     if missing:

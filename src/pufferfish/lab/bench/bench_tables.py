@@ -10,7 +10,7 @@ from ..report.headline import difference_cell, headline
 from ..report.tables import Cell, Table
 from .bench_runs import BenchRun, bench_runs, is_finished
 from .bench_settings import REFERENCES, BenchSettings
-from .choose_rate import choose_rate
+from .choose_rate import choose_rate, untried_runs
 from .network_table import network_table
 from .summary import write_summary
 
@@ -49,11 +49,13 @@ def progress_table(settings: BenchSettings, root: Path) -> Table:
             Cell(method),
             Cell() if rate is None else Cell(f"{rate.lr:.3g}{', at the edge' * bool(rate.edge)}"),
         ]
-        for kind, shown in kinds.items():
+        for kind in (kind for kind, shown in kinds.items() if shown):
             of_kind = [run for run in runs if _kind(run) == kind]
             done = sum(is_finished(root / run.name) for run in of_kind)
-            if shown:
-                row.append(Cell(f"{done} of {len(of_kind)}") if of_kind else Cell())
+            count = len(of_kind)
+            if kind == "tuning":  # not all rates of the grid need be tried
+                count = done + len(untried_runs(method, settings, root, task, recipe))
+            row.append(Cell(f"{done} of {count}") if of_kind else Cell())
         rows.append(row)
     columns = ["method", "learning rate", *(kind for kind, shown in kinds.items() if shown)]
     return Table("Finished runs", columns, rows)
@@ -64,9 +66,11 @@ def _main_table(comparison: Comparison) -> Table:
     table = headline(comparison)
     if not any(run.results.get("shared") for run in comparison.runs):
         return table
-    note = (
-        "Runs shared the device with others. Times of steps were measured alone afterwards, in turns with dense ones; the time of "
-        "a run is that of its updates."
+    simulated = any(run.settings.get("simulated") for run in comparison.runs)
+    note = "Runs shared the device with others. " + (
+        "Times of steps are predicted from computation that was measured alone afterwards."
+        if simulated
+        else "Times of steps were measured alone afterwards, in turns with dense ones; the time of a run is that of its updates."
     )
     return replace(table, notes=[*table.notes, note])
 

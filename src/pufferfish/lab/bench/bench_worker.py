@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from .bench_method import bench_method
 from .bench_pieces import length_file, width_file, width_of_method
 from .bench_runs import BenchRun, Shard, bench_runs, is_finished
 from .bench_settings import load_settings, read_json, write_json
-from .choose_rate import choose_rate
+from .choose_rate import choose_rate, untried_runs
 from .find_length import find_length
 from .models_to_time import models_to_time, untimed_methods
 from .predictions import predictions
@@ -59,8 +60,9 @@ class BenchWorker:
         link: requested and measured link between the hosts, for the records.
         target_link: link that could not be emulated, for which steps are predicted.
         on_event: called on rank 0 with the events of runs and rounds.
-        only: name of the only `Piece` to do.
+        only: names of the only pieces to do.
         beside: runs that share the device with this one, itself included; above 1 its times are not comparable.
+        started: when this process was started, as by `time.time`, for the record of the time that a piece takes.
         stop_requested: whether this worker should stop. All workers stop after a run or a round if any of them should.
     """
 
@@ -73,8 +75,9 @@ class BenchWorker:
         skip: Sequence[str] = (),
         link: dict[str, Any] | None = None,
         target_link: str | None = None,
-        only: str | None = None,
+        only: Sequence[str] | None = None,
         beside: int = 1,
+        started: float | None = None,
         on_event: Callable[[Event], None],
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -82,7 +85,7 @@ class BenchWorker:
         self.shard = shard or Shard()
         self.target_link = LinkShape.parse(target_link) if target_link else None
         self.failed, self.stop_requested = list(skip), stop_requested
-        self.only, self.beside = only, beside
+        self.only, self.beside, self._started = only, beside, started
         self.workers = Workers.of_job("bench", side_group=True)
         self.on_event = on_event if self.workers.rank == 0 else lambda event: None
         self.settings = load_settings(root)
@@ -92,7 +95,9 @@ class BenchWorker:
         """Do all missing runs and rounds; False if it was stopped before the end."""
         runs = [r for r in bench_runs(self.settings, self.recipe) if self.shard.has_run(r, self.settings)]
         if self.only is not None:
-            return self._do(self.only, {run.name: run for run in runs})
+            by_name = {run.name: run for run in runs}
+            finished = [self._do(name, by_name) for name in self.only]
+            return all(finished)
         for number, run in enumerate(runs, 1):
             lr = self.workers.run_on_first(lambda run=run: self._rate(run))  # type: ignore[misc]
             if self._stopped() or (lr is not None and not self._train(run, lr, number, len(runs))):
@@ -101,16 +106,17 @@ class BenchWorker:
 
     def _do(self, name: str, runs: Mapping[str, BenchRun]) -> bool:
         """Do one piece, and record how long it took; False if it was stopped."""
-        start = time.perf_counter()
+        start = self._started or time.time()
+        self._started = None  # only the first piece waits for the start of the process
         if name in runs:
             lr = self._rate(runs[name])
             finished = lr is None or self._train(runs[name], lr, 1, 1)
             if finished and is_finished(self.root / name):
-                self._record_sharing(self.root / name, time.perf_counter() - start)
+                self._record_sharing(self.root / name, time.time() - start)
             return finished
         with self._report_failure(name):
             record = self._measure(name) | {"hardware": hardware(), "versions": versions()}
-            write_json(self.root / name, record | {"wall_seconds": time.perf_counter() - start})
+            write_json(self.root / name, record | {"wall_seconds": time.time() - start})
         return True
 
     def _measure(self, name: str) -> dict[str, Any]:
@@ -135,25 +141,32 @@ class BenchWorker:
     def _measured_width(self, method: str) -> NarrowWidth:
         recipe = bench_method(method).recipe(self.recipe)
         settings = self.settings.run_settings(method, recipe, data=self.data)
-        data, device = self.task.load(self.data), worker_device(self.settings.device)
-        return find_width(self.task, settings, data, self.workers, device)
+        return find_width(
+            self.task, settings, self._loaded, self.workers, worker_device(self.settings.device)
+        )
 
     def _measured_length(self, method: str) -> EqualLength:
-        data, device = self.task.load(self.data), worker_device(self.settings.device)
+        device = worker_device(self.settings.device)
         equal = "time" if self.settings.equal == "steps" else self.settings.equal
         settings = dataclasses.replace(self.settings, equal=equal)
-        return find_length(method, settings, self.root, data, self.workers, device, self.target_link)
+        return find_length(method, settings, self.root, self._loaded, self.workers, device, self.target_link)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The task's data, for all measurements of this process."""
+        return self.task.load(self.data)
 
     def _stopped(self) -> bool:
         return any(self.workers.gather(self.stop_requested))
 
     def _rate(self, run: BenchRun) -> float | None:
-        """The learning rate of a run; None if the run is finished or cannot be started."""
+        """The learning rate of a run; None if the run is finished, not needed, or cannot be started."""
         if run.name in self.failed or is_finished(self.root / run.name):
             return None
+        of_bench = (self.settings, self.root, self.task, self.recipe, self.failed)
         if run.lr is not None:
-            return run.lr
-        rate = choose_rate(run.method, self.settings, self.root, self.task, self.recipe, self.failed)
+            return run.lr if run in untried_runs(run.method, *of_bench) else None
+        rate = choose_rate(run.method, *of_bench)
         if rate is None:
             self._fail(run.name, "not started, because no learning rate of its method could be tried")
         return rate.lr if rate else None
@@ -276,7 +289,7 @@ def main() -> None:
     if options.get("only"):
         _end_with_parent()
         worker = BenchWorker(arguments.root, on_event=write_event, **options)
-        sys.exit(0 if worker.run() and not worker.failed else 1)
+        sys.exit(0 if worker.run() and worker.failed == options["skip"] else 1)
     sigterm = Sigterm()  # a worker that ends on SIGTERM between two runs would leave the others waiting
     with process_group(load_settings(arguments.root).device):
         BenchWorker(

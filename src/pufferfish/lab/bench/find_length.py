@@ -97,14 +97,18 @@ def _relative_time(
     is_dense = parsed.recipe(default) == default and parsed.method.local is None and not exchanges_less
     compared = [components(REFERENCES[0], False), components(method, True)]
     compared += [components(method, False)] if before and not is_dense else []
+    computing: dict[str, float] = {}
     if target_link is None:
         dense, ratios = relative_times([TimedRun(each) for each in compared], workers)
     else:
-        predicted = workers.mean([predict_step(each, target_link).step for each in compared])
+        steps = [predict_step(each, target_link) for each in compared]
+        predicted = workers.mean([step.step for step in steps])
         dense, ratios = predicted[0], [each / predicted[0] for each in predicted]
+        parts = workers.mean([step.utilisation * step.step for step in steps[:2]])
+        computing = dict(zip(("dense computing", "computing"), parts, strict=True))
     updates, first = run.results["updates"], 1.0 if is_dense else ratios[-1]
     mean = (before * first + (updates - before) * ratios[1]) / updates
-    seconds = {"dense": dense, "after": dense * ratios[1], "mean": dense * mean}
+    seconds = {"dense": dense, "after": dense * ratios[1], "mean": dense * mean, **computing}
     seconds |= {"before": dense * first} if before else {}
     return seconds, mean * updates / _dense_updates(settings, data)
 

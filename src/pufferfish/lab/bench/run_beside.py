@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import read_run
-from ...planning.json_file import read_json
 from ..report.formatting import format_score, format_seconds
 from ..train.console import Console
 from ..train.signals import sigterm_as_sigint
 from .bench_pieces import Piece, due_pieces, is_done
 from .bench_settings import BenchSettings
+from .piece_times import PieceTimes
 
 LOGS = "logs"
-#: Kinds of pieces whose time is used for kinds of which none is finished.
-_SIMILAR = {"runs": "tune", "equal-time": "runs", "equal-bytes": "runs"}
 #: Lines of a failed process that are shown.
 _LAST_LINES = 15
 
@@ -33,9 +31,9 @@ class Pool:
 
     Args:
         options: arguments of `BenchWorker`, for JSON.
-        beside: runs at once. Measurements have the machine for themselves.
+        beside: runs at once. Measurements have the machine for themselves, and share a process.
         minutes: no piece is started that is expected to end later; None: no limit.
-        expected: seconds of a run, as long as none is finished.
+        expected: seconds of a run that is alone, as long as none is finished.
         on_done: called after each finished piece.
 
     Attributes:
@@ -58,77 +56,91 @@ class Pool:
         """Do all pieces for which there is time. Ctrl-C and SIGTERM stop the processes after a checkpoint."""
         self._end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        running: dict[Future[float], Piece] = {}
+        running: dict[Future[float], list[Piece]] = {}
         with sigterm_as_sigint(), ThreadPoolExecutor(self.beside) as threads:
             try:
                 while True:
-                    for piece in self._next(list(running.values())):
-                        self.console.info(f"{piece.name} …")
-                        running[threads.submit(self._process, piece)] = piece
+                    busy = [piece for pieces in running.values() for piece in pieces]
+                    for pieces in self._next(busy):
+                        for piece in pieces:
+                            self.console.info(f"{piece.name} …")
+                        running[threads.submit(self._process, pieces)] = pieces
                     if not running:
                         break
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        self._finish(running.pop(future), future.result())
+                        pieces = running.pop(future)
+                        for piece in pieces:
+                            self._finish(piece, future.result() / len(pieces))
             except BaseException:
                 for process in [*self._processes.values()]:
                     process.terminate()
                 raise
 
-    def _next(self, running: list[Piece]) -> list[Piece]:
-        """The pieces to start now."""
-        due = [piece for piece in due_pieces(self.settings, self.root, self.failed) if piece not in running]
-        fitting = [piece for piece in due if self._fits(piece)]
-        self.left = [piece for piece in due if piece not in fitting]
-        alone = [piece for piece in fitting if piece.alone]
+    def _next(self, running: list[Piece]) -> list[list[Piece]]:
+        """The pieces to start now, by process.
+
+        Pieces are started in their order. Measurements wait for the runs before them to end, and the runs after them wait
+        for the measurements.
+        """
         if any(piece.alone for piece in running):
             return []
-        if alone and not running:
-            return alone[:1]
-        return [piece for piece in fitting if not piece.alone][: self.beside - len(running)]
-
-    def _fits(self, piece: Piece) -> bool:
-        return self._end is None or time.monotonic() + self.expected_seconds(piece) <= self._end
+        times = PieceTimes.of(self.settings, self.root, self.expected)
+        runs: list[Piece] = []
+        measurements: list[Piece] = []
+        self.left = []
+        for piece in due_pieces(self.settings, self.root, self.failed):
+            if piece in running:
+                continue
+            processes = len(running) + len(runs)
+            earlier = sum(times.seconds(each, 1) for each in measurements)
+            needed = earlier + times.seconds(piece, 1 if piece.alone else processes + 1)
+            if self._end is not None and time.monotonic() + needed > self._end:
+                self.left.append(piece)
+            elif piece.alone and not processes:
+                measurements.append(piece)
+            elif piece.alone or measurements or processes == self.beside:
+                break
+            else:
+                runs.append(piece)
+        return [measurements] if measurements else [[run] for run in runs]
 
     def expected_seconds(self, piece: Piece) -> float:
-        """The longest time of finished pieces of its method and kind, or else of its kind, or of a similar kind."""
-        times = wall_seconds(self.root)
-        kind: str | None = piece.kind
-        scale = 1.0
-        while kind is not None:
-            of_kind = {(p.method, p.name): t for p, t in times.items() if p.kind == kind}
-            own = [seconds for (method, _), seconds in of_kind.items() if method == piece.method]
-            if of_kind:
-                return scale * max(own or of_kind.values())
-            kind = _SIMILAR.get(kind)
-            if kind == "tune" and self.settings.tune_epochs:
-                scale = self.settings.resolve()[1].epochs / self.settings.tune_epochs
-        return 0.0 if piece.alone or self.expected is None else self.expected
+        """Seconds of a piece that is started when nothing else runs."""
+        return PieceTimes.of(self.settings, self.root, self.expected).seconds(piece, 1)
 
-    def _process(self, piece: Piece) -> float:
-        """Do a piece in a process; returns its seconds."""
+    def _process(self, pieces: list[Piece]) -> float:
+        """Do pieces in one process; returns its seconds."""
         start = time.monotonic()
-        log = self._log(piece)
+        log = self._log(pieces[0])
         log.parent.mkdir(parents=True, exist_ok=True)
-        options = self.options | {"only": piece.name, "beside": 1 if piece.alone else self.beside}
         command = [
             sys.executable,
             "-m",
             f"{__package__}.bench_worker",
             str(self.root),
             "--options",
-            json.dumps(options),
+            json.dumps(self._options(pieces)),
         ]
         with log.open("wb") as output:
             # The process ends when this pipe is closed, also by the death of this process.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
             )
-            self._processes[piece.name] = process
+            self._processes[pieces[0].name] = process
             process.wait()
         assert process.stdin is not None
         process.stdin.close()
-        del self._processes[piece.name]
+        del self._processes[pieces[0].name]
         return time.monotonic() - start
+
+    def _options(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Arguments of the `BenchWorker` that does the pieces."""
+        return self.options | {
+            "only": [piece.name for piece in pieces],
+            "beside": 1 if pieces[0].alone else self.beside,
+            "skip": self.failed,
+            "started": time.time(),
+        }
 
     def _finish(self, piece: Piece, seconds: float) -> None:
         if is_done(self.root, piece.name):
@@ -149,21 +161,5 @@ class Pool:
         return "no finite score, " if score is None else f"{format_score(task.metric, score)}, "
 
     def _log(self, piece: Piece) -> Path:
-        return self.root / LOGS / f"{piece.name.replace('/', '_')}.txt"
-
-
-def wall_seconds(root: Path) -> dict[Piece, float]:
-    """Seconds of the processes of all finished pieces that recorded them."""
-    times: dict[Piece, float] = {}
-    for path in [
-        *root.glob("*/*/*/run.json"),
-        *root.glob("widths/*.json"),
-        *root.glob("equal-*/*/length.json"),
-    ]:
-        data = read_json(path)
-        is_run = path.name == "run.json"
-        seconds = data["results"].get("wall_seconds") if is_run else data.get("wall_seconds")
-        if seconds is not None:
-            name = str((path.parent if is_run else path).relative_to(root))
-            times[Piece(name, data["name" if is_run else "method"], alone=not is_run)] = float(seconds)
-    return times
+        name = piece.kind if piece.alone else piece.name  # measurements of a kind share a process
+        return self.root / LOGS / f"{name.replace('/', '_')}.txt"

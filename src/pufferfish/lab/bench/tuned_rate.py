@@ -1,7 +1,7 @@
-"""`TunedRate`: a learning rate chosen by validation score, from the same number of trials for every method."""
+"""`TunedRate`: a learning rate chosen by validation score, from the same grid and by the same rule for every method."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 #: Ratio of neighbouring rates.
@@ -15,6 +15,36 @@ def rate_grid(lr: float, count: int) -> list[float]:
     ([0.025, 0.05, 0.1, 0.2, 0.4], [0.1, 0.2], [])
     """
     return [lr * FACTOR**k for k in range(-((count - 1) // 2), count // 2 + 1)] if count else []
+
+
+def inner_rates(grid: list[float]) -> list[float]:
+    """The rates of a grid that are always tried: all but the two outermost; of at most three rates, all.
+
+    >>> inner_rates([1, 2, 4, 8, 16]), inner_rates([1, 2, 4])
+    ([2, 4, 8], [1, 2, 4])
+    """
+    return grid[1:-1] if len(grid) > 3 else grid
+
+
+def untried_rates(
+    grid: list[float], scores: Mapping[float, float | None], higher_is_better: bool
+) -> Collection[float]:
+    """The rates that must still be tried: the inner ones, then an outermost one if the best rate is its neighbour.
+
+    So the best rate has worse neighbours, or is an end of the grid. If no inner rate has a finite score, the lowest rate is
+    tried.
+
+    >>> untried_rates([1, 2, 4, 8], {2: 90.0}, True), untried_rates([1, 2, 4, 8], {2: 90.0, 4: 91.0}, True)
+    ([4], [8])
+    >>> untried_rates([1, 2, 4, 8, 16], {2: 90.0, 4: 91.0, 8: None}, True)
+    []
+    """
+    missing = [lr for lr in inner_rates(grid) if lr not in scores]
+    if missing or not grid:
+        return missing
+    best = best_rate(scores, higher_is_better, grid[(len(grid) - 1) // 2])
+    place = grid.index(best.lr) if best is not None else 0
+    return [lr for lr in grid[max(place - 1, 0) : place + 2] if lr not in scores]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`shift_and_flip` and `normalize`: operations on batches of byte images, on their device."""
+"""`shift_and_flip`, `normalize` and `cut_out_`: operations on batches of images, on their device."""
 
 from functools import cache
 
@@ -26,6 +26,22 @@ def shift_and_flip(pixels: Tensor, rows: Tensor, down: Tensor, right: Tensor, fl
 def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Convert bytes (n, h, w, c) to normalized floats (n, c, h, w) in channels-last memory format."""
     return ((pixels - _constant(mean, pixels.device)) / _constant(std, pixels.device)).permute(0, 3, 1, 2)
+
+
+def cut_out_(images: Tensor, size: int, down: Tensor, right: Tensor) -> Tensor:
+    """Set a square of each image (n, c, h, w) in place to 0, the mean of normalized images: Cutout (arXiv:1708.04552).
+
+    `down` and `right` have the middle of each square, in pixels; a part of it may lie outside of the image.
+
+    >>> one = torch.tensor([1])
+    >>> cut_out_(torch.ones(1, 1, 1, 5), 2, 0 * one, one).flatten().tolist()
+    [0.0, 0.0, 1.0, 1.0, 1.0]
+    """
+    h, w = images.shape[2:]
+    rows = torch.arange(h, device=images.device) - down[:, None] + size // 2
+    columns = torch.arange(w, device=images.device) - right[:, None] + size // 2
+    inside = ((rows >= 0) & (rows < size))[:, :, None] & ((columns >= 0) & (columns < size))[:, None, :]
+    return images.masked_fill_(inside[:, None], 0.0)
 
 
 @cache

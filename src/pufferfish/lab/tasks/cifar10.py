@@ -31,9 +31,12 @@ class Cifar10(ImageClassification):
 
     model: str = "resnet18"  # or "vgg19"
     held: int = 1000  # training images held out for validation; 0 uses all 50,000, without a "valid" split
+    cutout: int = 0  # side of a square in pixels that is hidden in each training image
 
     def __post_init__(self) -> None:
         check_choice(self.name, "model", self.model, ("resnet18", "vgg19"))
+        if not 0 <= self.cutout <= 32:
+            raise ValueError(f"cifar10: cutout={self.cutout} must be between 0 and 32")
 
     @property
     def recipes(self) -> Mapping[str, Recipe]:

@@ -30,7 +30,7 @@ def find_task(text: str) -> Task:
     """Create the task named by `text`: a built-in one with options, or the user's file of a model and its data.
 
     >>> find_task("cifar10:vgg19")
-    Cifar10(model='vgg19', held=1000)
+    Cifar10(model='vgg19', held=1000, cutout=0)
     >>> find_task("digits:mlp,width=16")
     Digits(model='mlp', width=16, held=144)
     >>> find_task("wikitext2:llama,layers=2").model

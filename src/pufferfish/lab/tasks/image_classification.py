@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
-from ..data.image_ops import normalize, shift_and_flip
+from ..data.image_ops import cut_out_, normalize, shift_and_flip
 from .recipe import Recipe
 from .task import Batch, Task, eval_mode
 
@@ -23,6 +23,7 @@ class ImageClassification(Task):
     #: Augmentation: maximum shift in pixels, and whether to flip horizontally at random.
     shift: ClassVar[int] = 0
     flip: ClassVar[bool] = False
+    cutout: int = 0  # side of a square in pixels that is hidden at a random place of each training image
 
     def steps(self, data: Any, batch: int) -> int:
         return steps_per_epoch(data.size("train"), batch, "training images")
@@ -37,13 +38,19 @@ class ImageClassification(Task):
             shifts = (uniform((2, n), order.generator) * (2 * self.shift + 1)).long() - self.shift
             flips = uniform(n, order.generator) < (0.5 if self.flip else 0.0)
             shifts, flips = shifts.to(order.device), flips.to(order.device)
+            if self.cutout:
+                sides = torch.tensor(pixels.shape[1:3])[:, None]
+                squares = (uniform((2, n), order.generator) * sides).long().to(order.device)
         for batch in batches:
             rows = order.shard(batch)
             if order.training:
                 images = shift_and_flip(pixels, rows, shifts[0, rows], shifts[1, rows], flips[rows])
             else:
                 images = pixels[rows]
-            yield normalize(images, self.mean, self.std), labels[rows]
+            images = normalize(images, self.mean, self.std)
+            if order.training and self.cutout:
+                cut_out_(images, self.cutout, *squares[:, rows])
+            yield images, labels[rows]
 
     def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
         images, labels = batch

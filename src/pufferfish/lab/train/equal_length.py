@@ -16,7 +16,8 @@ class EqualLength:
         steps_per_epoch: updates between two validations.
         relative: time, or bytes, of the method's run relative to the dense one with equally many updates.
         seconds: of an update: "dense"; "before" and "after" the last change of the method's model, and the "mean" of these in
-            its run; empty for equal bytes.
+            its run; if predicted, "dense computing" and "computing": the parts of "dense" and "after" without the exchange. Empty
+            for equal bytes.
         link: that the times are predicted for; "": they are measured.
         note: about a limited number of updates.
 

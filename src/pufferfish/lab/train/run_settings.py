@@ -30,6 +30,7 @@ class RunSettings:
         mode: how updates run: "eager"; "compile": with torch.compile; "graph": whole updates in a CUDA graph;
             "compile+graph": both; "auto": the fastest that works on a GPU, eager on a CPU.
         save_every: updates between checkpoints; None: at the end of epochs, at most every `save_seconds`.
+        validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
         sinks: further outputs for metrics: "jsonl", "tensorboard".
@@ -57,6 +58,7 @@ class RunSettings:
     mode: str = "auto"
     save_every: int | None = None
     save_seconds: float = 10.0
+    validate_every: int = 1
     simulate: int | None = None
     network: str = "10gbit"
     sinks: tuple[str, ...] = ()
@@ -68,7 +70,10 @@ class RunSettings:
     equal_length: EqualLength | None = None
 
     def __post_init__(self) -> None:
-        counts = {"accumulate": self.accumulate, "save-every": self.save_every, "workers": self.simulate}
+        counts = {
+            "accumulate": self.accumulate, "save-every": self.save_every, "validate-every": self.validate_every,
+            "workers": self.simulate,
+        }  # fmt: skip
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: must be at least 1")
@@ -86,6 +91,10 @@ class RunSettings:
 
     def check(self, task: Task, processes: int) -> None:
         """Raise ValueError if the settings do not fit the task or the number of processes."""
+        if self.recipe.schedule == "plateau" and self.validate_every > 1:
+            raise ValueError(
+                f"--validate-every {self.validate_every}: the schedule plateau depends on every validation; use 1"
+            )
         if self.recipe.optimizer == "sam" and self.precision == "fp16":
             raise ValueError(
                 "--optimizer sam: fp16's loss scaler does not support two passes; use --precision bf16"

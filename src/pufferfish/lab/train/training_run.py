@@ -217,10 +217,12 @@ class TrainingRun:
 
         Between the averages of local steps the model is that of the first worker, at the end that of all.
         """
-        if epoch + 1 == self.change.epochs:
+        last = epoch + 1 == self.change.epochs
+        if last:
             self._sync()
         with log.paused():
-            self._validate(epoch, log)
+            if last or (epoch + 1) % self.settings.validate_every == 0:
+                self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
             if not stop and self._save_due(epoch):
                 self.checkpoint.save(step=self.step, **self._position())
