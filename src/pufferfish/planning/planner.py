@@ -85,7 +85,7 @@ def plan(
     mode = _mode(measure, model, example)
     if link is not None and not (mode and 0 < link < float("inf")):
         raise ValueError(
-            f"link={link!r}: pass the bytes per second that the workers average, above 0, and example= and measure="
+            f"link={link!r}: pass the bytes per second that the workers average, above 0, together with example= and measure="
         )
     if not (example is None or isinstance(example, Tensor | tuple | list | Mapping) or callable(example)):
         raise TypeError(
