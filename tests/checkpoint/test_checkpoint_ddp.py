@@ -219,7 +219,7 @@ def a_folder_that_one_worker_does_not_see(rank: int, size: int, folder: Path) ->
     if mounted.item():
         raises_everywhere(
             OSError,
-            "rank 1: .*does not see files of worker 0; all workers must share it",
+            "rank 1: .*does not see files of worker 0; all workers must share the folder",
             lambda: checkpoint.save(step=2),
         )
         raises_everywhere(ValueError, "rank 1: .*manifest.json is missing", checkpoint.resume)

@@ -101,7 +101,7 @@ def edit(file: Path) -> None:
         (
             "manifest.json",
             lambda f: f.write_text(json.dumps({"sha256": manifest._digest({})})),
-            "format None",
+            "format is None",
         ),
     ],
 )
@@ -148,5 +148,5 @@ def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(manifest, "_VERSION", 2)
         checkpoint.save()
         monkeypatch.undo()
-        with pytest.raises(ValueError, match="format 2, this version of pufferfish reads 1"):
+        with pytest.raises(ValueError, match="format is 2, but this version of pufferfish reads format 1"):
             checkpoint.resume()

@@ -236,7 +236,7 @@ def test_all_checkpoints_replaced_by_those_of_another_job(tmp_path: Path) -> Non
         checkpoint.resume()
         shutil.rmtree(tmp_path / "a" / "000001-step-1")
         shutil.copytree(foreign, tmp_path / "a" / "000002-step-1")
-        with pytest.raises(ValueError, match=f"its checkpoints are of job {b}, this is job {a}"):
+        with pytest.raises(ValueError, match=f"its checkpoints belong to job {b}, but this is job {a}"):
             checkpoint.resume()
     with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:  # a new start: branches off from b
         assert checkpoint.resume() is not None

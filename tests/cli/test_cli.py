@@ -180,7 +180,7 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (["advise", "{files}/no_gradient.py", *ON], "loss(output, target) returned float"),
         (["plan", "{files}/model_only.py", "--measure"], "needs a batch"),
-        (["plan", "{files}/with_batch.py", "--link", "1gbit"], "--link is compared with measured times"),
+        (["plan", "{files}/with_batch.py", "--link", "1gbit"], "--link needs measured times"),
         (["plan", "{files}/with_batch.py", "--measure", "--link", "fast"], "invalid network 'fast'"),
         (["plan", "{files}/with_batch.py", "--measure", "graph"], "move the model to a CUDA device"),
         (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),

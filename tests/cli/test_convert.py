@@ -46,9 +46,9 @@ def test_a_folder_and_back(dense: LlamaForCausalLM, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["dense/model.safetensors", "--rank", "8"], "--rank needs a Hugging Face folder"),
-        (["own", "--rank", "8"], "own: its config.json names no class of transformers; pass --plan"),
+        (["own", "--rank", "8"], "own: its config.json does not name a transformers class; pass --plan"),
         (["dense", "--rank", "8", "--keep", "x*"], "x*"),
-        (["dense", "--plan", "p.json", "--keep", "x"], "--keep: it belongs to --rank"),
+        (["dense", "--plan", "p.json", "--keep", "x"], "--keep works with --rank only"),
         (["nowhere", "--rank", "8"], "nowhere: no such file or folder"),
     ],
 )

@@ -121,7 +121,7 @@ def a_state_of_another_model_is_refused(rank: int, size: int, folder: Path) -> N
     other.average(gradients(1)[0])
     before = hook.state_dict()
     with pytest.raises(
-        ValueError, match=r"belongs to another model, with .*a\.weight \(24, 36\).*; here are .*middle"
+        ValueError, match=r"belongs to another model, with .*a\.weight \(24, 36\).*; this model has .*middle"
     ):
         hook.load_state_dict(other.state_dict())
     after = hook.state_dict()

@@ -94,7 +94,7 @@ def another_layout_starts_with_empty_state(mesh: DeviceMesh, rank: int, folder: 
         hook.load_state_dict({"shard": 0})
     others = {f"other.{name}": module for name, module in state["modules"].items()}
     before = tensors(hook)
-    with pytest.raises(ValueError, match=r"belongs to another model, with other\..*; here are .*first"):
+    with pytest.raises(ValueError, match=r"belongs to another model, with other\..*; this model has .*first"):
         hook.load_state_dict(state | {"modules": others})
     assert tensors(hook).keys() == before.keys()
 

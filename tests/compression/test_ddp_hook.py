@@ -182,7 +182,7 @@ def a_static_graph_begins_synchronised(rank: int, size: int, folder: Path) -> No
 
 def refusals(rank: int, size: int, folder: Path) -> None:
     ddp, _ = wrapped()
-    with pytest.raises(ValueError, match="compressed already; change its method by use"):
+    with pytest.raises(ValueError, match="already compressed; call use"):
         compress(ddp)
     averaged = DDP(build())
     exact_(averaged)

@@ -64,7 +64,7 @@ def test_patterns_match_parameters_or_modules_and_the_first_match_counts() -> No
     assert (done["a.weight"] != 0).sum() == (done["a.bias"] != 0).sum() == 1
     assert torch.equal(done["b.weight"], g["b.weight"].bfloat16().float())
     assert torch.equal(done["scale"], g["scale"])
-    with pytest.raises(ValueError, match=r"'d\.\*' matches no parameter; there are a.weight"):
+    with pytest.raises(ValueError, match=r"'d\.\*' matches no parameter; the parameters are a.weight"):
         Engine(Settings({"d.*": TopK(), "*": BFloat16()})).average(g)
 
 
@@ -154,19 +154,19 @@ def test_times_and_bytes_add_up() -> None:
         ),
         (
             lambda: Settings(PowerSGD(), scope="global"),
-            'PowerSGD treats every tensor on its own; scope="global"',
+            'PowerSGD compresses every tensor separately; scope="global"',
         ),
         (lambda: Settings(TopK(), scope="all"), "scope='all' is neither"),  # type: ignore[arg-type]
         (lambda: Settings(TopK(), nonfinite="skip"), "nonfinite='skip' is neither"),  # type: ignore[arg-type]
         (lambda: Settings({}), "needs at least one pattern"),
-        (lambda: Simulated(Settings(TopK()), 0), "workers=0; take 1 or more"),
+        (lambda: Simulated(Settings(TopK()), 0), "workers=0 must be at least 1"),
         (
             lambda: Simulated(Settings(TopK()), 2).average([{"w": torch.ones(2)}]),
             "gradients of 1 workers, but there are 2",
         ),
         (
             lambda: Engine(Settings(TopK())).average({"w": torch.ones(2, dtype=torch.int)}),
-            "w: a torch.int32 gradient",
+            "w: its gradient is torch.int32",
         ),
     ],
 )

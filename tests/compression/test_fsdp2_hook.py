@@ -223,7 +223,7 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     refused(r"replicas=None is not a process group; .*mesh\[", model, group=None)
     refused(r"holds another shard of this replica", model, group=dist.group.WORLD)
     refused(r"holds another shard of this replica", model, group=mesh["shard"].get_group())
-    refused("smallest also for methods for matrices", model, TopK(), smallest=0)
+    refused("smallest too unless the method is for matrices", model, TopK(), smallest=0)
     refused("pattern 'first.weight' matches no module", model, {"first.weight": TopK()})
     refused("QSGD works without error feedback", model, QSGD(), error_feedback=True)
     refused("QSGD works without error feedback", model, QSGD(), error_feedback=True if rank == 0 else None)
@@ -240,10 +240,10 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     plain = torch.optim.SGD(model.parameters())
     hook = pf.compress(model, {"first": DGC()}, replicas=replicas, optimizer=plain)
     assert hook.method == {"first": DGC()}
-    refused("compressed already; change its method by use", model)
+    refused("already compressed; call use", model)
     other = sharded(mesh["shard"])
     other.b0.set_all_reduce_hook(lambda flat: None)
-    refused("b0 has an all-reduce hook already", other)
+    refused("b0 already has an all-reduce hook", other)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:

@@ -302,7 +302,7 @@ def state_of_other_workers(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     assert same_everywhere(weights(model))
     state = hook.state_dict()
     hook.use(TopK(0.1))
-    with pytest.warns(UserWarning, match="of a method for matrices where this one is not"):
+    with pytest.warns(UserWarning, match="of a method for matrices while this one is not"):
         hook.load_state_dict(state)
     train(model, momentum(model), range(5, 6), rank)
     assert same_everywhere(weights(model))

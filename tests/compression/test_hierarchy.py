@@ -86,7 +86,7 @@ def error_feedback_belongs_to_machines(rank: int, size: int) -> None:
     assert not set(everyone[0]) & set(everyone[1])
     other, flat = wrapped(TopK(0.05))
     loss(other, 0, rank).backward()
-    warning = rf"worker {rank} of 4 \(2 on each machine\) starts with empty error feedback; .* of worker {rank} of 4$"
+    warning = rf"worker {rank} of 4 \(2 on each machine\) starts with empty error feedback; .* to worker {rank} of 4$"
     with pytest.warns(UserWarning, match=warning):
         hook.load_state_dict(flat.state_dict())
 

@@ -161,7 +161,7 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
         ("pufferfish.TopK", ValueError, r"package\.module:Name"),
         ("TopK(k=1 + 1)", ValueError, r"1 \+ 1 is neither a value nor a method"),
         ("TopK(*[0.1])", ValueError, "neither a value nor a method"),
-        ("TopK(**{'k': 0.1})", ValueError, "not a method's name"),
+        ("TopK(**{'k': 0.1})", ValueError, "not the name of a method"),
         ("TopK(k=method_classes()[0])", ValueError, "neither a value nor a method"),
         ("__import__('os')", ValueError, "there is no __import__"),
         ("Method", ValueError, "there is no Method"),

@@ -63,7 +63,7 @@ def test_another_number_of_workers_keeps_shared_state_only() -> None:
     for step in range(2):
         four.average(gradients(4, step))
     saved = four.state_dict()
-    with pytest.warns(UserWarning, match="worker 1 of 2 starts with empty error feedback.* of worker 1 of 4"):
+    with pytest.warns(UserWarning, match="worker 1 of 2 starts with empty error feedback.* worker 1 of 4"):
         two.load_state_dict(saved)
     now = two.state_dict()
     for before, after in zip(saved["workers"], now["workers"], strict=False):
@@ -104,7 +104,7 @@ def test_state_of_another_model_is_refused(known: bool) -> None:
     ):
         engine = Engine(Settings(PowerSGD(2), smallest=0))
         refused = pytest.raises(
-            ValueError, match=r"belongs to another model, with .*a\.weight \(24, 36\).*; here are"
+            ValueError, match=r"belongs to another model, with .*a\.weight \(24, 36\).*; this model has"
         )
         if known:
             engine.average(here)

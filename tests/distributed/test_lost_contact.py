@@ -60,7 +60,7 @@ def one_worker_exits_before_the_switch(rank: int, folder: Path) -> None:
     fail_soon()
     if rank == 0:
         lost(
-            r"^switch.step: worker 0 lost contact with the others. Worker 1 did not get here within \d+ s",
+            r"^switch.step: worker 0 lost contact with the others. Worker 1 did not reach this call within \d+ s",
             lambda: switch.step(ddp, optimizer, step=1),
         )
         assert not switch.low_rank
@@ -75,7 +75,7 @@ def one_worker_trains_instead_of_switching(rank: int, folder: Path) -> None:
     fail_soon()
     if rank == 0:
         lost(
-            r"^switch.step: worker 0 lost contact .* Worker 1 did not get here within \d+ s",
+            r"^switch.step: worker 0 lost contact .* Worker 1 did not reach this call within \d+ s",
             lambda: switch.step(ddp, optimizer, step=1),
         )
     else:

@@ -53,7 +53,7 @@ def test_ctrl_c_ends_it_with_one_line(
     monkeypatch.setattr("time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
     assert main(["report", str(tmp_path / "mine"), "--watch", "--out", str(out), "--title", "Mine"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{out}: open it in a browser; it follows the runs until ctrl-C",
+        f"{out}: open it in a browser; it is updated until Ctrl-C",
         "",
         f"{out}: no longer updated",
     ]

@@ -276,7 +276,7 @@ def test_errors_name_the_file_and_what_to_add(
     [
         (["--data", "."], "--data .: mine.py reads its own data, in data(); remove --data"),
         (["--method", "narrow"], "the model of mine.py takes no width; add the argument `width=1.0` to the function"),
-        (["--held", "3"], "the task mine.py has its own validation data; leave --held out"),
+        (["--held", "3"], "the task mine.py has its own validation data; remove --held"),
         (["--workers", "3"], "a batch of 10 cannot be split equally over 3 workers; change --batch"),
         (["--batch", "40", "--workers", "2"], "data() has 20 training rows, fewer than a batch of 40"),
     ],

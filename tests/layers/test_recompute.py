@@ -338,7 +338,7 @@ def test_a_cache_of_keys_and_values() -> None:
     expected = [p.grad.clone() for p in model.parameters()]
     assert pf.recompute_(model, ["model.layers.*"]) == ["model.layers.0"]
     with pytest.raises(
-        ValueError, match=r"LlamaDecoderLayer: it would append to the cache .*use_cache = False"
+        ValueError, match=r"LlamaDecoderLayer: recomputing it would append to the cache .*use_cache = False"
     ):
         model(x)
     model.config.use_cache = False

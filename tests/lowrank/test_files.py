@@ -388,7 +388,9 @@ def test_a_folder_of_the_first_format_is_read(tmp_path: Path) -> None:
     pf.load(fresh := build(1), tmp_path / "saved")
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
     manifest.write_text(json.dumps(data | {"weights": [weights | {"file": "../saved/model.safetensors"}]}))
-    with pytest.raises(ValueError, match=r"pufferfish\.json: the file .* is not in its folder"):
+    with pytest.raises(
+        ValueError, match=r"pufferfish\.json: it lists the file .*, which is not in its folder"
+    ):
         pf.load(build(1), tmp_path / "saved")
 
 

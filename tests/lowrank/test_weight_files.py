@@ -72,7 +72,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     for path in ("../0.safetensors", str(outside), ".."):
         index = {"weight_map": where | {"0.weight": path, "0.bias": path}}
         (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match=r"in/model\.safetensors\.index\.json: .* is not in the folder"):
+        with pytest.raises(ValueError, match=r"in/model\.safetensors\.index\.json: .* is not in its folder"):
             convert(tmp_path / "in", plan, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 

@@ -43,7 +43,7 @@ class Resumed:
 class Checkpoint:
     """Saves a whole training job atomically in `folder` and restores it bit for bit.
 
-    All workers call every method, between two updates. The folder is on a file system that all workers share,
+    Call every method on all workers, between two updates. The folder is on a file system that all workers share,
     and belongs to one job at a time: while a job uses it, `resume` and `save` of another one raise ValueError.
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
@@ -142,7 +142,7 @@ class Checkpoint:
 
         Returns:
             True after SIGTERM: a checkpoint is saved, leave the loop. All workers return True at the same call;
-            with several workers it is the one after the signal, because the flag is reduced during a step.
+            with several workers it is the one after the signal, because the workers exchange the flag during a step.
         """
         self._calls += 1
         now = self._calls if step is None else step
@@ -236,7 +236,7 @@ class Checkpoint:
         check_position(position)
         if not hidden.is_dir():
             raise OSError(
-                f"{self.folder}: this worker does not see files of worker 0; all workers must share it"
+                f"{self.folder}: this worker does not see files of worker 0; all workers must share the folder"
             )
         worker, names, inner = self._workers.rank, names_by_id(self.model), unwrap(self.model)
         weights = model_state(inner)

@@ -127,7 +127,9 @@ class SavedCheckpoint:
         """
         states, names = self._read("optimizer", self._device), names_by_id(model)
         if len(states) != len(optimizers):
-            raise ValueError(f"{self.path}: saved with {len(states)} optimizers, now {len(optimizers)}")
+            raise ValueError(
+                f"{self.path}: saved with {len(states)} optimizers, now {len(optimizers)}; pass the same number"
+            )
         parameters = {own_name(name): p for name, p in model.named_parameters()}
         for state, optimizer, class_name in zip(states, optimizers, class_names, strict=True):
             try:

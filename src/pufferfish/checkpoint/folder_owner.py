@@ -84,7 +84,9 @@ class FolderOwner:
             raise
         job = job_of(folder)
         if job not in (None, owner.job):
-            raise ValueError(f"{folder}: its checkpoints are of job {job}, this is job {owner.job}")
+            raise ValueError(
+                f"{folder}: its checkpoints belong to job {job}, but this is job {owner.job}; use another folder"
+            )
         return owner
 
     def check(self) -> None:
@@ -93,7 +95,7 @@ class FolderOwner:
         if holder != self._text:
             raise ValueError(
                 f"{self.folder}: another job has taken it, {_readable(holder)}; to keep their checkpoints apart, "
-                "this one does not use it any more. Give each job its own folder"
+                "this job no longer uses it. Give each job its own folder"
             )
 
     @classmethod

@@ -57,7 +57,9 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish.Checkpoint")
     version = data.get("pufferfish checkpoint")
     if version != _VERSION:
-        raise ValueError(f"{manifest}: format {version}, this version of pufferfish reads {_VERSION}")
+        raise ValueError(
+            f"{manifest}: its format is {version}, but this version of pufferfish reads format {_VERSION}"
+        )
     for name, record in data["files"].items():
         file = path / name
         if not file.is_file():

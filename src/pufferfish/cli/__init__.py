@@ -24,7 +24,7 @@ _NO_COMPUTE = ("report", "fetch", "network")
 EPILOG = """\
 `pufferfish COMMAND --help` describes a command.
 
-completion with the tab key, in the start file of a shell:
+tab completion, a line for the startup file of your shell:
   bash, zsh   eval "$(register-python-argcomplete pufferfish)"
   fish        register-python-argcomplete --shell fish pufferfish | source
 """

@@ -2,8 +2,8 @@
 compression, low rank, or low rank with compression. The computation of a step
 is measured on this machine; step and run times on the network are predicted.
 
-TASK is a task of `pufferfish train`: digits, or your own file.py with build()
-and example(), one worker's batch, or data().
+TASK is a task of `pufferfish train`, such as digits, or your own file.py with
+build() and either data() or example(), which returns one worker's batch.
 
 examples:
   # predict, then run the three best on emulated hosts
@@ -13,7 +13,7 @@ examples:
   pufferfish advise my_model.py --network 10gbit --nodes 16 --per-node 8 \\
       --out plan.json
 
-  # on the network of a torchrun job
+  # measure the network of a torchrun job, and run the three best on it
   torchrun --nproc-per-node 8 -m pufferfish advise my_model.py \\
       --network real --check
 """
@@ -31,24 +31,36 @@ HELP = "recommend how to train on a given network"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help="what to train, see above")
-    add("--network", metavar="LINK", help="100mbit, '1gbit,delay=5ms', or real: that of this torchrun job")
+    add(
+        "--network",
+        metavar="LINK",
+        help="100mbit, '1gbit,delay=5ms', or real: the network of this torchrun job",
+    )
     add("--nodes", type=whole, metavar="N", help="number of machines (torchrun: taken from the job)")
     add(
         "--per-node", type=whole, metavar="M", help="workers per machine (default: 1; torchrun: from the job)"
     )
     add("--engine", default="ddp", metavar="E", help="ddp or fsdp2 (default: ddp)")
-    add("--methods", metavar="A,B", help="compression to try (default: bf16,int8,topk-0.01,powersgd-4)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if available; emulated hosts: cpu")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
-    add("--batch", type=whole, metavar="N", help="global batch size (default: example(), or from the recipe)")
+    add(
+        "--methods",
+        metavar="A,B",
+        help="compression methods to try (default: bf16,int8,topk-0.01,powersgd-4)",
+    )
+    add(
+        "--device", choices=("cpu", "cuda"), help="device (default: cuda if available; cpu on emulated hosts)"
+    )
+    add(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
+    )
+    add("--batch", type=whole, metavar="N", help="global batch size (default: from example() or the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="recipe of the task: short or paper (default: short)")
-    add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
+    add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
     add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
     add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
     add("--json", action="store_true", help="print the result as JSON")
-    add("--check", action="store_true", help="run the three best and decide by measured times")
+    add("--check", action="store_true", help="run the three best methods and decide by their measured times")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ per step on a network.
 fp32 DDP (dense), DDP with bf16 gradients (bf16) and a step without any exchange
 are always included (with one worker, only dense). Steps are timed in rounds in
 which all methods alternate. Every run is saved in the output folder: rerun the
-same command to resume it, or add methods and seeds later.
+same command to resume the bench, or add methods and seeds later.
 
 examples:
   pufferfish bench digits --methods powersgd-4,pufferfish,auto+powersgd-4 \\
@@ -13,10 +13,10 @@ examples:
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 
-  # dense models that are as small, and as fast, as the low-rank one
+  # compare with dense models of the same size and of the same step time
   pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
 
-  # each also with as many updates as fit into the time of the dense run
+  # also train each with as many updates as fit into the time of the dense run
   pufferfish bench digits --methods pufferfish,narrow --equal time --seeds 3
 
   # pruning methods
@@ -43,43 +43,50 @@ HELP = "compare training methods over seeds and on a network"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help="as in `pufferfish train`")
-    text = "as in `pufferfish train`, each optionally with @OPTIMIZER or @OPTIMIZER=LR (default: pufferfish)"
+    text = "as in `pufferfish train`; @OPTIMIZER or @OPTIMIZER=LR may follow each (default: pufferfish)"
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
-    text = "choose from N learning rates per method, each twice the last; the outermost are tried only beside the best"
+    text = "try N learning rates per method, each twice the one before; the outermost only if their neighbour is best"
     add("--tune", metavar="lr=N", help=text)
-    add("--tune-epochs", type=whole, metavar="N", help="epochs of these runs (default: as in the other runs)")
+    add(
+        "--tune-epochs",
+        type=whole,
+        metavar="N",
+        help="epochs of the runs of --tune (default: as in the other runs)",
+    )
     text = "epochs between validations of a run; the last epoch is always validated (default: 1)"
     add("--validate-every", type=whole, default=1, metavar="N", help=text)
-    text = "also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
+    text = "time, bytes: also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
     add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
-    text = "with --equal, at most X times the updates of the dense run (default: 4)"
+    text = "with --equal, make at most X times the updates of the dense run (default: 4)"
     add("--stretch", type=number, default=4.0, metavar="X", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")
     add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
-    add("--simulate", action="store_true", help="simulate all workers in one process; predict times")
+    add("--simulate", action="store_true", help="simulate all workers in one process and predict times")
     add("--rounds", type=whole, default=5, metavar="N", help="timing rounds (default: 5)")
-    text = "short or paper, also with other values, such as short,rank=0.33,optimizer=muon (default: short)"
+    text = "short or paper, optionally with changed values: short,rank=0.33,optimizer=muon (default: short)"
     add("--recipe", default="short", help=text)
-    add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
+    add("--epochs", type=whole, metavar="N", help="number of epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device (default: cpu)")
+    add(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
+    )
     modes = ("auto", "eager", "compile", "graph", "compile+graph")
     text = (
         "mode of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
     )
     add("--mode", choices=modes, default="auto", help=text)
-    add("--target", type=number, metavar="X", help="also report the time to this validation score")
+    add("--target", type=number, metavar="X", help="also report the time to reach this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
-    text = "runs that share the device, each in a process of its own; steps are then timed alone (default: 1)"
+    text = "number of runs that share the device, each in its own process; steps are timed alone afterwards (default: 1)"
     add("--beside", type=whole, metavar="N", help=text)
-    text = "start no run that would end after X minutes; the same command continues"
+    text = "start no run that would end after X minutes; rerun the same command to continue"
     add("--minutes", type=number, metavar="X", help=text)
-    text = "keep finished runs as lines of JSON in FILE, too, and do no run that is there already"
+    text = "also save finished runs to FILE, one JSON object per line, and skip runs that are already there"
     add("--lines", type=Path, metavar="FILE", help=text)
     add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 

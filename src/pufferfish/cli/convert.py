@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder to convert")
     plan = parser.add_mutually_exclusive_group(required=True)
-    plan.add_argument("--plan", type=Path, metavar="FILE", help="saved by `pufferfish plan … --out FILE`")
-    rank = "for a Hugging Face folder instead of a plan: rank of its layers, as in `pufferfish plan`"
+    plan.add_argument(
+        "--plan", type=Path, metavar="FILE", help="plan saved by `pufferfish plan … --out FILE`"
+    )
+    rank = "instead of --plan, for a Hugging Face folder: rank of its layers, as in `pufferfish plan`"
     plan.add_argument("--rank", metavar="R", help=rank)
-    add("--keep", nargs="+", metavar="PATTERN", help="with --rank: layers that stay dense")
+    add("--keep", nargs="+", metavar="PATTERN", help="with --rank: name patterns of layers that stay dense")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
     shard = "split the weights of a folder into files of at most this size (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
@@ -50,7 +52,7 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
 
     if arguments.plan:
         if arguments.keep:
-            raise ValueError("--keep: it belongs to --rank; a plan says itself which layers stay dense")
+            raise ValueError("--keep works with --rank only; a plan already says which layers stay dense")
         return Plan.load(arguments.plan)
     rank = parse_rank(arguments.rank)
     folder: Path = arguments.checkpoint
@@ -64,5 +66,5 @@ def _plan(arguments: argparse.Namespace) -> "Plan":
 
     model = meta_model(folder)
     if model is None:
-        raise ValueError(f"{folder}: its config.json names no class of transformers; pass --plan instead")
+        raise ValueError(f"{folder}: its config.json does not name a transformers class; pass --plan instead")
     return plan(model, rank, keep=arguments.keep or ())

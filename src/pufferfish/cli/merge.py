@@ -1,9 +1,9 @@
 """Convert a low-rank checkpoint back to dense, as pufferfish.merge_ does with
 a model.
 
-CHECKPOINT was written by `pufferfish convert`, pufferfish.save, or
+CHECKPOINT was written by `pufferfish convert`, by pufferfish.save, or by
 save_pretrained of a low-rank transformers model. The from_pretrained of
-transformers loads the dense folder.
+transformers loads the resulting dense folder.
 """
 
 import argparse

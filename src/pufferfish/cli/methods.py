@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "methods", nargs="*", metavar="METHOD", help=f"for example {examples} (default: all built-in methods)"
     )
-    sizes = "numbers of workers (default: 2 8 64)"
+    sizes = "numbers of workers to show ratios for (default: 2 8 64)"
     add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
     add("--workers", type=whole, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
 

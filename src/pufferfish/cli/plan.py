@@ -1,19 +1,20 @@
-"""Show which layers low rank would change, layer by layer, and what it saves.
+"""Show which layers would become low-rank, at which ranks, and what that saves.
 Nothing is trained or changed.
 
 MODEL is a built-in reference model:
   vgg19, vgg19_one_fc, resnet18, resnet50, wide_resnet50_2, lstm, transformer,
   gpt, llama,
 or your own file.py with a function build() that returns the model; also
-file.py:function or package.module:function. With data() or example() in the
-file, MACs and, if measured, layer times are reported, too; see
+file.py:function or package.module:function. If the file has data() or
+example(), MACs are reported too, and layer times if they are measured; see
 `pufferfish train --help`.
 
 A built-in model without options gets the Pufferfish paper's hybrid plan:
 rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
 
-With --device cuda the layers are measured, and those stay dense that would be
-slower: name the mode that the job runs in. Times are kept in the cache folder.
+With --device cuda the layers are timed, and those that would be slower stay
+dense: give --measure the mode that the job runs in. Times are kept in the
+user's cache folder.
 """
 
 import argparse
@@ -24,29 +25,31 @@ from typing import Any
 from .arguments import check_output_file, number, whole
 from .terminal import show
 
-HELP = "show which layers low rank changes and what it saves"
+HELP = "show which layers become low-rank and what that saves"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="name of a model, or file.py with build()")
-    rank = "0.25 (of the full rank), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
+    rank = "0.25 (share of the full rank, the default), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
     add("--rank", metavar="R", help=rank)
-    add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
-    add("--only", nargs="+", metavar="PATTERN", help="the only layers that may become low-rank")
+    add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
+    add("--only", nargs="+", metavar="PATTERN", help="name patterns; all other layers stay dense")
     add("--override", nargs="+", metavar="PATTERN=R", help="rank R for matching layers")
-    add("--embed", metavar="R", help="rank R for embeddings, which stay dense without it")
-    add("--frozen", action="store_true", help="factorize weights that require no gradient too")
+    add("--embed", metavar="R", help="rank R for embeddings, which stay dense by default")
+    add("--frozen", action="store_true", help="also factorize weights that do not require a gradient")
     add("--multiple", type=whole, metavar="N", help="round computed ranks to a multiple of N (default: 16)")
-    saving = "keep layers dense that save less than this fraction of their parameters"
+    saving = "keep layers dense that would save less than this fraction of their parameters"
     add("--min-saving", type=number, default=0.0, metavar="F", help=saving)
-    modes = "time the layers dense and low-rank (default mode: eager); slower ones stay dense"
+    modes = "time the layers, dense and low-rank, in this mode (default: eager); those that would be slower stay dense"
     measure = parser.add_mutually_exclusive_group()
     measure.add_argument(
         "--measure", nargs="?", const="eager", choices=("eager", "compile", "graph"), help=modes
     )
-    measure.add_argument("--no-measure", action="store_true", help="do not time the layers on a GPU either")
-    link = "network of each worker, such as 1gbit: a layer is low-rank if time plus sending gets shorter"
+    measure.add_argument(
+        "--no-measure", action="store_true", help="do not time the layers, even with --device cuda"
+    )
+    link = "network link of each worker, such as 1gbit: a layer becomes low-rank if that shortens its time plus the time to send its gradients"
     add("--link", metavar="RATE", help=link)
     add("--device", default="cpu", help="device for the measurement (default: cpu)")
     add("--wide", action="store_true", help="print one row per layer, with all columns")
@@ -61,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_output_file(arguments.out)
     measured = arguments.measure or (arguments.device.startswith("cuda") and not arguments.no_measure)
     if arguments.link and not measured:
-        raise ValueError("--link is compared with measured times; add --measure")
+        raise ValueError("--link needs measured times; add --measure")
     plan, remarks = plan_by_name(
         arguments.model,
         rank=arguments.rank,

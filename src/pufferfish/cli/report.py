@@ -11,17 +11,21 @@ HELP = "compare runs as an HTML page, CSV, LaTeX or Markdown"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    runs = "folder of a run, folder that contains runs, or .jsonl file of `bench --lines`"
+    runs = "folder of a run, folder that contains runs, or .jsonl file written by `bench --lines`"
     add("runs", nargs="+", metavar="RUN", help=runs)
     out = "output file (default: report.html for HTML, standard output for other formats)"
     add("--out", type=Path, metavar="FILE", help=out)
     form = parser.add_mutually_exclusive_group()
     for name, label in (("csv", "CSV"), ("latex", "LaTeX"), ("markdown", "Markdown")):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"write {label}")
-    form.add_argument("--watch", action="store_true", help="rewrite the page while runs go on, until ctrl-C")
+    form.add_argument(
+        "--watch", action="store_true", help="update the page while runs continue, until Ctrl-C"
+    )
     add("--title", metavar="TEXT", help="heading of the HTML page")
-    add("--against", metavar="NAME", help="method to compare the others with (default: bf16, else dense)")
-    target = "also report the time to this validation score, in the unit of the report"
+    add(
+        "--against", metavar="NAME", help="method to compare the others with (default: bf16, otherwise dense)"
+    )
+    target = "also report the time to reach this validation score, in the unit of the report"
     add("--target", type=number, metavar="X", help=target)
     parser.set_defaults(form="html")
 
@@ -35,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     if out is None:
         print(_text(arguments), end="")
     elif arguments.watch:
-        print(f"{out}: open it in a browser; it follows the runs until ctrl-C", flush=True)
+        print(f"{out}: open it in a browser; it is updated until Ctrl-C", flush=True)
         watch(arguments.runs, lambda refresh: write(_text(arguments, refresh), out), print)
         print(f"\n{out}: no longer updated")
     else:

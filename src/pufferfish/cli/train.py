@@ -4,22 +4,23 @@ Ctrl-C saves a checkpoint and exits.
 
 TASK is digits, cifar10, cifar10:vgg19, wikitext2, wikitext2:gpt, multi30k,
 imagefolder, enwik8, enwik8:llama, text, text:llama, or your own file.py.
-Data is read from --data or $PUFFERFISH_DATA; if files are missing, a message
-says which and where. For text, --data may be a file; a tokenizer.json beside
-it is used, or text:tokenizer=FILE.
+Data is read from --data or $PUFFERFISH_DATA; if files are missing, the error
+says which, and where to put them. For the task text, --data may be a file; a
+tokenizer.json beside it is used, or the one that text:tokenizer=FILE names.
 
-functions of your own file.py, which plan, advise and bench use, too:
-  build()               the model; with build(width=1.0), a factor on the sizes
-                        of its hidden layers, the method narrow works
-  data()                training and validation data, and test data if there is
-                        any: each a tuple of tensors (inputs, targets), or a
-                        Dataset whose rows are (input, target)
+functions in your own file.py, also used by plan, advise and bench:
+  build()               returns the model; the method narrow needs
+                        build(width=1.0), a factor for the sizes of the hidden
+                        layers
+  data()                returns training, validation and optionally test data:
+                        each a tuple of tensors (inputs, targets), or a Dataset
+                        whose rows are (input, target)
   loss(output, target)  optional: mean loss of a batch (default: cross-entropy)
   score(output, target) optional: mean quality of a batch, higher is better
                         (default: accuracy, or the loss if the file has one)
   example()             optional: one worker's batch (inputs, targets), for
                         plan and advise (default: from data())
-A run belongs to the text of the file: after an edit, choose another --out.
+A run cannot be resumed after an edit of the file: choose another --out.
 
 methods:
   dense             no low rank
@@ -28,15 +29,16 @@ methods:
                     the weights
   narrow            a narrower dense model with as many parameters as
                     pufferfish's low-rank one; narrow@time: with the same step
-                    time on this device; narrow-0.5: as at half the full rank
+                    time on this device; narrow-0.5: for rank ratio 0.5
   early-bird-0.5    removes this fraction of the channels once the selection
                     is stable
   lottery-ticket-5  prunes in this number of rounds, each trained from the start
-  diloco-30         workers average their models every 30 updates, not every
-                    gradient; streaming-30x4: in 4 parts, sent while training
-                    continues; sparseloco-30: 142 times fewer bytes; each also
-                    after low rank: pufferfish+diloco-30, and with settings of
-                    the outer optimizer: 'diloco-30(lr=0.5, momentum=0.9)'
+  diloco-30         workers average their models every 30 updates instead of
+                    every gradient; streaming-30x4: in 4 parts, sent while
+                    training continues; sparseloco-30: with 142 times fewer
+                    bytes. Each can be combined with low rank, as in
+                    pufferfish+diloco-30, and takes settings of the outer
+                    optimizer, as in 'diloco-30(lr=0.5, momentum=0.9)'
 
 examples:
   pufferfish train digits --method pufferfish
@@ -65,35 +67,42 @@ if TYPE_CHECKING:
     from ..lab.tasks import Task
     from ..lab.train import RunSettings
 
-HELP = "train a task, alone or on several workers; resumes by itself"
+HELP = "train a task on one or several workers, with automatic resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK", help="what to train, see above")
     add = parser.add_argument_group("training").add_argument
-    add("--method", default="dense", metavar="M", help="one of those above (default: dense)")
+    add("--method", default="dense", metavar="M", help="training method, see above (default: dense)")
     add("--compress", metavar="C", help="gradient compression, for example powersgd-4 or bf16")
     add(
         "--recipe",
         default="short",
-        help="short or paper, also with other values: short,rank=0.33 (default: short)",
+        help="short or paper, optionally with changed values: short,rank=0.33 (default: short)",
     )
-    add("--epochs", type=whole, metavar="N", help="epochs (default: from the recipe)")
+    add("--epochs", type=whole, metavar="N", help="number of epochs (default: from the recipe)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")
     add("--optimizer", metavar="O", help="sgd, adam(w), muon, lars, lamb or sam (default: from the recipe)")
     add("--accumulate", type=whole, default=1, metavar="N", help="backward passes per update (default: 1)")
     add("--seed", type=whole, default=0, metavar="N", help="random seed (default: 0)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--held", type=number, metavar="N", help="images held out for validation: number or fraction")
+    add(
+        "--held",
+        type=number,
+        metavar="N",
+        help="training images held out for validation: a number, or a fraction for imagefolder",
+    )
     add = parser.add_argument_group("workers and devices").add_argument
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
+    add("--device", choices=("cpu", "cuda"), help="device (default: cuda if available)")
+    add(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
+    )
     modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = "torch.compile, whole updates as a CUDA graph, or both; auto: the fastest that works on a GPU (default: auto)"
+    text = "torch.compile, whole updates as a CUDA graph, or both; auto: on a GPU the fastest mode that works (default: auto)"
     add("--mode", choices=modes, default="auto", help=text)
-    add("--workers", type=whole, metavar="N", help="processes on this machine")
-    add("--simulate", action="store_true", help="simulate --workers N in one process; predict times")
+    add("--workers", type=whole, metavar="N", help="number of workers on this machine")
+    add("--simulate", action="store_true", help="simulate the --workers in one process and predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"
     link = f"emulated link between --hosts, for example 100mbit or '1gbit,delay=5ms'; {simulated}"
     add("--network", metavar="LINK", help=link)
@@ -104,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=number, metavar="SECONDS", help=f"{timeout} and saving take {default}")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/TASK-METHOD-SEED)")
-    every = "updates between checkpoints (default: at the end of epochs, at most every few seconds)"
+    every = "updates between checkpoints (default: save after each epoch, at most every few seconds)"
     add("--save-every", type=whole, metavar="N", help=every)
     add("--jsonl", action="store_true", help="also write metrics.jsonl, one object per logged step")
     add("--tensorboard", action="store_true", help="also write TensorBoard files")

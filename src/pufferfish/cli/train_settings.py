@@ -28,7 +28,7 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
     if arguments.held is not None:
         if not hasattr(task, "held"):
             raise ValueError(
-                f"--held {arguments.held:g}: the task {task.name} has its own validation data; leave --held out"
+                f"--held {arguments.held:g}: the task {task.name} has its own validation data; remove --held"
             )
         if arguments.held < 0:
             raise ValueError(f"--held {arguments.held:g}: must not be negative")

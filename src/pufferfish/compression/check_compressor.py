@@ -87,7 +87,7 @@ def _same_everywhere(method: Method, size: int, smallest: int, device: str) -> N
                 assert torch.equal(g, untouched[name]), f"{method}: changes the gradient it is given"
         for worker, mean in enumerate(means):
             for name, shape in _SHAPES.items():
-                assert mean[name].shape == shape, f"{method}: the mean of {name} has another shape"
+                assert mean[name].shape == shape, f"{method}: the mean of {name} does not have its shape"
                 assert torch.equal(mean[name], means[0][name]), (
                     f"{method}: workers 0 and {worker} differ in {name}"
                 )
@@ -133,7 +133,9 @@ def _takes_anything(method: Method, size: int, device: str) -> None:
         ]
         mean = simulated.average(given)[0]
         for name, shape in shapes.items():
-            assert mean[name].shape == shape, f"{method}: {name} comes back as {tuple(mean[name].shape)}"
+            assert mean[name].shape == shape, (
+                f"{method}: the mean of {name} has the shape {tuple(mean[name].shape)}, not {shape}"
+            )
             assert mean[name].isfinite().all(), f"{method}: {name} is not finite in step {step}"
         if step != 1:
             assert not mean["zero"].any(), (
@@ -151,8 +153,8 @@ def _survives_nonfinite(method: Method, size: int, device: str) -> None:
             given[-1]["b.weight"][3, 4] = value
         for mean in simulated.average(given):
             for name, x in mean.items():
-                right = x.isfinite() if value == 1 else x.isnan()
-                assert right.all(), f"{method}: {name} after {value} on one worker"
+                right, state = (x.isfinite(), "finite") if value == 1 else (x.isnan(), "NaN")
+                assert right.all(), f"{method}: the mean of {name} is not {state}, with {value} on one worker"
         if value != 1:
             after = _flat(simulated.state_dict())
             for path, x in after.items():
@@ -209,9 +211,9 @@ def _keeps_its_kind(method: Method, draws: int, device: str) -> None:
     elif method.kind == "exact":
         assert error < 1e-6, f"{method}: is not exact; off by {error:.2g}"
     elif method.kind == "rounding":
-        assert error < 1e-2, f"{method}: rounds by {error:.2g}"
+        assert error < 1e-2, f"{method}: rounds too coarsely; off by {error:.2g}"
     elif method.kind == "vote":
-        assert (mean.abs() == 1).all(), f"{method}: a vote is ±1"
+        assert (mean.abs() == 1).all(), f"{method}: a vote is not ±1"
         agree = _agreeing(given, batches, method)
         assert (mean[-1][agree] == target[-1][agree].sign()).all(), (
             f"{method}: unanimous votes are not followed"

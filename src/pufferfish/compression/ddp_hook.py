@@ -47,19 +47,19 @@ def compress(
 ) -> DDPHook | FSDP2Hook:
     """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
 
-    The hook stays through a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
-    by parameter name. Gradients of complex parameters are compressed as pairs of real numbers; FSDP2 refuses them.
+    The hook remains after a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
+    by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
 
     Args:
         model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 inside
             each of the `replicas` (see `compress_fsdp2`).
         method: One method, or a mapping name pattern → method; `BFloat16()` by default.
-        optimizer: Under SGD error feedback is in the units of the update: when the learning rate changes, the part that was
-            left over at the old rate is rescaled. Other optimizers, and subclasses of SGD with their own `step` (LARS), make
-            no difference.
+        optimizer: One or several that train the model. Under SGD, error feedback is in the units of the update: when the
+            learning rate changes, the part that was left over at the old rate is rescaled. Other optimizers, and subclasses
+            of SGD with their own `step` (LARS), make no difference.
         scaler: A `GradScaler`, so that error feedback follows its scale.
         error_feedback, scope, exchange, hierarchy, seed, smallest, nonfinite, overlap: See `Settings`.
-        replicas: For FSDP2: the workers that hold the same shard.
+        replicas: For FSDP2: process group of the workers that hold the same shard.
 
     >>> compress(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -76,7 +76,7 @@ def compress(
         check_optimizer_and_scaler(model, optimizer, scaler)
         return compress_fsdp2(model, settings, replicas, optimizer=optimizer, scaler=scaler)
     if replicas is not None:
-        raise ValueError("compress: replicas= is for models sharded by FSDP2; a DDP model knows its group")
+        raise ValueError("compress: replicas= is for models sharded by FSDP2; leave it out for a DDP model")
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
     workers.run_on_all(lambda: _check_ddp(ddp, optimizer, scaler))
@@ -86,7 +86,7 @@ def compress(
     groups = hierarchy if isinstance(hierarchy, str) else "groups"
     workers.agree(
         repr((replace(chosen, hierarchy="flat"), groups, local)), 0,
-        "method, LOCAL_WORLD_SIZE or other settings; all must call it alike",
+        "method, LOCAL_WORLD_SIZE or other settings; make the same call on all workers",
     )  # fmt: skip
     hook = DDPHook(
         ddp.module, workers, workers.run_on_all(lambda: Engine(chosen, ddp.process_group)), optimizer, scaler
@@ -99,7 +99,9 @@ def compress(
 def _check_ddp(ddp: DistributedDataParallel, optimizer: Optimizers, scaler: Any) -> None:
     check_optimizer_and_scaler(ddp.module, optimizer, scaler)
     if find_hook(ddp) is not None:
-        raise ValueError("compress: this DDP is compressed already; change its method by use() of that hook")
+        raise ValueError(
+            "compress: this DDP model is already compressed; call use() of its hook to change the method"
+        )
     check_hookable(ddp, "compress")
 
 
@@ -156,7 +158,7 @@ class DDPHook(AtLastBucket):
 
     @property
     def method(self) -> Methods:
-        """The present method or methods."""
+        """The current method or methods."""
         return self.engine.settings.method
 
     @property
@@ -167,8 +169,8 @@ class DDPHook(AtLastBucket):
     def use(self, method: Methods, error_feedback: bool | None = None) -> None:
         """Change the method from the next backward pass on. Call it on all workers.
 
-        What the old method has not sent becomes error feedback of the new one, or is sent with the next gradient where it
-        has none. Other state of the old method is dropped.
+        What the old method has not sent becomes error feedback of the new one, or, if the new one has none, is sent with
+        the next gradient. Other state of the old method is dropped.
         """
         self.workers.operation = "hook.use"
         self._use(method, error_feedback)
@@ -182,7 +184,9 @@ class DDPHook(AtLastBucket):
         inside = engine.hierarchy.size if engine.hierarchy else 1
         facts = (replace(settings, hierarchy="flat"), inside, engine.steps, list(named))
         self.workers.agree(
-            repr(facts), 0, "the compression's method, settings or parameters; all must call it alike"
+            repr(facts),
+            0,
+            "the compression's method, settings or parameters; make the same call on all workers",
         )
         engine.use(settings)
         self._names = {}
@@ -243,11 +247,11 @@ class DDPHook(AtLastBucket):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text, by parameter name. Error feedback is each worker's own: save it on all of them."""
+        """Tensors, numbers and text, by parameter name. Every worker has its own error feedback: save it on all workers."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, on all workers. With another number of them, error feedback starts empty.
+        """Continue from a saved state, on all workers. With another number of workers, error feedback starts empty.
 
         A state that has none of this model's parameters raises ValueError.
         """
@@ -292,7 +296,7 @@ def _refuse_momentum(
                 if id(p) in held:
                     raise ValueError(
                         f"{name}: {method} has its own momentum, and so does the {type(optimizer).__name__} of this "
-                        "parameter; switch one off, such as by momentum=0"
+                        "parameter; turn one off, for example by momentum=0"
                     )
 
 

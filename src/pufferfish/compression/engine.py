@@ -71,10 +71,10 @@ class Engine:
         return self.transport.meter
 
     def use(self, settings: Settings) -> None:
-        """Change method or error feedback from the next step on; call it on all workers alike.
+        """Change method or error feedback from the next step on; make the same call on all workers.
 
-        What the old method has not sent becomes error feedback of the new one, or is sent with the next gradient where it
-        has none. Other state of the old method is dropped.
+        What the old method has not sent becomes error feedback of the new one, or, if the new one has none, is sent with
+        the next gradient. Other state of the old method is dropped.
         """
         self.settings, self._arranged, self._used_before = settings, None, False
         methods = list(settings.by_pattern.values())
@@ -92,7 +92,7 @@ class Engine:
     ) -> dict[str, Tensor]:
         """Return the mean over the workers, by name, in the gradients' shapes and dtypes.
 
-        Call it on all workers alike, each time with all parameters: the state of a missing one is dropped.
+        Call it on all workers, each time with all parameters: the state of a missing one is dropped.
 
         Args:
             gradients: This worker's, by parameter name.
@@ -112,7 +112,7 @@ class Engine:
     def arrange(self, like: Mapping[str, Tensor], bucket_bytes: int | None = None) -> None:
         """Lay out messages for gradients of the shapes, dtypes and device of `like`, in the order of their use.
 
-        Buckets are filled in the given order, in each the order is that of names. Nothing happens if all is as before.
+        Buckets are filled in the given order; inside a bucket the order is that of names. Does nothing if nothing changed.
         """
         arranged = [bucket_bytes, *((name, g.shape, g.dtype, g.device) for name, g in like.items())]
         if arranged == self._arranged:
@@ -121,7 +121,7 @@ class Engine:
         for name, g in like.items():
             if not g.is_floating_point() or g.device != device:
                 raise ValueError(
-                    f"{name}: a {g.dtype} gradient on {g.device}; all gradients must be floats on {device}"
+                    f"{name}: its gradient is {g.dtype} on {g.device}; all gradients must be floating-point on {device}"
                 )
         # later, a switch may have renamed parameters
         if not self._used_before and self.state.resumed is None:
@@ -174,7 +174,7 @@ class Engine:
         return Step(self, layout, contexts, missing, Exchange(self.transport), self.transport.meter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text, by parameter name. Error feedback is each worker's own: save it on all of them."""
+        """Tensors, numbers and text, by parameter name. Every worker has its own error feedback: save it on all workers."""
         return self.state.state_dict()
 
     def load_state_dict(

@@ -45,9 +45,9 @@ def compress_fsdp2(
     optimizer: Optimizers = None,
     scaler: Any = None,
 ) -> FSDP2Hook:
-    """Average between the replicas of a model that is sharded inside each. Call it on all workers, once.
+    """Average gradients between the replicas of a model that is sharded inside each. Call it on all workers, once.
 
-    Of a mesh (replicate, shard), pass `mesh["shard"]` alone to `fully_shard`, and the other dimension here. FSDP reduces
+    With a mesh (replicate, shard), pass `mesh["shard"]` alone to `fully_shard`, and the other dimension here. FSDP reduces
     inside a replica. Its result, one flat shard for each module it was applied to, is averaged between the replicas
     during the backward pass. Methods for matrices, such as PowerSGD, compress each worker's own rows of each matrix, so
     that every shard has factors of its own; vectors are sent uncompressed, and all parameters of a module must be used
@@ -63,7 +63,7 @@ def compress_fsdp2(
             `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it becomes zero, and the step
             continues with the others.
         replicas: The workers that hold the same shard, `mesh["replicate"].get_group()`.
-        optimizer, scaler: See `compress`. The learning rate counts where it is one for all of a sharded module.
+        optimizer, scaler: See `compress`. The learning rate counts if it is the same for a whole sharded module.
 
     >>> from pufferfish.compression import BFloat16
     >>> compress_fsdp2(nn.Linear(2, 2), lambda: Settings(BFloat16()), None)
@@ -81,8 +81,8 @@ def compress_fsdp2(
         smallest = chosen.smallest if matrices else 1024
         if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=smallest, overlap=None):
             raise ValueError(
-                "compress: scope, hierarchy and overlap are for DDP, smallest also for methods for matrices; FSDP2's shards "
-                "have no layers, are sent one by one and are averaged inside a replica already"
+                "compress: under FSDP2 leave scope, hierarchy and overlap at their defaults, and smallest too unless the "
+                "method is for matrices: shards have no layers, are sent one by one and are already averaged inside a replica"
             )
         return chosen
 
@@ -128,7 +128,7 @@ class FSDP2Hook:
 
     @property
     def method(self) -> Methods:
-        """The present method or methods."""
+        """The current method or methods."""
         return self.settings.method
 
     @property
@@ -139,7 +139,7 @@ class FSDP2Hook:
     def use(self, method: Methods, error_feedback: bool | None = None) -> None:
         """Change the method from the next backward pass on. Call it on all workers.
 
-        Error feedback continues where the new method has some too; otherwise it is sent with the next gradient. Other
+        Error feedback is kept if the new method has it too; otherwise it is sent with the next gradient. Other
         state of the old method is dropped.
         """
         self._peers.operation = self._shards.operation = "hook.use"
@@ -172,7 +172,7 @@ class FSDP2Hook:
         known = {name: part for name, part in self._parts.items() if layouts.get(name) == part.layout}
         steps = {name: part.engine.steps for name, part in known.items()}
         facts = repr((settings, layouts, steps))
-        about = "the compression's method, settings or sharded modules; all must call it alike"
+        about = "the compression's method, settings or sharded modules; make the same call on all workers"
         here = f"{facts}, shard {self._shards.rank} of {self._shards.size}"
         self._shards.run_on_all(lambda: self._peers.agree(here, 0, about))
         self._shards.agree(facts, 0, about)
@@ -221,7 +221,7 @@ class FSDP2Hook:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text, by sharded module. Every worker has its own: save it on all of them."""
+        """Tensors, numbers and text, by sharded module. Every worker has its own state: save it on all workers."""
         modules = {
             name: {"layout": part.layout, "matrix": part.rows.matrix, "state": part.engine.state_dict()}
             for name, part in self._parts.items()
@@ -254,8 +254,8 @@ class FSDP2Hook:
         if dropped:
             warnings.warn(
                 f"compression: {', '.join(dropped[:5])}{' …' if len(dropped) > 5 else ''} starts with empty error "
-                f"feedback: the saved one is that of shard {state['shard']} of {state['shards']}, of other parameters, or "
-                "of a method for matrices where this one is not, or the reverse",
+                f"feedback: the saved one is of shard {state['shard']} of {state['shards']}, of other parameters, or of a "
+                "method for matrices while this one is not, or the reverse",
                 stacklevel=2,
             )
 
@@ -290,9 +290,9 @@ class _ModuleHook:
             self.unreduced = None
         numel = self.rows.numel if self.rows.matrix else self.numel if self.engine.state.has_tensors else None
         if numel not in (None, flat.numel()):
-            why = "after one of {:,}: other parameters were used than before, and the state does not fit"
+            why = "after one of {:,}: other parameters were used than before, so the state does not fit"
             if self.rows.matrix:
-                why = "instead of {:,}: not all parameters were used, so nobody knows which matrices they are of"
+                why = "instead of {:,}: not all parameters were used, so it is unknown to which matrices the gradients belong"
             raise ValueError(
                 f"{self.name}: a shard of {flat.numel():,} gradients, {why.format(numel)}. Call set_reduce_scatter_unused_params(True) on the "
                 "model, or use a method without state, such as BFloat16; after freezing parameters, call attach(model) of "
@@ -338,7 +338,7 @@ def _refuse_other_hook(name: str, present: Any, hook: FSDP2Hook) -> None:
     """Raise ValueError if a module has an all-reduce hook that is not ours: it takes only one."""
     if isinstance(present, _ModuleHook) and present.hook is not hook:
         raise ValueError(
-            "compress: this model is compressed already; change its method by use() of that hook"
+            "compress: this model is already compressed; call use() of its hook to change the method"
         )
     if present is not None and not isinstance(present, _ModuleHook):
-        raise ValueError(f"compress: {name} has an all-reduce hook already, and takes only one")
+        raise ValueError(f"compress: {name} already has an all-reduce hook, and supports only one")

@@ -44,7 +44,9 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
                     'only the 1-D mesh["shard"] to fully_shard, and the group of mesh["replicate"] to compress'
                 )
             if meshes and mesh != meshes[0]:
-                raise ValueError(f"compress: {name} is sharded over another mesh than {next(iter(found))}")
+                raise ValueError(
+                    f"compress: {name} and {next(iter(found))} are sharded over different meshes; use one mesh"
+                )
             meshes.append(mesh)
             found[name] = module
     if not found:
@@ -90,7 +92,7 @@ def choose_settings(
     for pattern in settings.by_pattern:
         if not any(matches(name, pattern) for name in modules):
             raise ValueError(
-                f"compress: the pattern {pattern!r} matches no module that fully_shard was applied to; there are "
+                f"compress: the pattern {pattern!r} matches no module that fully_shard was applied to; these are "
                 f"{', '.join(list(modules)[:5])} …"
             )
     chosen = settings.choose(modules)
@@ -99,7 +101,7 @@ def choose_settings(
             if method.has_momentum and (group.get("momentum") or "betas" in group):
                 raise ValueError(
                     f"{name}: {type(method).__name__} has its own momentum, and so does the {type(optimizer).__name__} of "
-                    "its parameters; use an optimizer without"
+                    "its parameters; use an optimizer without momentum"
                 )
     # A flat shard has no small tensors.
     return {
@@ -128,6 +130,6 @@ def check_saved(state: Mapping[str, Any], modules: Iterable[str]) -> None:
     saved, here = list(state["modules"]), list(modules)
     if saved and not set(saved) & set(here):
         raise ValueError(
-            f"this compression state belongs to another model, with {', '.join(saved[:3])} …; here are "
-            f"{', '.join(here[:3])} …; load the state that was saved with this model"
+            f"this compression state belongs to another model, with {', '.join(saved[:3])} …; this model has "
+            f"{', '.join(here[:3])} …; load the state that was saved with it"
         )

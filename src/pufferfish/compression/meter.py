@@ -85,7 +85,7 @@ class Meter:
         self._marks.append(timestamp(self._device))
 
     def step(self, gradient_bytes: int, size: int) -> None:
-        """Count a finished step of `size` workers with gradients of so many bytes."""
+        """Count a finished step of `size` workers with gradients of `gradient_bytes` bytes."""
         self.steps += 1
         self.gradient_bytes += gradient_bytes
         self.plain_wire_bytes += _WIRE["all_reduce"](gradient_bytes, size)

@@ -20,18 +20,18 @@ class Sum:
 
 @dataclass(frozen=True)
 class Gather:
-    """All-gather. Answered with a list over the workers of the tuples they sent; treat those as read-only."""
+    """All-gather. Answered with a list of the tuples that the workers sent; treat them as read-only."""
 
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensors, tuple):
-            raise TypeError("Gather takes a tuple of tensors, also for one: Gather((x,))")
+            raise TypeError("Gather takes a tuple of tensors, even for one tensor: Gather((x,))")
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """All-to-all. `pieces[j]` goes to worker j; answered with a list over the workers of the tuples they sent here.
+    """All-to-all. `pieces[j]` goes to worker j; answered with a list of the tuples that the workers sent to this one.
 
     The pieces for one worker have the same shapes on all workers.
     """
@@ -40,7 +40,7 @@ class Scatter:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pieces, tuple) or not all(isinstance(piece, tuple) for piece in self.pieces):
-            raise TypeError("Scatter takes a tuple of tensors for each worker, in a tuple")
+            raise TypeError("Scatter takes a tuple with one tuple of tensors for each worker")
 
 
 Message = Sum | Gather | Scatter
@@ -147,7 +147,7 @@ class Method:
 
     @property
     def divided_state(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` that this worker keeps for all of them, so that their shapes depend on the number of workers."""
+        """Keys of `ctx.state` that this worker keeps for all workers, so that their shapes depend on the number of workers."""
         return ()
 
     @property
@@ -169,7 +169,7 @@ class Method:
     def exchanges(self) -> tuple[str, ...]:
         """Collectives that a user may choose by `exchange=`, the default first.
 
-        Of "all_reduce", "all_gather", "all_to_all". The method reads the choice from `ctx.exchange`.
+        Each is "all_reduce", "all_gather" or "all_to_all". The method reads the choice from `ctx.exchange`.
         """
         return ()
 
@@ -180,7 +180,7 @@ class Method:
 
     @property
     def error_decay(self) -> float:
-        """Factor that the method applies to the rest that it returns; below 1, what waits fades."""
+        """Factor that the method applies to the rest that it returns; below 1, the part that waits fades."""
         return 1.0
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
@@ -202,9 +202,9 @@ class Method:
             ctx: The worker's number, the step, random generators, and the state kept from the step before.
 
         Returns:
-            The mean over the workers, in any float dtype, bit-identical on all of them; of matrices it may be two
+            The mean over the workers, in any float dtype, bit-identical on all of them; for matrices it may be two
             factors (see `Mean`). And the rest: the part of x that this worker did not send, which becomes its error
-            feedback. None for methods without.
+            feedback; None for methods without error feedback.
         """
         raise NotImplementedError
 

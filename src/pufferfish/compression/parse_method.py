@@ -140,7 +140,7 @@ def _made(node: ast.expr, names: Mapping[str, Any]) -> Method:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     keys = [key.arg for key in call.keywords]
     if not isinstance(call.func, ast.Name) or None in keys or len(set(keys)) < len(keys):
-        raise ValueError(f"{ast.unparse(node)} is not a method's name with its settings, each once")
+        raise ValueError(f"{ast.unparse(node)} is not the name of a method with its settings, each once")
     method = _class(call.func.id, names)
     args = [_value(arg, names) for arg in call.args]
     kwargs = {str(key.arg): _value(key.value, names) for key in call.keywords}

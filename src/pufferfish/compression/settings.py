@@ -25,8 +25,8 @@ KINDS = {
 
 #: Collective → why a method that does not list it cannot use it.
 EXCHANGES = {
-    "all_reduce": "its messages cannot be summed on the way",
-    "all_gather": "its messages are summed on the way; gathering would cost more with every worker",
+    "all_reduce": "its messages cannot be summed by an all-reduce",
+    "all_gather": "its messages are summed by an all-reduce; gathering would send more with every worker",
     "all_to_all": "it has nothing that the owner of a shard could sum",
 }
 
@@ -123,7 +123,7 @@ class Settings:
             raise ValueError(f"{name} does not support {self.exchange}: {EXCHANGES[self.exchange]}; {hint}")
         if self.scope == "global" and not method.sparse:
             raise ValueError(
-                f'{name} treats every tensor on its own; scope="global" is for methods that choose elements'
+                f'{name} compresses every tensor separately; scope="global" is for methods that choose elements'
             )
 
     @property
@@ -169,7 +169,7 @@ class Settings:
             left -= mine
             if not mine:
                 raise ValueError(
-                    f"the pattern {pattern!r} matches no parameter; there are {', '.join(names[:5])} …"
+                    f"the pattern {pattern!r} matches no parameter; the parameters are {', '.join(names[:5])} …"
                 )
 
     def warn_unused(self, used: Set[Method], stacklevel: int) -> None:

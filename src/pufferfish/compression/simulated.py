@@ -16,7 +16,7 @@ from .settings import Settings
 
 
 class Simulated:
-    """`workers` engines that are advanced together, on one device: the numbers of real workers, without a network.
+    """`workers` engines that are advanced together, on one device: the results of real workers, without a network.
 
     With three or more workers the last bit of a sum depends on the order of its terms, which every backend chooses for
     itself: methods that sum agree with real workers up to rounding, the others bit for bit.
@@ -31,7 +31,7 @@ class Simulated:
 
     def __init__(self, settings: Settings, workers: int) -> None:
         if workers < 1:
-            raise ValueError(f"Simulated: workers={workers}; take 1 or more")
+            raise ValueError(f"Simulated: workers={workers} must be at least 1")
         self._workers = simulated_transports(workers)
         self.engines = [Engine(settings, worker) for worker in self._workers]
 
@@ -42,7 +42,7 @@ class Simulated:
 
     @property
     def settings(self) -> Settings:
-        """The present settings, the same for all workers."""
+        """The current settings, the same for all workers."""
         return self.engines[0].settings
 
     @property
@@ -90,7 +90,7 @@ class Simulated:
         return {"workers": [engine.state_dict() for engine in self.engines]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of as many workers; of another number, error feedback starts empty."""
+        """Continue from a saved state. With another number of workers, error feedback starts empty."""
         saved = state["workers"]
         for worker, engine in enumerate(self.engines):
             engine.load_state_dict(saved[worker % len(saved)])

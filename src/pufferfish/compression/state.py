@@ -161,7 +161,7 @@ class State:
             _warn_of_other_method(self.resumed["methods"], batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text. Error feedback is each worker's own: save it on all of them."""
+        """Tensors, numbers and text. Every worker has its own error feedback: save it on all workers."""
         if self.resumed is not None:
             return self.resumed | {"steps": self.steps}
         shared: Named = {}
@@ -204,7 +204,7 @@ class State:
         if state["own"] and not own:
             warnings.warn(
                 f"compression: worker {here['worker']} of {_workers(here)} starts with empty error feedback; the saved one "
-                f"is that of worker {state['worker']} of {_workers(state)}",
+                f"belongs to worker {state['worker']} of {_workers(state)}",
                 stacklevel=3,
             )
         # with a hierarchy a worker saves only the tensors it owned, so they do not fit another one
@@ -301,8 +301,8 @@ def _refuse_other_model(state: Mapping[str, Any], shapes: Mapping[str, Sequence[
     here = {name: tuple(shape) for name, shape in shapes.items()}
     if (state["shared"] or state["own"]) and not saved.items() & here.items():
         raise ValueError(
-            f"this compression state belongs to another model, with {_few(saved)}; here are {_few(here)}; "
-            "load the state that was saved with this model"
+            f"this compression state belongs to another model, with {_few(saved)}; this model has {_few(here)}; "
+            "load the state that was saved with it"
         )
 
 
@@ -315,7 +315,7 @@ def _warn_of_other_method(saved: Mapping[str, Any], batches: Sequence[Batch]) ->
                 fields = ", ".join(f"{field}={value!r}" for field, value in before["fields"].items())
                 warnings.warn(
                     f"compression: {name} was saved with {before['class']}({fields}) and resumes with {batch.method!r}; to "
-                    "continue as before, give that method, or call use() with it after loading",
+                    "continue as before, pass that method, or call use() with it after loading",
                     stacklevel=6,
                 )
                 return

@@ -55,7 +55,7 @@ def _check_first_pass(ddp: Any, inputs: Any) -> None:
     ):
         raise ValueError(
             "with static_graph=True the first pass after wrapping, and after a switch, cannot be under no_sync() in "
-            "this torch; run it with synchronization, or wrap with static_graph=False"
+            "this version of torch; run it with synchronization, or wrap with static_graph=False"
         )
 
 

@@ -18,7 +18,7 @@ def exact_(model: nn.Module) -> None:
     With three or more workers the last bit of a sum depends on the position of a number in a message. DDP's messages
     are its buckets, and the buckets of a resumed job differ from those of one that has run for a while. Here messages
     follow the order of the model's parameters, so that on the same number of workers and the same hardware a resumed
-    run is bit-identical to an uninterrupted one. With two workers it is without `exact_`.
+    run is bit-identical to an uninterrupted one. Two workers do not need `exact_` for this.
 
     Cost: the exchange starts after the backward pass, while plain DDP overlaps both, and each message (25 MiB, or the
     largest parameter) is copied once. The hook remains after a `Switch`.

@@ -13,9 +13,9 @@ from .job import Job
 
 
 class FiniteGuard:
-    """Call it between `backward` and `optimizer.step`: it returns whether loss and gradients are finite.
+    """Check that loss and gradients are finite: call it between `backward` and `optimizer.step`.
 
-    The answer is the same on every worker of the DDP or sharded model, so that all of them skip an update or none. It
+    It returns the same answer on every worker of the DDP or sharded model, so that all of them skip an update or none. It
     costs a pass over the gradients, an all-reduce of one byte per parameter tensor, and a synchronization with the
     device.
 

@@ -88,7 +88,7 @@ class Job:
             others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
             warnings.warn(
                 f"{self.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
-                "DDP averages only gradients, so find what changes parameters on single workers",
+                "DDP averages only gradients, so find what changes parameters on some workers only",
                 stacklevel=4,
             )
             with torch.no_grad():

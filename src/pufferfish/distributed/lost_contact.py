@@ -35,11 +35,11 @@ def lost_contact(operation: str, group: Any, seconds: float) -> LostContact:
     parts = []
     if silent:
         parts.append(
-            f"{workers_text(silent)} did not get here within {seconds:.0f} s: exited, or elsewhere, such as in a "
+            f"{workers_text(silent)} did not reach this call within {seconds:.0f} s: exited, or elsewhere, such as in a "
             "training step"
         )
     parts += [f"{workers_text(ranks)} failed in {note}" for note, ranks in elsewhere.items()]
-    found = "; ".join(parts) or "all workers were here, so the connection itself failed"
+    found = "; ".join(parts) or "all workers reached this call, so the connection itself failed"
     return LostContact(
         f"{operation}: worker {rank} lost contact with the others. {found[0].upper()}{found[1:]}. Look for the first "
         "error in the workers' logs; every worker must make the same calls in the same order"

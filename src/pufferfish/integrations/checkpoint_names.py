@@ -43,7 +43,7 @@ def meta_model(folder: Path) -> PreTrainedModel | None:
         return None
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None):
-        raise ValueError(f"{folder}: its weights are quantized; pass a folder with weights that are not")
+        raise ValueError(f"{folder}: its weights are quantized; pass a folder with unquantized weights")
     model = build_on_meta(found, config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
 

@@ -47,7 +47,7 @@ def convert(checkpoint: str | Path, plan: Plan, out: str | Path, *, max_shard: i
         plan: From `pufferfish.plan`. Rank rules in it are resolved with the weights.
         out: New file or folder of the same kind. The plan with all ranks is written into the folder, or next to the
             file as `OUT.plan.json`. `pufferfish.integrations.transformers.from_pretrained` loads a Hugging Face folder.
-        max_shard: Size in bytes from which the weights in a folder are split into several files.
+        max_shard: Largest size of a weight file in a folder, in bytes; larger weights are split into several files.
 
     Returns:
         The plan with all ranks.
@@ -65,7 +65,7 @@ def merge(
         checkpoint: From `convert`, or a folder from `pufferfish.save` or `save_pretrained` of a low-rank model.
         out: New file or folder of the same kind. The `from_pretrained` of transformers loads a Hugging Face folder.
         plan: The one that `convert` has written; by default it is read from the folder, or from next to the file.
-        max_shard: Size in bytes from which the weights in a folder are split into several files.
+        max_shard: Largest size of a weight file in a folder, in bytes; larger weights are split into several files.
     """
     if plan is not None:
         check_is_plan(plan, "merge")

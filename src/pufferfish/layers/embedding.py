@@ -13,7 +13,7 @@ class LowRankEmbedding(LowRankSingle):
     """`y = U v`, where v is a row of a narrow table: `down` is an `nn.Embedding` of width r, `up` an `nn.Linear`.
 
     It is planned only on request, with `pufferfish.plan(…, embed=rank)`: it saves parameters and gradient bytes, but
-    where the dense layer only copies a row, it multiplies. The row of `padding_idx` is zero and stays zero if it was.
+    where the dense layer only copies a row, it multiplies. If the row of `padding_idx` is zero, it stays zero.
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Embedding(1000, 64, padding_idx=0))

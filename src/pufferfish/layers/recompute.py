@@ -49,13 +49,13 @@ def recompute_(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     A block keeps its input, the outputs of products that are narrower than their inputs (the first factors of low-rank
     layers) and the outputs of attention kernels. Gradients do not change. Names, types and state dicts stay the same, and
     layers inside can be factorized and merged before or after. Call it before `torch.compile`. A block whose layers are
-    dense saves memory too, and computes more again.
+    dense saves memory too, but recomputes more.
 
     A forward pass allows one backward pass: `retain_graph=True` and second derivatives raise an error.
 
     Args:
         model: Plain, or wrapped in DDP or FSDP2.
-        blocks: Name patterns (`fnmatch`). Of modules inside each other the outermost is taken; single layers and
+        blocks: Name patterns (`fnmatch`). If nested modules match, the outermost is the block; single layers and
             containers without a forward pass are not blocks.
 
     Returns:
@@ -120,7 +120,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(*args)
     if any(type(x).__name__.endswith("Cache") for x in (*args, *kwargs.values())):
         raise ValueError(
-            f"{type(self).__name__}: it would append to the cache of keys and values again when it recomputes; "
+            f"{type(self).__name__}: recomputing it would append to the cache of keys and values a second time; "
             "train without the cache (transformers: model.config.use_cache = False)"
         )
     if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ class SharedInput:
 
     The first layer that is called multiplies the input by the first factors of all layers at once, which reads the input
     once instead of once per layer, forward and backward. The others take their part of the result. A layer that is
-    called with another tensor, or whose first factor is no plain `nn.Linear` without hooks, computes alone.
+    called with another tensor, or whose first factor is not a plain `nn.Linear` without hooks, computes alone.
 
     Args:
         layers: At least two layers with equally many inputs.

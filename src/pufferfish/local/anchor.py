@@ -60,8 +60,8 @@ class Anchor:
                 )
         if self._before is not None and len(self._before.outer.param_groups) != len(groups):
             raise ValueError(
-                f"LocalSteps: the outer {kind} has {len(groups)} parameter groups, before it had "
-                f"{len(self._before.outer.param_groups)}; outer= must create the same groups"
+                f"LocalSteps: the outer {kind} has {len(groups)} parameter groups instead of "
+                f"{len(self._before.outer.param_groups)}; outer= must create the same groups as before"
             )
 
     def check_outer_state(self, state: Mapping[str, Any]) -> None:

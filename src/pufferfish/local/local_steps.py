@@ -37,8 +37,8 @@ class LocalSteps:
 
     Every worker trains its own copy of the model, without DDP. At every h-th `step` the workers average their
     differences from the anchor, the last model that all shared. The outer optimizer takes that mean as the
-    gradient of the anchor, and all workers continue from the updated anchor. Without an outer optimizer it is the
-    mean of the models (local SGD); with Nesterov momentum, as in the example, this is DiLoCo. The state of the
+    gradient of the anchor, and all workers continue from the updated anchor. Without an outer optimizer the result is
+    the mean of the models (local SGD); with Nesterov momentum, as in the example, this is DiLoCo. The state of the
     inner optimizer is not averaged.
 
     With `fragments` and `delay` this is Streaming DiLoCo: each fragment of the model is averaged every h updates, at a
@@ -51,7 +51,7 @@ class LocalSteps:
 
     If the model of any worker is not finite, the round is discarded: all workers return to the anchor, with a
     warning. Finite averages that are on their way are still applied. The state of that worker's optimizer is not
-    repaired; `pf.FiniteGuard` skips such updates before.
+    repaired; `pf.FiniteGuard` skips the updates that cause this.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
     before a switch, which needs equal weights; call `start` after the switch::
@@ -138,7 +138,7 @@ class LocalSteps:
 
     @property
     def waited(self) -> float:
-        """Seconds in which this worker waited for averages instead of training."""
+        """Seconds that this worker has waited for averages instead of training."""
         return self._rounds.waited
 
     @property
@@ -153,7 +153,7 @@ class LocalSteps:
 
     @property
     def updates(self) -> int:
-        """Number of updates since the last average; of fragments, the largest number."""
+        """Number of updates since the last average; with fragments, the largest of their numbers."""
         return max((fragment.since for fragment in self._rounds.fragments), default=0)
 
     @torch.no_grad()
@@ -248,7 +248,9 @@ class LocalSteps:
             raise ValueError(f"not a state of LocalSteps: missing {', '.join(sorted(missing))}")
         saved, now = state["fragments"], self.schedule
         if saved and len(saved) != now.fragments:
-            raise ValueError(f"LocalSteps: saved with fragments={len(saved)}, now fragments={now.fragments}")
+            raise ValueError(
+                f"LocalSteps: saved with fragments={len(saved)}, now fragments={now.fragments}; pass the saved number"
+            )
         if (state["h"], state["delay"]) != (now.h, now.delay) and any(f["flight"] for f in saved):
             raise ValueError(
                 f"LocalSteps: saved with h={state['h']}, delay={state['delay']} and averages on their way, now h={now.h}, "

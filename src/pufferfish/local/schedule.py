@@ -38,7 +38,7 @@ class Schedule:
             )
         if delay >= h:
             raise ValueError(
-                f"LocalSteps: delay={delay} must be below h={h}, when the fragment is sent again"
+                f"LocalSteps: delay={delay} must be below h={h}, after which the fragment is sent again"
             )
         if not 0 <= mixing < 1 or (mixing and not delay):
             raise ValueError(

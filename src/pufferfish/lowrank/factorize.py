@@ -38,8 +38,9 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     Args:
         model: Model without wrappers: factorize it before DDP and `torch.compile`.
         plan: From `pufferfish.plan`. Rank rules in it are resolved with the current weights.
-        optimizer: One or several. Their parameter groups and states are updated. New parameters go where the old one
-            was; what Muon does not take (factors that are stacks, as in recurrent layers) goes to another optimizer.
+        optimizer: One or several. Their parameter groups and states are updated. New parameters go into the
+            group of the old one; those that Muon does not accept (stacks of factors, as in recurrent layers) go to another
+            optimizer.
 
     Returns:
         The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer.
@@ -113,7 +114,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     """Replace every low-rank layer by the dense layer with the product of its factors, in place.
 
     Args:
-        model: Plain, DDP or compiled. To train on under DDP, call it on every worker.
+        model: Plain, DDP or compiled. To continue training under DDP, call it on every worker.
         optimizer: One or several. Their parameter groups and states are updated.
 
     >>> import pufferfish as pf

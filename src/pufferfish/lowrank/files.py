@@ -129,8 +129,8 @@ def _check_buffers(folder: Path, model: nn.Module) -> None:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"{folder}: the buffers {', '.join(names[:3])}{more} are on the meta device, and not in the file because "
-            "they are registered with persistent=False; build the model on a real device, or a transformers model by "
-            "pufferfish.integrations.transformers.from_pretrained"
+            "they are registered with persistent=False; build the model on a real device, or load a transformers model "
+            "by pufferfish.integrations.transformers.from_pretrained"
         )
 
 
@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
     for file, size, digest in weights:
         if file.name != str(file):
-            raise ValueError(f"{manifest}: the file {str(file)!r} is not in its folder")
+            raise ValueError(f"{manifest}: it lists the file {str(file)!r}, which is not in its folder")
         _check_file(folder / file, size, digest)
     dense = [name for name in DENSE_FILES if (folder / name).is_file()]
     if dense and path.name.startswith(LOW_RANK):
@@ -190,7 +190,7 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
 
 def _check_file(path: Path, size: int, digest: str) -> None:
     if not path.is_file():
-        raise ValueError(f"{path.parent}: {path.name} is missing, which {MANIFEST} lists")
+        raise ValueError(f"{path.parent}: {path.name} is missing, but {MANIFEST} lists it")
     if path.stat().st_size != size:
         raise ValueError(f"{path}: {path.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete")
     if sha256(path) != digest:

@@ -115,7 +115,7 @@ def read_index(path: Path) -> dict[str, list[str] | None]:
     parts: dict[str, list[str]] = {}
     for key, file in files.items():
         if file != Path(file).name or file in ("", ".", ".."):
-            raise ValueError(f"{path}: the file {file!r} of {key} is not in the folder of the index")
+            raise ValueError(f"{path}: it lists the file {file!r} for {key}, which is not in its folder")
         parts.setdefault(file, []).append(key)
     return {file: parts[file] for file in sorted(parts)}
 

@@ -51,7 +51,7 @@ def diagnose(
 ) -> Iterator[Diagnosis]:
     """Time the training steps that run in the block; when it ends, predict what would make them shorter.
 
-    Enter it on all workers. Model, gradients, optimizer, random state and hooks are left as without `diagnose`. On
+    Enter it on all workers. Model, gradients, optimizer, random state and hooks are the same afterwards as without `diagnose`. On
     CPUs, where messages slow down computation, predictions use the compute time without that slowdown.
 
     Args:
@@ -90,7 +90,7 @@ def _check_model(model: nn.Module) -> None:
     """Raise an error for models whose communication cannot be observed."""
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise TypeError(
-            "diagnose: FSDP2 communicates inside forward and backward, which cannot be timed apart; pass a DDP model"
+            "diagnose: FSDP2 communicates inside forward and backward, which cannot be timed separately; pass a DDP model"
         )
     ddp = find_ddp(model)
     if ddp is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -20,7 +20,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class LocalExchange:
-    """The exchange of one worker in local steps. Compute that goes on at the same time is not slowed down.
+    """The exchange of one worker in local steps. It is assumed not to slow down the computation at the same time.
 
     Args:
         schedule: which fragment is sent after which update, and when it is applied.
@@ -63,7 +63,7 @@ class LocalExchange:
         return max(moments.values())
 
     def waiting(self, compute: float, seconds: Sequence[float]) -> float:
-        """Seconds that a worker waits in h updates, once every round waits alike.
+        """Seconds that a worker waits in h updates, once all rounds wait equally long.
 
         Args:
             compute: seconds of an update.

@@ -79,7 +79,7 @@ class FrobeniusDecay:
             if decoupled is None and not isinstance(one, _COUPLED + _DECOUPLED):
                 raise TypeError(
                     f"FrobeniusDecay: it is not known how {type(one).__name__} applies weight decay; pass "
-                    "decoupled=False if it adds it to the gradient, decoupled=True if it subtracts it from the weights"
+                    "decoupled=False if the decay is added to the gradient, decoupled=True if it is subtracted from the weights"
                 )
         if not any(id(p) in parameters for one in optimizers for g in one.param_groups for p in g["params"]):
             raise ValueError(

@@ -20,7 +20,7 @@ class Muon(optim.Muon):
     """`torch.optim.Muon` with one batch of products for all matrices of equal shape.
 
     Arguments, updates (up to the rounding of bf16) and state dicts are those of `torch.optim.Muon`, so each loads the
-    other's. It launches fewer kernels, and a CUDA graph can capture it, with `lr` as a tensor on the device.
+    other's state. It launches fewer kernels, and a CUDA graph can capture it, with `lr` as a tensor on the device.
 
     Under FSDP2 each worker orthogonalises its share of the whole matrices. A batch takes two all-to-alls in bf16,
     where torch's Muon takes 11 to 16 collectives for each matrix.
@@ -56,7 +56,7 @@ class Muon(optim.Muon):
 def muon_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Divide the parameters into those for Muon, the matrices of repeated blocks, and all others, for AdamW.
 
-    A matrix of a block has a number in its name (`nn.ModuleList`, `nn.Sequential`) and is not that of an embedding. Check
+    A matrix of a block has a number in its name (`nn.ModuleList`, `nn.Sequential`) and does not belong to an embedding. Check
     this for your model: in a plain `nn.Sequential` the output layer has a number too.
 
     >>> blocks = nn.ModuleList([nn.Linear(4, 3)])

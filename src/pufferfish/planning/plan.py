@@ -294,7 +294,7 @@ class Plan:
         """Check and convert the values of `as_data`."""
         version = data.get("pufferfish_plan") if isinstance(data, dict) else None
         if version != VERSION:
-            other = f" but of version {version}; load it with the pufferfish that saved it" if version else ""
+            other = f" but of version {version}; use the pufferfish version that saved it" if version else ""
             raise ValueError(f"not a plan of version {VERSION}{other}")
         try:
             return Plan(

@@ -48,7 +48,7 @@ def plan(
         multiple: Computed ranks are rounded up to a multiple of it, then down to the largest one that saves
             weights. 16 suits GPUs; 1 reproduces the paper's counts. `Fixed` ranks are not rounded.
         min_saving: Share of a layer's weights that must be saved; a negative value forces factorizing.
-        embed: Rank or rule for `nn.Embedding` layers, which stay dense without it. Pays for large vocabularies.
+        embed: Rank or rule for `nn.Embedding` layers, which stay dense without it. It pays for large vocabularies.
         frozen: Factorize weights that do not require a gradient too. They save no gradient bytes, and training
             cannot reduce the error of the factorization.
         example: A batch (tensor, tuple of arguments, dict of keyword arguments) or a function that runs the
@@ -56,9 +56,9 @@ def plan(
         measure: Time the layers dense and low-rank on the model's device, in the mode that the job runs in, and keep
             those dense that would be slower: "eager" (or True), "compile" or "graph". Graphs and compiled graphs
             have no launch overhead, which outweighs the gain of small layers on a fast GPU. None is "eager" for a
-            model on CUDA with an example, and False elsewhere and where a job has several workers, which
-            could decide differently: measure there for a `Switch`, which makes them agree, or load one plan on all.
-            Times on CUDA are kept in the user's cache folder.
+            model on CUDA with an example, and False otherwise. It is also False in a job with several workers, which
+            could decide differently: there, set it for the plan of a `Switch`, which makes them agree, or load one
+            plan on all. Times on CUDA are kept in the user's cache folder.
         link: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then
             becomes low-rank if that shortens its measured time plus the time to send its gradients.
 
@@ -81,11 +81,11 @@ def plan(
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ValueError(f"multiple={multiple!r} is not a whole number ≥ 1")
     if not min_saving < 1:
-        raise ValueError(f"min_saving={min_saving} is not a share of a layer's weights, below 1")
+        raise ValueError(f"min_saving={min_saving} is not a share of a layer's weights; it must be below 1")
     mode = _mode(measure, model, example)
     if link is not None and not (mode and 0 < link < float("inf")):
         raise ValueError(
-            f"link={link!r}: give the bytes per second that the workers average, above 0, with example= and measure="
+            f"link={link!r}: pass the bytes per second that the workers average, above 0, together with example= and measure="
         )
     if not (example is None or isinstance(example, Tensor | tuple | list | Mapping) or callable(example)):
         raise TypeError(
@@ -95,7 +95,7 @@ def plan(
     keep, only = as_patterns("keep", keep), as_patterns("only", only)
     embed_rule = None if embed is None else as_rule(embed, "embed")
     if embed_rule and not any(isinstance(module, nn.Embedding) for module in model.modules()):
-        raise ValueError("embed: the model has no nn.Embedding; leave it out")
+        raise ValueError("embed: the model has no nn.Embedding; remove embed=")
 
     profiled = None if example is None else profile(model, example)
     entries, modules = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)

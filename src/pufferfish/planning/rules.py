@@ -118,7 +118,7 @@ class StableRank(Rule):
             s = mn / (√m + √n)², and the plan notes "ξ assumed".
         at_most: Share of their weights that all matrices with this rule may keep together. If stable ranks would keep
             more, no matrix keeps more than this share of its own weights, up to rounding. Muon keeps all singular values
-            alike, so stable ranks alone save nothing there.
+            nearly equal, so with it stable ranks alone save nothing.
 
     >>> import pufferfish as pf
     >>> from torch import nn
@@ -134,7 +134,7 @@ class StableRank(Rule):
 
     def __post_init__(self) -> None:
         if not _is_number(self.at_most) or not 0 < self.at_most <= 1:
-            raise ValueError(f"StableRank: at_most={self.at_most!r} is not a share above 0, at most 1")
+            raise ValueError(f"StableRank: at_most={self.at_most!r} is not a share in (0, 1]")
         if self.initial is not None:
             # Only the stable ranks are needed, and numbers can be saved in JSON.
             ranks = {
@@ -204,7 +204,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class PerExpert(Rule):
-    """Another rule for each expert of a mixture, instead of one rank for all experts of a layer.
+    """Apply a rule to each expert of a mixture separately, instead of one rank for all experts of a layer.
 
     Layers without experts get the rule itself. Experts with different ranks run at the largest rank, padded with
     zeros: this saves parameters and bytes, not MACs.

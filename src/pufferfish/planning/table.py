@@ -237,8 +237,8 @@ def _remarks(plan: Plan) -> list[str]:
     unresolved = sum(e.rule is not None for e in plan.entries)
     if unresolved:
         remarks.append(
-            f"{unresolved} ranks are chosen from the weights when the plan is applied and count as dense above; "
-            "pf.resolve(plan, model) shows the ranks for the current weights."
+            f"{unresolved} ranks are chosen from the weights when the plan is applied; their matrices count as dense "
+            "above. pf.resolve(plan, model) shows the ranks for the current weights."
         )
     raw = [e for e in plan.entries if e.type == "Parameter"]
     if raw:

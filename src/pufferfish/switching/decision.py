@@ -68,7 +68,7 @@ class Decision:
     def due(self, job: Job, at: Position, switched: bool, optimizers: list[Optimizer]) -> bool:
         """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
         decision = self._of_this_worker(at, switched)
-        about = "position, settings, pufferfish version or model (names, types, shapes); call it alike on all workers"
+        about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
         facts = self._facts(job.inner, at, switched) if job.workers.size > 1 else ""
         observe, now = divmod(job.workers.agree(facts, 2 * decision[0] + decision[1], about), 2)
         if not self._started:
@@ -144,8 +144,8 @@ class Decision:
         when = self.settings.when
         if isinstance(when, RanksSettle) and when.latest is None and at.total is None:
             warnings.warn(
-                f"Switch: switch.step got no total=, so it switches when the ranks settle, after more than {when.span} "
-                "observations, or never; with total= it switches at a third of the run at the latest",
+                f"Switch: switch.step got no total=, so the switch happens when the ranks settle, after more than {when.span} "
+                "observations, or never; with total= it happens at a third of the run at the latest",
                 stacklevel=4,
             )
 

@@ -68,7 +68,7 @@ class AtStep:
 
 @dataclass(frozen=True)
 class AtFraction:
-    """From this share of the run on, between 0 and 1.
+    """True from this share of the run on, a number between 0 and 1.
 
     >>> AtFraction(0.1)(Position(epoch=3, total=30))
     True
@@ -86,10 +86,10 @@ class AtFraction:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksSettle:
-    """When the smoothed stable ranks of the layers have stopped changing, as in Cuttlefish; at the latest at `latest`.
+    """True once the smoothed stable ranks of the layers have stopped changing, as in Cuttlefish, or `latest` is reached.
 
     The defaults are the authors' settings for CIFAR; for ImageNet they use window 5, span 5, tolerance 0.33. Ranks of weights
-    that Muon trains rarely settle, so `latest` decides there.
+    that Muon trains rarely settle, so with Muon `latest` decides.
     """
 
     #: Epochs, or steps if `epoch` is not given, between two observations. None: each epoch, or every sixtieth of the

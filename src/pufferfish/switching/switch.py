@@ -36,15 +36,16 @@ class Switch:
     Args:
         plan: Layers and ranks, from `pufferfish.plan`. Rank rules in it are resolved at the switch.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
-            initial spectra are computed at the first call of `step`, so call it before the first update. Where these
-            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own, or with `evaluate`
-            what the loss needs most. The model stays dense, with a warning, if less than a tenth of the bytes is saved.
+            initial spectra are computed at the first call of `step`, so call it before the first update. If these
+            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights, or,
+            with `evaluate`, the matrices share these 60 % so that the loss rises least. The model stays dense, with a
+            warning, if less than a tenth of the bytes would be saved.
         keep: With `rank`, name patterns of layers that stay dense.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
             of the run at the latest) or any function of a `Position`.
-        back: Moment at which the factors are multiplied, for a full-rank finish.
-        state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments with inf or NaN
-            are reset with a warning: the weights are finite (others raise an error), so the job can train on.
+        back: Moment at which the model becomes dense again, for a full-rank finish.
+        state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments that
+            contain inf or NaN are reset with a warning; weights that contain them raise an error.
         lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker, and the value of rank 0 is used, for the report, for automatic ranks and for `max_jump`.
@@ -138,10 +139,10 @@ class Switch:
         total: int | None = None,
         also: Iterable[nn.Module] = (),
     ) -> bool:
-        """Call at the start of every epoch (or step), on every worker.
+        """Switch the model if it is time. Call it at the start of every epoch (or step), on every worker.
 
-        The first call and the one that switches communicate between the workers. Other calls do only if the moment is
-        a function of yours, or when `RanksSettle` observes the ranks.
+        The first call and the one that switches communicate between the workers. Other calls
+        communicate only if the moment is your own function, or when `RanksSettle` observes the ranks.
 
         Args:
             model: Plain, DDP or compiled. It is changed in place.
@@ -194,7 +195,7 @@ class Switch:
             shard: Applies `fully_shard` to it, as at the start.
 
         Returns:
-            The model and the optimizer to use from now on: those passed if it is not yet the moment. The optimizer
+            The model and the optimizer to use from now on; before the switch, those that were passed. The optimizer
             is always the same object, so that schedulers stay attached.
         """
         at = Position(epoch=epoch, step=step, total=total)
@@ -226,7 +227,7 @@ class Switch:
         step: int | None = None,
         total: int | None = None,
     ) -> bool:
-        """Whether this position is the moment of a change by `step`. Call it on every worker, like `step`."""
+        """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
         at = Position(epoch=epoch, step=step, total=total)
         if self._over or self._decision.not_due(at, self.report is not None):
             return False
@@ -236,7 +237,7 @@ class Switch:
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
     ) -> Preview:
-        """Loss on a held-out batch after a switch, at the ranks of this switch or at others. Changes nothing.
+        """Compute the loss on a held-out batch after a switch, at the ranks of this switch or at others. Changes nothing.
 
         >>> import torch, pufferfish as pf
         >>> model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
@@ -303,7 +304,7 @@ class Switch:
         return report | self._decision.state() | {"updates": [rate.done for rate in self._rates]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. If the saved run had switched, give the model its structure first:
+        """Load what `state_dict` returned. If the saved run had switched, then give the model the low-rank structure:
 
         `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
@@ -314,7 +315,7 @@ class Switch:
             self._rates.pop().remove()
 
     def restore_(self, model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
-        """`load_state_dict`, and give `model` and `optimizer` the structure of the saved run in place.
+        """Load what `state_dict` returned, and give `model` and `optimizer` the structure of the saved run in place.
 
         If the saved run had switched, a dense model becomes low-rank; its factors are NaN until they are loaded. A
         model that already has this structure is not changed.
@@ -334,8 +335,8 @@ class Switch:
             job.rewrap(self.settings.rewrap)
         elif ranks != saved_ranks:
             raise ValueError(
-                f"the model has {len(ranks)} low-rank layers, but the saved run has {len(saved_ranks)}, or other "
-                "ranks; pass the dense model"
+                f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "
+                "saved run; pass the dense model"
             )
         self._scale_rates(optimizers)
         self._decision.gradients.watch(optimizers)

@@ -46,7 +46,9 @@ class SwitchSettings:
         if not isinstance(self.lr, Rewarm) and not self.lr > 0:
             raise ValueError(f"Switch: lr={self.lr!r} is neither a factor above 0 nor a Rewarm")
         if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
-            raise ValueError("Switch: max_jump is a share ≥ 0 of the loss from evaluate=; pass both")
+            raise ValueError(
+                "Switch: max_jump must be a share ≥ 0 of the loss that evaluate= returns; pass both"
+            )
 
     @property
     def automatic(self) -> bool:

@@ -16,15 +16,15 @@ class Accordion(Method):
 
     The averaged gradients of a period are summed, on all workers alike. Where the norm of this sum changed by half or more
     from one period to the next, and until two are known, the light method is used; otherwise the strong one. When
-    the learning rate has fallen to half (SGD's, if the optimizer is passed to `compress`), the choice starts again. It
+    the learning rate has fallen to half (SGD's, if the optimizer is passed to `compress`), the choice starts again. Accordion
     keeps one more tensor for each gradient. A new loss scale counts as a change. The choice is read back in every step,
-    for which the host waits.
+    so the host waits for the device.
 
     Args:
         low: The method that compresses lightly.
         high: The method that compresses strongly.
         every: Steps of a period; in the paper, those of ten epochs.
-        change: Relative change of the norm that counts.
+        change: Relative change of the norm from which the light method is used.
 
     >>> from pufferfish.compression import PowerSGD
     >>> Accordion(low=PowerSGD(4), high=PowerSGD(1), every=1000).kind
@@ -45,7 +45,7 @@ class Accordion(Method):
                 raise TypeError(f"Accordion: {name}={method!r} is not a compression method")
             if method.kind == "own":
                 raise ValueError(
-                    f"Accordion: {type(method).__name__} has its own error feedback, which the other method would not send"
+                    f"Accordion: {type(method).__name__} has its own error feedback, which the other method would not send; choose another"
                 )
         if (self.low.kind == "vote") != (self.high.kind == "vote"):
             raise ValueError(

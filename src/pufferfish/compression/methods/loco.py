@@ -16,7 +16,7 @@ class LoCo(Int4):
     """`Int4` with an error feedback of one byte per element: h = g + e is sent, and e = β·e + (1 − β)·(h − sent).
 
     Because e + (1 − β)·(g − sent) is the same, e is 1 − β times the sum of all that was not sent: error feedback that
-    answers slowly. e is rounded to 8 bits in blocks. The owners of shards keep the error of their own rounding in fp32.
+    responds slowly. e is rounded to 8 bits in blocks. The owners of shards keep the error of their own rounding in fp32.
 
     Args:
         block: Largest number of elements that share a scale of 4 bytes, a multiple of 8. Higher → fewer bytes, coarser.

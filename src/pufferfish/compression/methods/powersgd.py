@@ -35,7 +35,7 @@ class PowerSGD(_PowerIteration):
     """M ≈ P Qᵀ of rank r by one power iteration per step: two all-reduces, of r·m and r·n numbers.
 
     P = Σ M Q, orthonormalised; Q = mean Mᵀ P; all workers apply P Qᵀ. Each worker keeps M − P (Mᵀ P)ᵀ, the part of its own
-    matrix outside the common directions P, as error feedback. Q is the start of the next step's iteration. Factors of bf16
+    matrix outside the common directions P, as error feedback. Q is the warm start of the next step. Factors of bf16
     gradients are sent in bf16.
 
     Args:

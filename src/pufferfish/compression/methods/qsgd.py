@@ -14,7 +14,7 @@ from .twostage import TwoStage, even
 class QSGD(TwoStage):
     """Quantizes buckets v to ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up to l with the probability of its fraction, else down.
 
-    ⌈log₂(2s + 1)⌉ bits per element and one norm per bucket. Shards are summed by their owners, which quantize the mean
+    A message has ⌈log₂(2s + 1)⌉ bits per element and one norm per bucket. Shards are summed by their owners, which quantize the mean
     again before they send it.
 
     Args:

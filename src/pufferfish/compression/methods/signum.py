@@ -44,7 +44,7 @@ class EFSignSGD(TwoStage):
     """Sends ‖p‖₁/d · sgn(p): one bit per element and one number per tensor; the rest is kept as error feedback.
 
     Signs are sent to the owner of each shard (all-to-all), which averages them and sends the signs and the mean magnitude of
-    its shard to all (all-gather). The error of that is kept at the owner. A zero counts as +.
+    its shard to all (all-gather). The error of this second quantization is kept at the owner. A zero counts as +.
 
     >>> EFSignSGD()
     EFSignSGD()

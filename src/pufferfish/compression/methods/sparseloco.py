@@ -20,10 +20,10 @@ class SparseLoCo(Method):
 
     An element takes 2 bits and its place in the chunk 12. The magnitudes of a chunk take 3 bytes: the means of the chosen
     elements below and not below their average, weighted by magnitude. All workers send to all (all-gather). What was not
-    sent, times `decay`, is the error feedback. It replaces outer momentum: use a plain outer `SGD`.
+    sent, times `decay`, is the error feedback. Error feedback replaces outer momentum: use a plain outer `SGD`.
 
     All tensors are compressed, also small ones and vectors, which are cut into runs. Chunks of a matrix that 64 does not
-    divide, and of thin ones, have other shapes of at most 4,096 elements, and send in proportion.
+    divide, and of thin ones, have other shapes of at most 4,096 elements, and send a proportional number.
 
     Args:
         k: Elements sent of each whole chunk. Lower → fewer bytes.

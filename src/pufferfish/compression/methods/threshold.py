@@ -11,9 +11,9 @@ from ..method import Gather, MessageGenerator, Method, StepContext
 
 @dataclass(frozen=True)
 class Threshold(Method):
-    """Sends τ·sgn(xᵢ) where `|xᵢ| > τ`: indices of each worker's own, all-gathered.
+    """Sends τ·sgn(xᵢ) where `|xᵢ| > τ`, at indices of each worker's own, all-gathered.
 
-    An element is sent as one integer, 2·index + sign. Their number differs between workers, so the counts are gathered
+    An element is sent as one integer, 2·index + sign. The number of elements differs between workers, so the counts are gathered
     first and messages are padded to the largest. Two bits for every element would need no counts, but compress at most
     16 times; elements beyond a useful τ are rarer than that.
 

@@ -25,10 +25,10 @@ class ElasticGradients(ElasticExchange):
     It takes the place of DDP, and needs neither a wrapper nor a communication hook.
 
     A replica that joins gets weights, low-rank structure and optimizer state from another one in its first `average`. Its own
-    gradient, of other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
+    gradient, computed with other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
 
     Args:
-        replicas: of this job.
+        replicas: the replicas of this job.
         method: compression method, or a mapping from name patterns to methods.
         settings: other arguments of `pf.compression.Settings`.
 

@@ -51,9 +51,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     An average is the mean over the replicas that have made updates since the last one.
 
     Args:
-        replicas: of this job.
+        replicas: the replicas of this job.
         h, outer, method, fragments, mixing, pattern: see `pf.LocalSteps`.
-        delay: below h / fragments: only one average is on its way.
+        delay: see `pf.LocalSteps`; below h / fragments, because only one average may be on its way.
 
     Attributes:
         position: number of updates of the whole job, on each replica. A replica that joins continues from that of the others.

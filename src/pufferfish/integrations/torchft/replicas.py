@@ -35,12 +35,12 @@ class Replicas:
     round.
 
     Args:
-        lighthouse: its address, such as "http://host:29510". Default: the environment variable TORCHFT_LIGHTHOUSE.
-        name: of this replica, in messages and logs.
-        min_replicas: fewer replicas wait for others.
+        lighthouse: address of the Lighthouse, such as "http://host:29510". Default: the environment variable TORCHFT_LIGHTHOUSE.
+        name: name of this replica, in messages and logs.
+        min_replicas: smallest number of replicas that train; fewer wait for others.
         timeout: seconds after which a replica that does not answer counts as lost. Longer than an exchange takes.
         patience: seconds to wait for the other replicas, and for a Lighthouse that is being restarted. Longer than a round.
-        hostname: by which others reach this machine. Default: its name.
+        hostname: name or address by which others reach this machine. Default: its name.
 
     >>> from torchft.coordination import LighthouseServer
     >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
@@ -69,7 +69,7 @@ class Replicas:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # torchft restores each process of a replica from another replica, with another inner optimizer.
             raise ValueError(
-                "Replicas: a replica is one process, but a process group is initialized; start replicas on their own"
+                "Replicas: a replica is one process, but a process group is initialized; start each replica on its own"
             )
         if not 0 < timeout <= patience:
             raise ValueError(
@@ -131,7 +131,7 @@ class Replicas:
 
         Raises:
             LostReplica: a replica was lost meanwhile.
-            RuntimeError: the patience is at an end.
+            RuntimeError: `patience` has run out.
         """
         self._begun = self._begun or time.monotonic()
         try:
@@ -139,7 +139,7 @@ class Replicas:
         except (TimeoutError, RuntimeError) as error:
             raise RuntimeError(
                 f"Replicas: no round could begin within {self._patience:g} s: the Lighthouse does not answer, or there are "
-                f"fewer than min_replicas replicas; start them, and this replica again ({error})"
+                f"fewer than min_replicas replicas; start those that are missing, and restart this one ({error})"
             ) from error
         if (problem := self.manager.errored()) is not None:
             raise LostReplica(str(problem.original_exception))
@@ -152,7 +152,7 @@ class Replicas:
         """Compare what must be equal on all replicas, and return how many of them contribute to this round.
 
         Args:
-            facts: what this replica is about to do. Another one than most replicas do raises ValueError.
+            facts: what this replica is about to do. If most replicas do something else, ValueError is raised.
             shared: digest of the state that all replicas share. One that differs from most is replaced in the next round.
         """
         own = hashlib.sha256(facts.encode()).digest() + shared
@@ -190,7 +190,7 @@ class Replicas:
         elif time.monotonic() - (self._begun or 0.0) > self._patience:
             raise RuntimeError(
                 f"Replicas: round {self.round} was not completed within {self._patience:g} s, with {self.size} replicas and "
-                f"min_replicas={self._min_replicas} ({error or 'too few of them'}); start more, and this replica again"
+                f"min_replicas={self._min_replicas} ({error or 'too few of them'}); start more, and restart this one"
             )
         elif self.size < self._min_replicas:  # a Lighthouse that asks for fewer does not wait for others
             time.sleep(_RETRY)

@@ -100,7 +100,7 @@ class SharedState:
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(
                 f"Replicas: this replica has {len(self.optimizers)} optimizers, another one {len(state['optimizers'])}; "
-                "pass the same to start on all replicas"
+                "pass the same ones to start on all replicas"
             )
         for what, theirs, mine in (
             ("parts", set(state["parts"]), set(self.parts)),
@@ -108,7 +108,7 @@ class SharedState:
         ):
             if theirs != mine:
                 raise ValueError(
-                    f"Replicas: only some replicas pass {what} {mine or theirs} to start; pass it on all"
+                    f"Replicas: only some replicas pass {what} {mine or theirs} to start; pass it on all replicas"
                 )
 
     def _restructure_(self, state: Mapping[str, Any]) -> None:

@@ -60,8 +60,8 @@ def outline(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
             dense = build()
     except NotImplementedError as error:
         raise ValueError(
-            f"build() cannot run on the meta device, where tensors have no values ({error}); move or load them "
-            "outside of it"
+            f"build() cannot run on the meta device, where tensors have no values ({error}); move or load tensors "
+            "outside of build()"
         ) from error
     if not isinstance(dense, nn.Module):
         raise TypeError(f"build() returned a {type(dense).__name__}, not a model")
@@ -89,7 +89,9 @@ def outline(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
 def check_sharded(shards: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless all parameters can be gathered and sharded again."""
     if not any(isinstance(p, DTensor) for p in shards.values()):
-        raise ValueError("switch.rebuild needs a model sharded by fully_shard; call switch.step for others")
+        raise ValueError(
+            "switch.rebuild needs a model sharded by fully_shard; call switch.step for other models"
+        )
     for name, p in shards.items():
         if not isinstance(p, DTensor):
             continue
@@ -111,7 +113,7 @@ def check_same_sharding(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) ->
     for name, p in old.items():
         if name in new and _layout(p) != _layout(new[name]):
             raise ValueError(
-                f"{name}: shard() makes it {_layout(new[name])}, but in the model it is {_layout(p)}; shard both alike"
+                f"{name}: shard() makes it {_layout(new[name])}, but in the model it is {_layout(p)}; shard both in the same way"
             )
 
 
