@@ -37,6 +37,7 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 highlight_language = "none"  # of blocks without a language: commands
 pygments_style, pygments_dark_style = "default", "github-dark"  # both colour diffs
 html_title = f"Pufferfish {version}"

@@ -303,6 +303,37 @@ def replicated_shards_resume_exactly(rank: int, size: int, folder: Path) -> None
         shards_resume_exactly(folder / str(low_rank), low_rank, mesh=mesh)
 
 
+def a_loop_with_rebuild_resumes_exactly(rank: int, size: int, folder: Path) -> None:
+    """`Checkpoint` follows the model that `rebuild` replaces; runs stop before and after that."""
+
+    def dense() -> nn.Sequential:
+        return plain_norms(build())
+
+    def run(name: str, stop: int, seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model: nn.Module = dense()
+        if (plan := Checkpoint.plan_in(folder / name)) is not None:
+            pf.reshape_(model, plan)
+            for p in model.parameters():
+                nn.init.normal_(p)
+        model = sharded(model)
+        torch.manual_seed(seed + rank)
+        optimizer, switch = adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(SWITCH))
+        with Checkpoint(folder / name, model, optimizer, switch=switch, every=1) as checkpoint:
+            at = checkpoint.resume()
+            for step in range(at.position["step"] if at else 0, stop):
+                model, optimizer = switch.rebuild(model, optimizer, build=dense, shard=sharded, step=step)
+                update(model, optimizer, step)
+                checkpoint.step(step=step + 1)
+        assert switch.low_rank == (stop > SWITCH)
+        return bits(model, optimizer)
+
+    uninterrupted = run("straight", TOTAL, 0)
+    for number, stop in enumerate((2, 4, TOTAL)):
+        end = run("stopped", stop, 10 * number)
+    same(end, uninterrupted)
+
+
 def reference(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     tensors = bits(model, optimizer)
     if dist.get_rank() == 0:
@@ -396,6 +427,7 @@ TWO_WORKERS = [
     a_folder_that_one_worker_does_not_see,
     dense_shards_resume_exactly,
     low_rank_shards_resume_exactly,
+    a_loop_with_rebuild_resumes_exactly,
     other_placements_are_refused,
 ]
 

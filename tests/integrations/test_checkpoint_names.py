@@ -189,7 +189,9 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     convert(tmp_path / "dense", plan, tmp_path / "low")
     with pytest.raises(ValueError, match="low: it is low-rank already"):
         convert(tmp_path / "low", plan, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"dense: its plan dense\.plan\.json is missing"):
+    with pytest.raises(
+        ValueError, match=r"dense: pufferfish\.json is missing; this is not a low-rank folder"
+    ):
         merge(tmp_path / "dense", tmp_path / "out")
     config = tmp_path / "dense" / "config.json"
     text = json.loads(config.read_text())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import runpy
 import signal
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +19,7 @@ pytest.importorskip("torchft")
 
 import torch
 from torch import Tensor
+from torchft.coordination import LighthouseServer
 
 import pufferfish as pf
 from integrations.elastic import (
@@ -366,6 +371,29 @@ def test_state_that_json_and_safetensors_cannot_hold_is_refused() -> None:
         decode(b"\x00" * 7)
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_lost_replicas_and_long_waits_are_logged(
+    others: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pufferfish.integrations.torchft.replicas._LONG_WAIT", 0.05)
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1 + others, join_timeout_ms=60_000)
+    address = f"http://127.0.0.1:{lighthouse.address().split(':')[-1]}"
+    alone = Replicas(address, min_replicas=1 + others, timeout=2.0, patience=2.0, hostname="127.0.0.1")
+    if others:
+        with pytest.raises(RuntimeError, match="no round could begin within 2 s"):
+            alone.join()
+        assert caplog.messages[0] == (
+            "Replicas: waiting for other replicas or the Lighthouse in round 0, for 0 s so far (min_replicas=2)"
+        )
+    else:
+        alone._size_before = 2
+        alone.share_state(dict, lambda state: None)
+        alone.join()
+        assert "Replicas: 1 in round 0, 2 before" in caplog.messages
+    alone.shutdown()
+    lighthouse.shutdown()
+
+
 def grouped(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="a replica is one process, but a process group is initialized"):
         Replicas("http://127.0.0.1:1")
@@ -401,3 +429,19 @@ def test_the_guide(tmp_path: Path) -> None:
         forked(guide, 2, (c.port, str(tmp_path)), name="docs/elastic.md", limit=60)
     for name in ("local", "gradients"):
         assert (tmp_path / f"{name} 0").read_text() == (tmp_path / f"{name} 1").read_text()
+
+
+def example(rank: int, port: int, folder: str) -> None:
+    socket.gethostname = lambda: "127.0.0.1"
+    os.environ |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "UPDATES": "900"}
+    with (Path(folder) / str(rank)).open("w") as output, contextlib.redirect_stdout(output):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "elastic.py"), run_name="__main__")
+
+
+def test_the_example(tmp_path: Path) -> None:
+    with cluster(Job(min_replicas=2)) as c:
+        forked(example, 2, (c.port, str(tmp_path)), name="examples/elastic.py", limit=60)
+    for rank in range(2):
+        said = (tmp_path / str(rank)).read_text()
+        assert "Switched to low rank at step 300" in said
+        assert float(said.split()[-1].rstrip("%")) >= 95, said

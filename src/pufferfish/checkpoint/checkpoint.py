@@ -20,6 +20,7 @@ from ..lowrank.factorize import ranks_of
 from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
+from ..switching.fsdp2 import rebuilt
 from ..switching.switch import Switch
 from .atomic_publish import create_hidden_folder, publish_by_rename
 from .checkpoint_files import SavedCheckpoint, check_position, load_model_state, model_state, write_files
@@ -52,7 +53,7 @@ class Checkpoint:
 
     Args:
         folder: gets one subfolder per checkpoint.
-        model: plain, DDP, compiled or FSDP2.
+        model: plain, DDP, compiled or FSDP2. After `switch.rebuild` the new model is saved.
         optimizer: one, several or none, over the model's parameters.
         switch: restores the low-rank structure if the checkpoint was saved after the switch.
         also: averaged copies of the model (`torch.optim.swa_utils.AveragedModel`).
@@ -165,7 +166,7 @@ class Checkpoint:
             The folder of the checkpoint.
         """
         self._workers.operation = "checkpoint.save"
-        self._check_compressor()
+        self._check_model()
         position = ({} if step is None else {"step": step}) | position
         name, job = self._workers.run_on_first(self._begin_save)
         hidden = Path(name)
@@ -199,7 +200,7 @@ class Checkpoint:
             The position of the run; None if there is no checkpoint.
         """
         self._workers.operation = "checkpoint.resume"
-        self._check_compressor()
+        self._check_model()
         newest = self._workers.run_on_first(lambda: self._newest(damaged))
         if newest is None:
             return None
@@ -268,7 +269,8 @@ class Checkpoint:
         }
         return write_files(hidden, worker, job_states, worker_state)
 
-    def _check_compressor(self) -> None:
+    def _check_model(self) -> None:
+        self.model = rebuilt(self.model)
         if self._worker_parts["compressor"] is None and find_hook(self.model) is not None:
             raise ValueError(
                 f"{self.folder}: the model's gradients are compressed, and that state would be lost; pass "
@@ -311,37 +313,21 @@ class Checkpoint:
             states = worker_state.get("optimizers") or optimizer_states
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_optimizer(optimizer, names_by_id(inner), state)
-            for name, x in (self._job_parts | self._worker_parts).items():
-                if x is not None and parts.get(name) is not None:
-                    x.load_state_dict(parts[name])
+            with warnings.catch_warnings():
+                if saved.worker_state is None:  # `reset` says it once, for all workers
+                    warnings.filterwarnings("ignore", ".*starts with empty error feedback")
+                for name, x in (self._job_parts | self._worker_parts).items():
+                    if x is not None and parts.get(name) is not None:
+                        x.load_state_dict(parts[name])
             # Last, because loading may draw random numbers.
             if saved.worker_state is not None:
                 set_rng_state(worker_state["random"])
             else:
                 seed_rng(f"{digest} {worker} of {size}")
-            return Resumed(saved.training["position"], saved.path, self._not_restored(saved, parts))
+            passed = self._job_parts | self._worker_parts | {"switch": self.switch}
+            return Resumed(saved.training["position"], saved.path, saved.not_restored(passed, parts, size))
 
         return apply
-
-    def _not_restored(self, saved: SavedCheckpoint, saved_parts: dict[str, Any]) -> list[str]:
-        """Return the parts that are not restored, with the reason.
-
-        These are parts that were not saved or not passed and, when the world size changed, all state of single
-        workers; a compressor then still restores the state that its workers shared.
-        """
-        parts = {"switch": self.switch} | self._job_parts | self._worker_parts
-        reset = []
-        if saved.worker_state is None:
-            lost = ["random numbers", *(name for name in self._worker_parts if parts[name] is not None)]
-            reset += [
-                f"{name} (saved by {saved.world_size} workers, now {self._workers.size})" for name in lost
-            ]
-            parts.pop("data")
-        for name in parts.keys() | saved_parts.keys():
-            was_saved, was_passed = saved_parts.get(name) is not None, parts.get(name) is not None
-            if was_saved != was_passed:
-                reset.append(f"{name} ({'not passed' if was_saved else 'not saved'})")
-        return sorted(reset)
 
 
 def _state_dicts(parts: dict[str, Any]) -> dict[str, Any]:

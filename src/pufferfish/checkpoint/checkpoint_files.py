@@ -103,6 +103,27 @@ class SavedCheckpoint:
         """Return worker 0's compressor state, for a changed world size; the compressor loads its shared part."""
         return self._read(_worker_file(0), self._device)["parts"]["compressor"]
 
+    def not_restored(self, passed: Mapping[str, Any], saved: Mapping[str, Any], world_size: int) -> list[str]:
+        """Return the parts that are not restored, with the reason.
+
+        These are parts that were not saved or not passed and, when the world size changed, all state of single
+        workers; a compressor then still restores the state that its workers shared.
+
+        Args:
+            passed: parts of the job by name; None where the user passed none.
+            saved: their saved states by name.
+        """
+        reset = []
+        if self.worker_state is None:
+            own = {"compressor": "error feedback of the compressor", "data": "data"}
+            lost = ["random numbers", *(text for name, text in own.items() if passed[name] is not None)]
+            reset += [f"{name} (saved by {self.world_size} workers, now {world_size})" for name in lost]
+        for name in passed.keys() | saved.keys():
+            was_saved, was_passed = saved.get(name) is not None, passed.get(name) is not None
+            if was_saved != was_passed and not (name == "data" and self.worker_state is None):
+                reset.append(f"{name} ({'not passed' if was_saved else 'not saved'})")
+        return sorted(reset)
+
     def weights(self, file: str, model: nn.Module) -> dict[str, Any]:
         """Return a saved model's tensors by name, in the layout of `model`; ValueError if they do not fit."""
         saved, current = self._read(file), model_state(model)

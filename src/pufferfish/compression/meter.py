@@ -29,11 +29,19 @@ class Meter:
     >>> meter.sent("all_gather", 100, 4)
     >>> meter.messages, meter.collective_bytes["all_gather"], meter.wire_bytes
     (1, 100, 300.0)
+    >>> meter.step(800, 4)
+    >>> meter
+    <Meter: 1 step, 300 bytes sent, 1,200 without compression>
     """
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self.reset()
+
+    def __repr__(self) -> str:
+        steps = f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
+        sent, plain = f"{self.wire_bytes:,.0f}", f"{self.plain_wire_bytes:,.0f}"
+        return f"<Meter: {steps}, {sent} bytes sent, {plain} without compression>"
 
     def reset(self) -> None:
         """Start counting from zero."""

@@ -119,6 +119,10 @@ def _plan_beside(checkpoint: Path) -> Plan:
         raise ValueError(
             f"{checkpoint}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
         )
+    if checkpoint.is_dir():
+        raise ValueError(
+            f"{checkpoint}: {MANIFEST} is missing; this is not a low-rank folder that pufferfish wrote"
+        )
     raise ValueError(
         f"{checkpoint}: its plan {beside.name} is missing; pass a plan, or a checkpoint that has one"
     )

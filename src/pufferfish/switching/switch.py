@@ -34,7 +34,8 @@ class Switch:
     """Full-rank warm-up, then the switch to low rank, inside your own training loop.
 
     Args:
-        plan: Layers and ranks, from `pufferfish.plan`. Rank rules in it are resolved at the switch.
+        plan: Layers and ranks, from `pufferfish.plan`, which has more arguments (`embed`, `only`, `overrides`). Rank
+            rules in it are resolved at the switch.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
             initial spectra are computed at the first call of `step`, so call it before the first update. If these
             ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights, or,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import math
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,8 +23,11 @@ from ...compression import Settings
 from .replica_transport import LostReplica, ReplicaTransport
 from .state_server import StateServer
 
+_log = logging.getLogger(__name__)
 #: Seconds between two requests to a Lighthouse that does not answer.
 _RETRY = 1.0
+#: Seconds of waiting for other replicas after which the log says so.
+_LONG_WAIT = 10.0
 #: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
 _CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
 
@@ -79,6 +84,7 @@ class Replicas:
         hostname = hostname or socket.gethostname()
         self._patience, self._min_replicas = patience, min_replicas
         self._begun: float | None = None  # when the first attempt at this round began
+        self._size_before = 0  # number of replicas in the round before
         self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         members = ProcessGroupGloo(timeout=limit)
         self.transport = ReplicaTransport(members)
@@ -134,6 +140,9 @@ class Replicas:
             RuntimeError: `patience` has run out.
         """
         self._begun = self._begun or time.monotonic()
+        waiting = threading.Timer(_LONG_WAIT, self._log_wait)
+        waiting.daemon = True
+        waiting.start()
         try:
             self.manager.start_quorum()
         except (TimeoutError, RuntimeError) as error:
@@ -141,12 +150,17 @@ class Replicas:
                 f"Replicas: no round could begin within {self._patience:g} s: the Lighthouse does not answer, or there are "
                 f"fewer than min_replicas replicas; start those that are missing, and restart this one ({error})"
             ) from error
+        finally:
+            waiting.cancel()
         if (problem := self.manager.errored()) is not None:
             raise LostReplica(str(problem.original_exception))
         self.transport.move()
         expected = self.manager.num_participants()
         if self.transport.size != expected:  # a restarted Lighthouse counts its rounds anew
             raise LostReplica(f"{expected} replicas are there, but the group has {self.transport.size}")
+        if self._size_before not in (0, self.size):
+            _log.warning("Replicas: %d in round %d, %d before", self.size, self.round, self._size_before)
+        self._size_before = self.size
 
     def agree(self, facts: str, shared: bytes, contributes: bool) -> int:
         """Compare what must be equal on all replicas, and return how many of them contribute to this round.
@@ -200,6 +214,12 @@ class Replicas:
         """Leave the job. The others continue."""
         self.manager.shutdown()
         self.transport.members.shutdown()
+
+    def _log_wait(self) -> None:
+        _log.warning(
+            "Replicas: waiting for other replicas or the Lighthouse in round %d, for %.0f s so far (min_replicas=%d)",
+            self.round, time.monotonic() - (self._begun or 0.0), self._min_replicas,
+        )  # fmt: skip
 
     def _forget_rendezvous(self) -> None:
         """Delete the addresses by which the members of this group have met: a restarted Lighthouse uses the keys again."""

@@ -21,6 +21,9 @@ from .outline import buffers, check_finite, check_same_sharding, check_sharded, 
 from .routes import Factors, NewParameters, Route, find_routes, transfer
 from .sharded_job import in_rounds
 
+#: Attribute of a model that was rebuilt.
+_NEW = "_pufferfish_rebuilt"
+
 
 def rebuild(
     model: nn.Module,
@@ -89,7 +92,7 @@ def rebuild(
         else:
             transfer(parameter, routes[name], {}, arrived, carrier)
     _move_buffers(model, unwrap(new))
-    _retire(model)
+    _retire(model, new)
     carrier.model = unwrap(new)
     carrier.finish()
     return new, plan.replace(replace(e, error=errors.get(e.name, e.error)) for e in plan)
@@ -133,7 +136,13 @@ def _move_buffers(old: nn.Module, new: nn.Module) -> None:
                 vars(module)[key] = vars(modules[name]).get(key)
 
 
-def _retire(model: nn.Module) -> None:
+def rebuilt(model: nn.Module) -> nn.Module:
+    """Return the model that `rebuild` has put in the place of `model`, or `model` itself."""
+    new: nn.Module = vars(model).get(_NEW, model)
+    return new
+
+
+def _retire(model: nn.Module, new: nn.Module) -> None:
     """Remove all tensors of the old model, and make its forward pass raise."""
 
     def refuse(*_: Any) -> NoReturn:
@@ -144,3 +153,4 @@ def _retire(model: nn.Module) -> None:
             tensors.update(dict.fromkeys(tensors))
     for module in {model, unwrap(model)}:
         module.register_forward_pre_hook(refuse, prepend=True)
+        vars(module)[_NEW] = new  # not as a submodule
