@@ -77,7 +77,7 @@ class Decision:
                     self._warn_without_total(at)
                 self._plan = job.workers.run_on_all(lambda: self._start(job, optimizers))
                 if job.workers.rank == 0:
-                    self._warned = self._plan.warn_if_little_changes(stacklevel=5)
+                    self._warned = self._plan.warn_if_little_changes(stacklevel=3)
             self._started = True
         return (bool(observe) and self._observe(job, at)) or bool(now)
 
@@ -111,9 +111,9 @@ class Decision:
         if little and self._automatic:
             plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
         if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
-            self._warned = plan.warn_if_little_changes(stacklevel=4)
+            self._warned = plan.warn_if_little_changes(stacklevel=3)
             if little and not self._warned:  # ranks that the user asked for are applied
-                warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=4)
+                warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=3)
         return plan, self.loss(job)
 
     def loss(self, job: Job) -> float | None:
@@ -146,7 +146,7 @@ class Decision:
             warnings.warn(
                 f"Switch: switch.step got no total=, so it switches when the ranks settle, after more than {when.span} "
                 "observations, or never; with total= it switches at a third of the run at the latest",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _facts(self, model: nn.Module, at: Position, switched: bool) -> str:
