@@ -40,6 +40,29 @@ def test_nothing_changes() -> None:
     assert text in str(plan)
 
 
+def test_reasons_that_differ_are_those_of_the_largest_layer() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(64, 64), nn.Conv2d(8, 8, 3, groups=8))
+    (text,) = warned(pf.plan(model, 60), model)
+    assert text.endswith(
+        "96% in Linear: not smaller at rank 60: the largest that saves is 31 (1); 2% in Conv2d: depthwise."
+    )
+
+
+def test_shapes_of_blocks() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, groups=2), nn.Conv2d(64, 64, 3, groups=64))
+    lines = str(pf.plan(model)).splitlines()
+    assert "64×32×3×3 in 2 " in lines[1]
+    assert "64×1×3×3 " in lines[2]  # "in 64" would say nothing new
+    assert " in " not in lines[2]
+
+
+def test_the_warning_of_a_switch_names_the_line_of_the_caller() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.warns(UserWarning, match="changes nothing") as seen:
+        pf.Switch(rank=63, when=pf.AtEpoch(1)).step(model, None, epoch=0)
+    assert seen[0].filename == __file__
+
+
 def test_less_than_a_tenth_changes() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(11)))
     plan = pf.plan(model, only=["0"])

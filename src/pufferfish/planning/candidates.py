@@ -13,6 +13,7 @@ from .profile import Call, Profile
 
 Owners = dict[int, list[str]]  # names of each parameter, by its id
 
+DEPTHWISE = "depthwise"
 _LOOKUP = "embedding: a lookup, not a product"
 
 
@@ -97,7 +98,7 @@ def _entry(layer: str, module: nn.Module, matrix: Matrix, call: Call | None, own
             if other != join_name(layer, tensor):
                 return e.keep_dense(f"tied weight: shared with {other}")
     if matrix.blocks > 1 and getattr(module, "groups", None) == getattr(module, "in_channels", 0):
-        return e.keep_dense("depthwise")
+        return e.keep_dense(DEPTHWISE)
     return e
 
 

@@ -241,6 +241,10 @@ def as_rule(rank: RankLike, option: str = "rank") -> Rule:
             hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if 1 <= rank < 1e9 else ""
             raise ValueError(f"{option}={rank}: a float is a share of the full rank, in (0, 1){hint}")
         return Ratio(rank)
+    if rank < 1:
+        raise ValueError(
+            f"{option}={rank}: a fixed rank is a whole number ≥ 1, a share of the full rank a float such as 0.25"
+        )
     return Fixed(rank)
 
 

@@ -3,13 +3,19 @@
 import torch
 from torch import Tensor
 
+#: Why a weight cannot be factorized, and what to do.
+NOT_FINITE = (
+    "the weight contains inf or NaN; nothing was changed. If training has diverged, lower the learning rate, or skip "
+    "updates that are not finite with pf.FiniteGuard"
+)
+
 
 def check_values(name: str, weight: Tensor) -> None:
     """Raise ValueError unless the weight has values and all of them are finite."""
     if weight.is_meta:
         raise ValueError(f"{name}: the weight is on the meta device and has no values")
     if not torch.isfinite(weight.detach()).all():
-        raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
+        raise ValueError(f"{name}: {NOT_FINITE}")
 
 
 def split(W: Tensor, r: int) -> tuple[Tensor, Tensor, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .candidates import DEPTHWISE
 from .folded_rows import folded_rows
 from .measured_times import speedup
 from .plan import LITTLE, Entry, Plan
@@ -142,7 +143,8 @@ def _layer_times(plan: Plan) -> dict[str, list[float]]:
 
 def _shape(e: Entry) -> str:
     shape = "×".join(map(str, e.shape)) or "?"
-    return f"{shape} in {e.matrix.blocks}" if e.matrix and e.matrix.blocks > 1 else shape
+    blocks = 1 if e.matrix is None or e.reason == DEPTHWISE else e.matrix.blocks
+    return f"{shape} in {blocks}" if blocks > 1 else shape
 
 
 def format_count(n: float) -> str:
@@ -210,9 +212,7 @@ def obstacles(plan: Plan) -> str:
         ((sum(e.before for e in group), group) for group in reasons.values()), key=lambda x: -x[0]
     )
     texts = [
-        f"{weights / total:.0%} in {_why(group[0])}"
-        for weights, group in groups[:3]
-        if weights / total > 0.005
+        f"{weights / total:.0%} in {_why(group)}" for weights, group in groups[:3] if weights / total > 0.005
     ]
     changed = sum(e.before for e in plan.entries if not e.reason)
     share = f"{changed / total:.1%} of the parameters" if changed else "nothing"
@@ -222,9 +222,12 @@ def obstacles(plan: Plan) -> str:
     )
 
 
-def _why(e: Entry) -> str:
+def _why(group: Sequence[Entry]) -> str:
+    """The reason of the largest layer, with its name if the reasons of the others differ in details."""
+    e = max(group, key=lambda e: e.before)
     reason = e.reason.removeprefix("unsupported: ").removeprefix("embedding: ")
-    return f"{e.type}: {reason.removesuffix(f' for {e.type}')}"
+    name = f" ({e.name})" if len({x.reason for x in group}) > 1 else ""
+    return f"{e.type}: {reason.removesuffix(f' for {e.type}')}{name}"
 
 
 def _register_lines(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ...distributed.job import reshard
 from ...distributed.workers import Workers
 from ...layers.names import named_modules, own_name, unwrap
+from ...planning.svd import NOT_FINITE
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -122,7 +123,7 @@ def check_finite(weights: Mapping[str, Tensor], workers: Workers) -> None:
     bad = [not torch.isfinite(local(weight)).all() for weight in weights.values()]
     for name, is_bad in zip(weights, workers.max(torch.tensor(bad, dtype=torch.int32)), strict=True):
         if is_bad:
-            raise ValueError(f"{name}: the weight contains inf or NaN; nothing was changed")
+            raise ValueError(f"{name}: {NOT_FINITE}")
 
 
 def _check_names(what: str, here: Iterable[str], there: Iterable[str]) -> None:
