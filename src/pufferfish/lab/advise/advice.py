@@ -190,8 +190,8 @@ class Advice:
             yield f"Use {best.name}: {speedups}{hours}.{reason}"
         if local := self._faster_local():
             yield (
-                f"{local.name} makes it {local.run_speedup:.2f}× as fast, but local steps change what is learned: they are "
-                f"advised if they are {LOCAL_SPEEDUP}× as fast as the others."
+                f"{local.name} makes the run {local.run_speedup:.2f}× as fast, but local steps change what is learned: they "
+                f"are recommended only if they are {LOCAL_SPEEDUP}× as fast as the others."
             )
         yield from self._trust()
 

@@ -65,8 +65,8 @@ def _main_table(comparison: Comparison) -> Table:
     if not any(run.results.get("shared") for run in comparison.runs):
         return table
     note = (
-        "Runs shared the device with others. Times of steps were measured alone afterwards, in turns with dense ones; the time of "
-        "a run is that of its updates."
+        "Several runs shared the device. Step times were measured afterwards, without other runs and in turns with dense steps; "
+        "the time of a run is that of its updates."
     )
     return replace(table, notes=[*table.notes, note])
 
