@@ -202,7 +202,7 @@ class Advice:
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
 
     def _details(self) -> Iterator[str]:
-        """What the recommendation rests on."""
+        """Lines about the basis of the recommendation."""
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             count = sum(e.rank is not None for e in matrices)
