@@ -84,6 +84,7 @@ RULES = {
     "first block dense": Rule(dense=("blocks.0.*",)),
     "ranks of q, k halved": Rule(weights={"*.q": 0.5, "*.k": 0.5}),
     "ranks of attention halved": Rule(weights={"*.attention.*": 0.5}),
+    "ranks of attention quartered": Rule(weights={"*.attention.*": 0.25}),
     "ranks of attention doubled": Rule(weights={"*.attention.*": 2.0}),
 }
 

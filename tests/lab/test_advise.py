@@ -363,7 +363,7 @@ def test_local_steps_that_are_faster_but_not_advised_are_named() -> None:
     found = _advice({"dense": 1.0, "bf16": 0.9, "diloco-30": 1.1, "streaming-30x4": 1.2})
     said = str(found)
     assert "Use plain DDP: no method that averages at every step makes the run at least 5% faster." in said
-    assert "streaming-30x4 makes it 1.20× as fast, but local steps change what is learned" in said
+    assert "streaming-30x4 makes the run 1.20× as fast, but local steps change what is learned" in said
     assert "In your code" not in said
     said = str(_advice({"dense": 1.0, "bf16": 1.2, "diloco-30": 1.2}))
     assert "Use bf16" in said

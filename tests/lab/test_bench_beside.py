@@ -89,7 +89,7 @@ def test_pieces_and_lines(tmp_path: Path) -> None:
     seconds = measured["length"]["seconds"]
     ratio = summary["pufferfish"]["results"]["seconds_a_step"] / summary["dense"]["results"]["seconds_a_step"]
     assert ratio == pytest.approx(seconds["after"] / seconds["dense"])
-    assert "Runs shared the device with others." in shown
+    assert "Several runs shared the device." in shown
     assert "Differences at equal time: accuracy, %" in shown
     assert "4 hosts, by the cost model" in shown
     assert set(wall_seconds(tmp_path / "one")) == set(done)

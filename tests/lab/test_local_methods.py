@@ -146,7 +146,7 @@ def test_names() -> None:
         ("diloco-8(rate=1)", "the brackets take fragments, delay, mixing, lr, momentum"),
         ("diloco-8(0.5)", "the brackets take"),
         ("diloco-8+", r"a compression method follows the \+"),
-        ("sparseloco-8+int4", r"follows the \+, after diloco or streaming"),
+        ("sparseloco-8+int4", r"after diloco or streaming, a compression method follows the \+"),
         ("diloco-8+sparseloco", "SparseLoCo replaces outer momentum; pass momentum=0"),
         ("diloco-8+nothing", "there is no nothing"),
         ("early-bird-0.5+diloco-8", "early-bird-0.5 cannot be combined with local steps"),

@@ -107,12 +107,12 @@ def test_frobenius_decay_against_a_loop(tmp_path: Path) -> None:
     [
         (
             "pufferfish(rate=1)",
-            "rate=1 is not an option of pufferfish; there are rank, at, keep, frobenius, back",
+            "rate=1 is not an option of pufferfish; choose from rank, at, keep, frobenius, back",
         ),
         ("auto(rank=0.5)", "rank=0.5 is not an option of auto"),
         ("pufferfish(at=1)", "at=1 must be a fraction between 0 and 1"),
         ("pufferfish(back=x)", "back=x must be a fraction"),
-        ("pufferfish(frobenius=-1)", "frobenius=-1 must be a number from 0 on"),
+        ("pufferfish(frobenius=-1)", "frobenius=-1 must be a number of at least 0"),
     ],
 )
 def test_wrong_options(text: str, message: str) -> None:

@@ -305,7 +305,7 @@ def test_simulated_workers_train_it_too(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words, "--method", "narrow", "--out", str(tmp_path / "size")]) == 0
     assert "of the low-rank model's" in capsys.readouterr().err
     assert main([*words, "--method", "narrow@time", "--out", str(tmp_path / "time")]) == 2
-    assert "narrow@time measures them; use narrow" in capsys.readouterr().err
+    assert "narrow@time needs measured ones; use narrow" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_losses_that_are_not_finite() -> None:
 def test_short_runs_are_not_compiled(steps_left: int, mode: str) -> None:
     loop = Loop()
     assert loop.run(modes_of(loop), steps_left).mode == mode
-    short = "mode: graph (compile: the 0 s left are too few to compile for)"
+    short = "mode: graph (compile: the 0 s left are too short for compiling to pay)"
     assert loop.lines == [short if steps_left == 0 else "mode: compile+graph"]
     assert COMPILE_SECONDS * WORTH > 60
 
@@ -230,7 +230,7 @@ def test_a_runner_falls_back(simulate: int | None, tmp_path: Path) -> None:
         results.append([float(runner.update(0.1)) for _ in range(8)])
         assert runner.mode == "eager"
         assert len(lines) == len(candidates) - 1
-        assert all(line.startswith("mode: eager (compile: the 0 s left are too few") for line in lines)
+        assert all(line.startswith("mode: eager (compile: the 0 s left are too short") for line in lines)
         assert all("; graph: " in line for line in lines)
     assert results[0] == results[1]
 

@@ -206,5 +206,5 @@ def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     with launch_workers._emulated_hosts("1gbit", 2, Console()) as hosts:
         assert isinstance(hosts, Loopback)
     said = capsys.readouterr().err
-    assert "no rights here. Using the plain loopback" in said
+    assert "no rights here. Using the unshaped loopback" in said
     assert said.count("\n") == 1

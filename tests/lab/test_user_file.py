@@ -248,7 +248,7 @@ def data_of(train: str, valid: str = f"({X}, {Y})") -> str:
         ([BUILD], "mine.py has no function 'data'; add `def data(): return (inputs, targets), (inputs, targets)`"),
         ([BUILD, "def data():\n    return 1 / 0\n"], "mine.py, line 11: data() raised ZeroDivisionError"),
         ([BUILD, "def data():\n    return 3\n"], "data() returned int; return train, valid"),
-        ([BUILD, data_of("3")], "data(), train: it is of type int, not a tuple of tensors nor a Dataset; return tensors"),
+        ([BUILD, data_of("3")], "data(), train: it is of type int, neither a tuple of tensors nor a Dataset; return tensors"),
         ([BUILD, data_of(f"({X}, torch.arange(9))")], "data(), train: its tensors have 20 and 9 rows; return tensors"),
         ([BUILD, data_of(f"({X}, {Y})", "(torch.randn(0, 4), torch.arange(0))")], "data(), valid: there are no rows"),
         ([BUILD, data_of(f"[({X}[i],) for i in range(20)]")], "rows of data() have no target; return tensors"),

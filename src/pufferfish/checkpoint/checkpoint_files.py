@@ -68,7 +68,7 @@ class SavedCheckpoint:
     Args:
         path: folder of the checkpoint.
         model: state that was saved from another device than the CPU is loaded to the device of this model.
-        digest: of the manifest that worker 0 has read; another one raises ValueError.
+        digest: digest of the manifest that worker 0 has read; another one raises ValueError.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def pack(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
     twice is stored once; a sharded one is unpacked as a `ShardedTensorSpec`.
 
     Args:
-        name: of the state, for error messages.
+        name: name of the state, for error messages.
 
     Raises:
         TypeError: for any other type, with the path to the value.

@@ -106,7 +106,7 @@ def load_like(value: Any, like: Any, reader: ShardReader, prefix: str) -> Any:
 
     Args:
         value: a tensor, a `ShardedTensorSpec`, any other value, or a list, tuple or dict of these.
-        prefix: of the keys in the reader's files.
+        prefix: prefix of the keys in the reader's files.
     """
     if isinstance(value, list | tuple):
         return type(value)(load_like(x, like, reader, prefix) for x in value)

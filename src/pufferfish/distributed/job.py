@@ -66,10 +66,10 @@ class Job:
         return shared_svd.spectra(self.inner, self.workers, names)
 
     def checked(self, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
-        """Run `check` on all workers, then repair on all of them, with a warning, what would go on unnoticed.
+        """Run `check` on all workers, then repair on all of them, with a warning, what would stay unnoticed.
 
         Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
-        is reset: carried over to the factors it would make them NaN at the next update, and the job can train on without it.
+        is reset: carried over to the factors it would make them NaN at the next update, and the job can continue without it.
         """
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
         results: list[T] = []

@@ -22,7 +22,7 @@ def lost_contact(operation: str, group: Any, seconds: float) -> LostContact:
     and reads those of the others. A worker that is not there has exited, or is in code that cannot tell.
 
     Args:
-        operation: of this worker, such as "switch.step".
+        operation: operation of this worker, such as "switch.step".
         group: the process group of the collective.
         seconds: for which this worker has waited.
     """

@@ -40,7 +40,7 @@ class Workers:
 
     Args:
         group: None for a single process, whose methods need no process group.
-        device: of the tensors that the group's collectives take.
+        device: device of the tensors that the group's collectives take.
         caller: the feature that errors name, such as "switch.step".
         side_group: use gloo, beside a group of any backend.
 

@@ -73,7 +73,7 @@ def merge(
 
 
 def plan_file(out: Path) -> Path:
-    """Where `convert` writes the plan of a converted file."""
+    """Path to which `convert` writes the plan of a converted file."""
     return out.with_name(f"{out.name}.plan.json")
 
 

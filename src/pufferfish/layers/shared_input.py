@@ -81,7 +81,7 @@ def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _mode(input: Tensor) -> tuple[Any, ...]:
-    """What the product depends on besides the input and the weights."""
+    """Everything that the product depends on besides the input and the weights."""
     device = input.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     version = None if torch.compiler.is_compiling() or input.is_inference() else input._version

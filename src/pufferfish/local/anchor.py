@@ -22,7 +22,7 @@ class Anchor:
 
     Args:
         make_outer: creates the outer optimizer.
-        params: of the model, by name.
+        params: parameters of the model, by name.
         settings: compression of the averages.
         before: the anchor so far. State of the outer optimizer is kept for parameters of the same shape.
     """

@@ -16,8 +16,8 @@ class Fragment:
     """Names of the tensors in a fragment, the engine that averages them, and the average on its way.
 
     Args:
-        names: of its parameters and buffers.
-        settings: of the whole model.
+        names: names of its parameters and buffers.
+        settings: settings of the whole model.
         uncompressed: names that are sent uncompressed, whatever the settings say.
     """
 
@@ -55,8 +55,8 @@ def move_engine_states(
     """Return the state of an engine for tensors that were in other fragments before.
 
     Args:
-        states: of the engines so far.
-        shapes: of the new engine's tensors. State of a tensor that had another shape is dropped.
+        states: states of the engines so far.
+        shapes: shapes of the new engine's tensors. State of a tensor that had another shape is dropped.
     """
     methods = {name: key for state in states for name, key in state["methods"].items()}
     names = {name for name in methods.keys() & shapes.keys() if methods[name]["shape"] == [*shapes[name]]}

@@ -11,7 +11,7 @@ def parse_json(text: str, source: str = "text") -> Any:
     """Parse JSON; text that is not JSON, or nested too deeply to be read, is a ValueError.
 
     Args:
-        source: of the text, for the error.
+        source: source of the text, for the error.
 
     >>> parse_json('{"rank": 8}')
     {'rank': 8}

@@ -250,7 +250,7 @@ def _shapes(values: Any) -> list[Any]:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What times depend on besides a layer and its input."""
+    """Everything that times depend on besides a layer and its input."""
     cudnn = torch.backends.cudnn
     return (
         [autocast_dtype(torch.device(kind)) for kind in ("cpu", "cuda")],

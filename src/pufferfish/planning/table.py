@@ -188,7 +188,7 @@ def _totals(plan: Plan) -> Table:
 
 
 def _expected(plan: Plan) -> str:
-    """What the measured times promise; nothing without them, or while ranks are unknown."""
+    """Expected gains by the measured times; nothing without them, or while ranks are unknown."""
     measured, before, after = plan.measured, plan.before.gradient_bytes, plan.after.gradient_bytes
     if not measured or not plan.resolved:
         return ""
@@ -231,7 +231,7 @@ def _why(group: Sequence[Entry]) -> str:
 
 
 def _register_lines(plan: Plan) -> list[str]:
-    """Lines that register types of layers which stay dense because nobody has registered them."""
+    """Lines that register types of layers which stay dense because they are not registered."""
     return list(dict.fromkeys(e.note for e in plan.entries if e.reason and e.note))[:3]
 
 

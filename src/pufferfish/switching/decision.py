@@ -31,7 +31,7 @@ from .switch_settings import SwitchSettings
 
 
 class Decision:
-    """When a switch changes the model, and with which plan.
+    """Decides when a switch changes the model, and with which plan.
 
     The plan is made at the first call, when all workers compare their settings and models. It is applied at the
     switch, after its rank rules have been resolved with the weights of that moment.
@@ -50,7 +50,7 @@ class Decision:
         self.inputs = _Inputs()
 
     def state(self) -> dict[str, Any]:
-        """What `load` needs."""
+        """State for `load`."""
         inputs = [list(names) for names in self.inputs.groups]
         return {"initial": self.initial, "history": self.history, "inputs": inputs}
 

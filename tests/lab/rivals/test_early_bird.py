@@ -272,7 +272,7 @@ def test_nonsense_is_refused() -> None:
     scales(model)["layer2.0.bn1"].data[0] = 1.0
     whole = bird.state_dict()
     assert bird.begin_epoch(1)
-    with pytest.raises(ValueError, match="channels of this model were removed"):
+    with pytest.raises(ValueError, match="this model lacks channels"):
         bird.load_state_dict(whole)
     wide = resnet18(channels=16)
     with pytest.raises(ValueError, match="belongs to another model"):

@@ -270,7 +270,7 @@ def test_nonsense_is_refused() -> None:
             LotteryTicket(model, optimizer, **settings)  # type: ignore[arg-type]
     ticket = LotteryTicket(model, optimizer, rewind=3)
     ticket.step()
-    with pytest.raises(ValueError, match="rewind=3, and this round had 1 updates"):
+    with pytest.raises(ValueError, match="rewind=3, but this round had only 1 updates"):
         ticket.next_round()
     other = LotteryTicket(model, optimizer, keep=["6.*"])
     with pytest.raises(ValueError, match="other weights"):

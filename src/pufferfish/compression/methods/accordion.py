@@ -14,11 +14,11 @@ from ..method import Message, MessageGenerator, Method, StepContext
 class Accordion(Method):
     """Chooses between two methods, for every tensor separately, after every period.
 
-    The averaged gradients of a period are summed, on all workers alike. Where the norm of this sum changed by half or more
-    from one period to the next, and until two are known, the light method is used; otherwise the strong one. When
-    the learning rate has fallen to half (SGD's, if the optimizer is passed to `compress`), the choice starts again. Accordion
-    keeps one more tensor for each gradient. A new loss scale counts as a change. The choice is read back in every step,
-    so the host waits for the device.
+    The averaged gradients of a period are summed, with the same result on all workers. Where the norm of this sum changed
+    by half or more from one period to the next, and until two are known, the light method is used; otherwise the strong
+    one. When the learning rate has fallen to half (SGD's, if the optimizer is passed to `compress`), the choice starts
+    again. Accordion keeps one more tensor for each gradient. A new loss scale counts as a change. The choice is read back
+    in every step, so the host waits for the device.
 
     Args:
         low: The method that compresses lightly.

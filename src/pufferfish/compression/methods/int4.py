@@ -12,7 +12,7 @@ from .twostage import TwoStage, even
 
 @dataclass(frozen=True)
 class _PackedBlocks(TwoStage):
-    """What both share: blocks of equal sizes, multiples of 8, whose elements are packed into bytes."""
+    """Common base: blocks of equal sizes, multiples of 8, whose elements are packed into bytes."""
 
     block: int = 256
 

@@ -14,7 +14,7 @@ SHIFTS = 1024
 
 @dataclass(frozen=True)
 class _PowerIteration(Method):
-    """What both variants share: a rank, and which shapes become smaller."""
+    """Common base of both variants: a rank, and which shapes become smaller."""
 
     rank: int = 4
 

@@ -14,8 +14,8 @@ from .twostage import TwoStage, even
 class QSGD(TwoStage):
     """Quantizes buckets v to ‖v‖₂ · l/s, where s·vᵢ/‖v‖₂ is rounded up to l with the probability of its fraction, else down.
 
-    A message has ⌈log₂(2s + 1)⌉ bits per element and one norm per bucket. Shards are summed by their owners, which quantize the mean
-    again before they send it.
+    A message has ⌈log₂(2s + 1)⌉ bits per element and one norm per bucket. Shards are summed by their owners, which
+    quantize the mean again before they send it.
 
     Args:
         levels: s; lower → fewer bits, more noise. 7 takes 4 bits.

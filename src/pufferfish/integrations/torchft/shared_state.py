@@ -21,7 +21,7 @@ from ...switching.switch import Switch
 
 
 class SharedState:
-    """What a replica that joins needs from another one, except for the state of the exchange itself.
+    """State that a replica which joins needs from another one, except for the state of the exchange itself.
 
     Args:
         model: not sharded.

@@ -22,7 +22,7 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
     State consists of dicts, lists, tuples, None, bools, numbers, strings and tensors. The received tensors are on the CPU.
 
     Args:
-        hostname: by which other replicas reach this one.
+        hostname: name or address by which other replicas reach this one.
 
     >>> import torch
     >>> server, limit = StateServer("127.0.0.1"), timedelta(seconds=5)

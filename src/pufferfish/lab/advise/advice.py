@@ -190,8 +190,8 @@ class Advice:
             yield f"Use {best.name}: {speedups}{hours}.{reason}"
         if local := self._faster_local():
             yield (
-                f"{local.name} makes it {local.run_speedup:.2f}× as fast, but local steps change what is learned: they are "
-                f"advised if they are {LOCAL_SPEEDUP}× as fast as the others."
+                f"{local.name} makes the run {local.run_speedup:.2f}× as fast, but local steps change what is learned: they "
+                f"are recommended only if they are {LOCAL_SPEEDUP}× as fast as the others."
             )
         yield from self._trust()
 
@@ -202,7 +202,7 @@ class Advice:
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
 
     def _details(self) -> Iterator[str]:
-        """What the recommendation rests on."""
+        """Lines about the basis of the recommendation."""
         if self.plan is not None:
             matrices = [e for e in self.plan if e.matrix is not None]
             count = sum(e.rank is not None for e in matrices)

@@ -56,7 +56,7 @@ def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = prin
 def _run_in_job(settings: AdviseSettings, show: Callable[[Advice], object]) -> None:
     """Runs on every worker; all of them measure their compute at the same time."""
     if settings.check and settings.link_shape is not None:
-        raise ValueError("--check: a job is run on its own network; remove --network")
+        raise ValueError("--check runs a torchrun job on its own network; remove --network")
     worker_device(settings.device)
     with process_group(settings.device) as size:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

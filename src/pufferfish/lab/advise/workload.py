@@ -113,7 +113,7 @@ def _has_example(task: FileTask, batch: int | None) -> bool:
     example, data = task.file.function("example"), task.file.function("data")
     if example is None and data is None:
         raise ValueError(
-            f"{task.name} has neither data() nor example(); add `def example(): return inputs, targets`, one worker's batch"
+            f"{task.name} has neither data() nor example(); add `def example(): return inputs, targets` for one worker's batch"
         )
     if data is None and batch is not None:
         raise ValueError(f"--batch {batch}: example() of {task.name} is the batch; change its size there")

@@ -38,7 +38,7 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """What pieces of similar length have in common."""
+        """Key that pieces of similar length share."""
         first, *_, last = self.name.split("/")
         return last if last == LENGTH else first
 

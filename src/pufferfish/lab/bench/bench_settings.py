@@ -180,7 +180,7 @@ def load_settings(folder: Path) -> BenchSettings:
     data = read_json(path, "this is not the folder of a bench")
     if data.get("pufferfish_bench") != VERSION:
         raise ValueError(
-            f"{path}: not a bench of version {VERSION}, which this version of pufferfish supports"
+            f"{path}: not a bench of version {VERSION}, the only one that this version of pufferfish supports"
         )
     data.setdefault("mode", "graph" if data.get("graph") else "eager")  # as earlier versions wrote it
     data.setdefault("equal", "steps")

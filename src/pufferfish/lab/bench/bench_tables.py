@@ -67,10 +67,10 @@ def _main_table(comparison: Comparison) -> Table:
     if not any(run.results.get("shared") for run in comparison.runs):
         return table
     simulated = any(run.settings.get("simulated") for run in comparison.runs)
-    note = "Runs shared the device with others. " + (
-        "Times of steps are predicted from computation that was measured alone afterwards."
+    note = "Several runs shared the device. " + (
+        "Step times are predicted from computation that was measured afterwards, without other runs."
         if simulated
-        else "Times of steps were measured alone afterwards, in turns with dense ones; the time of a run is that of its updates."
+        else "Step times were measured afterwards, without other runs and in turns with dense steps; the time of a run is that of its updates."
     )
     return replace(table, notes=[*table.notes, note])
 

@@ -35,7 +35,9 @@ def find_length(
     """
     folder = workers.run_on_first(lambda: str(finished_run(method, settings, root) or ""))
     if not folder:
-        raise ValueError(f"{method}: its updates follow from a run at equal steps, and none has finished")
+        raise ValueError(
+            f"{method}: its number of updates follows from a run at equal steps, and none has finished"
+        )
     run = read_run(folder)
     if "updates" not in run.results:
         raise ValueError(f"{folder}: written by an earlier version, which did not count updates; delete it")
@@ -75,7 +77,7 @@ def _relative_time(
     """
     task, default = settings.resolve()
     if target_link is not None and bench_method(method).recipe(default).optimizer == "sam":
-        raise ValueError(f"{method}: updates of SAM cannot be predicted; leave it out, or leave out --equal")
+        raise ValueError(f"{method}: updates of SAM cannot be predicted; remove this method, or --equal")
 
     def components(name: str, final: bool) -> RunComponents:
         recipe = bench_method(name).recipe(default)

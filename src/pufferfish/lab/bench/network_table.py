@@ -29,8 +29,8 @@ def network_table(comparison: Comparison, links: Sequence[str] = LINKS) -> Table
         rows.append(row)
     heads = [f"{what}, {link}" for link in links for what in ("step", "run")]
     notes = [
-        f"Predicted for {HOSTS} hosts with such a link each and one device each, which computes what it computed here. DDP sends "
-        "gradients in bf16 by a ring all-reduce, during the backward pass, which is taken to be two thirds of the step. A run has "
-        "dense updates before its switch."
+        f"Predicted for {HOSTS} hosts, each with such a link and one device that is as fast as the one here. DDP sends gradients in "
+        "bf16 by a ring all-reduce, during the backward pass, which is assumed to take two thirds of the step. Updates before the "
+        "switch are dense."
     ]
     return Table(f"{HOSTS} hosts, by the cost model", ["method", "gradients, bf16", *heads], rows, notes)

@@ -33,7 +33,9 @@ class Rows:
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, tuple):
             self._length = len(source)
         else:
-            raise ValueError(f"it is of type {type(source).__name__}, not a tuple of tensors nor a Dataset")
+            raise ValueError(
+                f"it is of type {type(source).__name__}, neither a tuple of tensors nor a Dataset"
+            )
         self._source = source
 
     def __len__(self) -> int:

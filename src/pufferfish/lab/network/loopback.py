@@ -55,5 +55,5 @@ def emulate(link: str | LinkShape | None, hosts: int) -> Hosts:
     reason = unavailable_reason()
     if reason is None:
         return network
-    warnings.warn(f"network {link}: {reason}. Using the plain loopback, not shaped, instead", stacklevel=2)
+    warnings.warn(f"network {link}: {reason}. Using the unshaped loopback instead", stacklevel=2)
     return Loopback(hosts)

@@ -10,7 +10,7 @@ from .tables import Cell, Table
 COLUMNS = ("method", "utilisation", "bytes/update", "bytes/round", "largest exchange", "peak rate")
 _NOTES = (
     "Utilisation: computing time over the time of an update. Bytes are those that one worker sends. A round is the h updates in "
-    "which local steps average the whole model once. Peak rate: of the largest exchange, if it is to be done within the "
+    "which local steps average the whole model once. Peak rate: rate that the largest exchange needs to be done within the "
     "updates until it is applied, or within one.",
 )
 

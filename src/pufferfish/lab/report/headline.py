@@ -72,7 +72,7 @@ def notes(comparison: Comparison) -> list[str]:
             "of the ratios per round, with lower and upper quartile in brackets."
         )
     if any(method.name == NO_EXCHANGE for method in methods):
-        lines.append(f"“{NO_EXCHANGE}” is no method but a bound: a step of dense DDP without communication.")
+        lines.append(f"“{NO_EXCHANGE}” is a bound, not a method: a step of dense DDP without communication.")
     for method in methods:
         lines += dict.fromkeys(note for run in method.runs for note in run.results.get("notes") or ())
         if unfinished := ", ".join(str(seed_of(run)) for run in method.runs if not run.finished):

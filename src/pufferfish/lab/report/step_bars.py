@@ -37,7 +37,7 @@ def _visible(parts: dict[str, float]) -> dict[str, float]:
 def _bar(name: str, parts: dict[str, float], longest: float) -> str:
     visible = _visible(parts)
     total = sum(visible.values())
-    unknown = " (a bound, no method)" if name == NO_EXCHANGE else " (parts unknown)"
+    unknown = " (a bound, not a method)" if name == NO_EXCHANGE else " (parts unknown)"
     note = format_seconds(total) + ("" if set(parts) & set(PARTS) else unknown)
     head = element("div", element("span", text(name)), element("b", text(note)), class_="names")
     pieces = [

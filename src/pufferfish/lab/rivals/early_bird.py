@@ -123,7 +123,7 @@ class EarlyBird:
             return False
         job = Job(self.model)
         facts = (epoch, self.ratio, self.l1, self.last, self.distance, self.multiple, self.latest)
-        job.workers.agree(repr(facts), 0, "epoch or settings; all must call begin_epoch alike")
+        job.workers.agree(repr(facts), 0, "epoch or settings; make the same call on all workers")
         scores = job.workers.run_on_all(lambda: channel_scores(self.model, self._groups))
         mask = torch.ones(len(scores), dtype=torch.uint8, device=scores.device)
         mask[scores.argsort(stable=True)[: round(self.ratio * len(scores))]] = 0
@@ -154,7 +154,7 @@ class EarlyBird:
             self._remove_channels(Job(self.model), saved.kept)
         elif self.ticket is not None and (saved is None or saved.kept != self.ticket.kept):
             raise ValueError(
-                "EarlyBird: channels of this model were removed that the saved one has; load it into a new model"
+                "EarlyBird: this model lacks channels that the saved one has; load it into a new model"
             )
         self._epoch, self.masks, self.ticket = state["epoch"], list(state["masks"]), saved
 

@@ -129,7 +129,7 @@ class LotteryTicket:
             return False
         job = Job(self.model)
         facts = (self.round, self._steps, self.rounds, self.fraction, self.scope, self.rewind, self.total)
-        job.workers.agree(repr(facts), 0, "round or settings; all must call next_round alike")
+        job.workers.agree(repr(facts), 0, "round or settings; make the same call on all workers")
         job.workers.run_on_all(self._check_prunable)
         self.done.append(self._current_round())
         self._masks.prune(self.fraction, self.scope)
@@ -175,8 +175,8 @@ class LotteryTicket:
     def _check_prunable(self) -> None:
         if self._early is None or self._steps == 0:
             raise ValueError(
-                f"LotteryTicket: rewind={self.rewind}, and this round had {self._steps} updates; train longer, and call "
-                "ticket.step() after each"
+                f"LotteryTicket: rewind={self.rewind}, but this round had only {self._steps} updates; train longer, and call "
+                "ticket.step() after each update"
             )
         self._masks.check_finite()
 

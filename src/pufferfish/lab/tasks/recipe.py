@@ -84,14 +84,14 @@ class Recipe:
         2
         >>> Recipe(epochs=12, batch=32, lr=0.1).changed("rate=1")
         Traceback (most recent call last):
-        ValueError: 'rate=1' is not a value of a recipe; there are epochs, batch, lr, schedule, ...
+        ValueError: 'rate=1' is not a value of a recipe; choose from epochs, batch, lr, schedule, ...
         """
         kinds = {f.name: str(f.type) for f in fields(self) if not str(f.type).startswith("tuple")}
         values: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = part.partition("=")
             if name not in kinds:
-                raise ValueError(f"{part!r} is not a value of a recipe; there are {', '.join(kinds)}")
+                raise ValueError(f"{part!r} is not a value of a recipe; choose from {', '.join(kinds)}")
             values[name] = _parse_value(kinds[name], part, value)
         scaled = self.override(epochs=values.get("epochs"), batch=values.get("batch"))
         return replace(scaled, **values)

@@ -79,7 +79,7 @@ class UserFile:
             raise ValueError(f"{self.name} has no function 'data'; add {_DATA}")
         splits = self._seeded("data")
         if not isinstance(splits, tuple | list) or len(splits) not in (2, 3):
-            got = f"{len(splits)} things" if isinstance(splits, tuple | list) else type(splits).__name__
+            got = f"{len(splits)} items" if isinstance(splits, tuple | list) else type(splits).__name__
             raise ValueError(f"{self.name}: data() returned {got}; return train, valid or train, valid, test")
         found = {}
         for split, rows in zip(("train", "valid", "test"), splits, strict=False):

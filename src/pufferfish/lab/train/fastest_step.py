@@ -79,7 +79,9 @@ class FastestStep:
         reasons = dict(self._modes.refused)
         left = self._steps_left() * min(seconds)
         if left < WORTH * COMPILE_SECONDS:
-            reasons.setdefault("compile", f"the {format_seconds(left)} left are too few to compile for")
+            reasons.setdefault(
+                "compile", f"the {format_seconds(left)} left are too short for compiling to pay"
+            )
         for mode in self._modes.candidates:
             if any(part in reasons for part in mode.split("+")):
                 continue
@@ -110,7 +112,7 @@ class FastestStep:
             if not math.isclose(loss, eager[0], rel_tol=self._tolerance, abs_tol=noise) and not (
                 math.isnan(loss) and math.isnan(eager[0])
             ):
-                raise ValueError(f"its loss is {loss:.6g}, the eager one {eager[0]:.6g}")
+                raise ValueError(f"its loss is {loss:.6g}, but {eager[0]:.6g} in eager mode")
 
 
 def _first_line(error: BaseException) -> str:

@@ -131,7 +131,7 @@ def local_method(text: str, compression: Callable[[str], Method]) -> LocalMethod
     if rest:
         if name == "sparseloco" or rest == "+":
             raise ValueError(
-                f"method {text!r}: a compression method follows the +, after diloco or streaming"
+                f"method {text!r}: after diloco or streaming, a compression method follows the +"
             )
         settings["compress"] = compression(rest[1:])
     try:

@@ -70,7 +70,7 @@ def low_rank_method(text: str) -> LowRankMethod | None:
     LowRankMethod(automatic=False, rank=None, at=0.0, keep=('conv1', 'fc'), frobenius=0.0, back=None)
     >>> low_rank_method("auto(at=0.5)")
     Traceback (most recent call last):
-    ValueError: 'auto(at=0.5)': at=0.5 is not an option of auto; there are frobenius, back
+    ValueError: 'auto(at=0.5)': at=0.5 is not an option of auto; choose from frobenius, back
     """
     match = re.fullmatch(r"(\w+)(?:\((.*)\))?", text)
     if match is None or match[1] not in LOW_RANK:
@@ -82,7 +82,7 @@ def low_rank_method(text: str) -> LowRankMethod | None:
         name, _, value = (x.strip() for x in part.partition("="))
         if name not in names:
             raise ValueError(
-                f"{text!r}: {part.strip()} is not an option of {match[1]}; there are {', '.join(names)}"
+                f"{text!r}: {part.strip()} is not an option of {match[1]}; choose from {', '.join(names)}"
             )
         options[name] = (
             tuple(filter(None, value.split("|"))) if name == "keep" else _number(text, name, value)
@@ -97,6 +97,6 @@ def _number(text: str, name: str, value: str) -> float:
         number = -1.0
     valid = number >= 0 if name == "frobenius" else 0 <= number < 1 if name == "at" else 0 < number < 1
     if not valid:
-        needed = "a number from 0 on" if name == "frobenius" else "a fraction between 0 and 1"
+        needed = "a number of at least 0" if name == "frobenius" else "a fraction between 0 and 1"
         raise ValueError(f"{text!r}: {name}={value} must be {needed}")
     return number

@@ -37,7 +37,7 @@ def log_predicted_step(components: RunComponents, log: TrainingLog, console: Con
     )
     log.log(step=step, **{"predicted/step": prediction.step, "predicted/exchange": prediction.exchange})
     console.info(
-        f"predicted, not measured: {format_seconds(prediction.step)} a step with {components.world_size} workers on {network}, "
+        f"predicted, not measured: {format_seconds(prediction.step)} per step with {components.world_size} workers on {network}, "
         f"{format_seconds(prediction.exchange)} of it waiting for the exchange"
     )
     return prediction.step

@@ -82,7 +82,7 @@ def _first_change(old: str, new: str) -> str:
     for number, (before, after) in enumerate(pairs, 1):
         if before != after:
             return f"line {number}: {after.strip()!r}, before {before.strip()!r}"
-    return "the ends of its lines"
+    return "its line endings"
 
 
 def _record(task: Task, settings: RunSettings) -> dict[str, Any]:

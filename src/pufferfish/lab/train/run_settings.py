@@ -111,7 +111,7 @@ class RunSettings:
             check_takes_width(task)
         if self.method.narrow and self.method.narrow.time and self.simulate:
             raise ValueError(
-                f"--simulate: steps of simulated workers are predicted, and {self.method.model} measures them; use narrow"
+                f"--simulate: steps of simulated workers are predicted, but {self.method.model} needs measured ones; use narrow"
             )
         self._check_graph(self.graph_refusal(task, processes))
         if self.simulate and processes > 1:

@@ -117,7 +117,7 @@ class TrainingRun:
         if self.world_size == 1 and method is not None:
             self.console.info(f"one worker sends no gradients: {method} has no effect")
         if self.world_size > 1 and method is not None and method.has_momentum:
-            self.console.info(f"{method} has its own momentum, so that of the optimizer is switched off")
+            self.console.info(f"{method} has its own momentum, so the optimizer's momentum is switched off")
         if self.settings.narrow is not None:
             self.console.info(self.settings.narrow.note)
         with sigint_as_sigterm(), self._open_log(done if at else None) as log:
