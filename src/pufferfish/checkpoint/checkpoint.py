@@ -48,7 +48,7 @@ class Checkpoint:
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
     generators, `data` and `compressor` are always saved per worker. SIGTERM is caught until `close` or the end
-    of a `with` block.
+    of a `with` block; in the block the first ctrl-C is caught, too, and the second one interrupts.
 
     Args:
         folder: gets one subfolder per checkpoint.
@@ -75,7 +75,7 @@ class Checkpoint:
     ...             model(torch.randn(8, 64)).square().mean().backward()
     ...             optimizer.step()
     ...             optimizer.zero_grad()
-    ...             if checkpoint.step(step=step + 1):  # SIGTERM: saved, stop
+    ...             if checkpoint.step(step=step + 1):  # SIGTERM or ctrl-C: saved, stop
     ...                 break
     ...     return at
     >>> train(5)
@@ -123,25 +123,26 @@ class Checkpoint:
         weakref.finalize(self, self._sigterm.close)
 
     def __enter__(self) -> Checkpoint:
+        self._sigterm.catch_ctrl_c(tell=self._workers.rank == 0)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Restore the previous SIGTERM handler, and let other jobs use the folder."""
+        """Restore the previous signal handlers, and let other jobs use the folder."""
         self._sigterm.close()
         self._owner = None
 
     def step(self, *, step: int | None = None, **position: Any) -> bool:
-        """Save when it is due, or when any worker has received SIGTERM. Call it after every update.
+        """Save when it is due, or when any worker has received SIGTERM or ctrl-C. Call it after every update.
 
         Args:
             step: number of updates so far.
             position: as in `save`.
 
         Returns:
-            True after SIGTERM: a checkpoint is saved, leave the loop. All workers return True at the same call;
+            True after SIGTERM or ctrl-C: a checkpoint is saved, leave the loop. All workers return True at the same call;
             with several workers it is the one after the signal, because the flag is reduced during a step.
         """
         self._calls += 1
@@ -330,14 +331,12 @@ class Checkpoint:
         workers; a compressor then still restores the state that its workers shared.
         """
         parts = {"switch": self.switch} | self._job_parts | self._worker_parts
-        reset = []
+        lost: list[str] = []
         if saved.worker_state is None:
             lost = ["random numbers", *(name for name in self._worker_parts if parts[name] is not None)]
-            reset += [
-                f"{name} (saved by {saved.world_size} workers, now {self._workers.size})" for name in lost
-            ]
-            parts.pop("data")
-        for name in parts.keys() | saved_parts.keys():
+        by = f"{saved.world_size} worker{'s' * (saved.world_size > 1)}"
+        reset = [f"{name} (saved by {by}, now {self._workers.size})" for name in lost]
+        for name in (parts.keys() | saved_parts.keys()) - set(lost):
             was_saved, was_passed = saved_parts.get(name) is not None, parts.get(name) is not None
             if was_saved != was_passed:
                 reset.append(f"{name} ({'not passed' if was_saved else 'not saved'})")
