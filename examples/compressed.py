@@ -35,7 +35,7 @@ def main(folder: str) -> None:
             optimizer.zero_grad()
             F.cross_entropy(ddp(images[batch]), labels[batch]).backward()
             optimizer.step()
-            if checkpoint.step(step=step + 1):  # SIGTERM on any worker: saved, stop
+            if checkpoint.step(step=step + 1):  # SIGTERM or ctrl-C on any worker: saved, stop
                 return
     if rank == 0:
         x, y = digits(test=True)

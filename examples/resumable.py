@@ -1,4 +1,4 @@
-"""Training loop that resumes bit for bit after a kill, SIGTERM or restart. torchrun restarts it automatically:
+"""Training loop that resumes bit for bit after a kill, SIGTERM, ctrl-C or restart. torchrun restarts it automatically:
 
 torchrun --nproc-per-node 2 --max-restarts 10 examples/resumable.py runs/digits
 """
@@ -52,7 +52,7 @@ def main(folder: str) -> None:
                 optimizer.zero_grad()
                 scheduler.step()
                 done += 1
-                if checkpoint.step(step=done):  # SIGTERM on any worker: saved, stop
+                if checkpoint.step(step=done):  # SIGTERM or ctrl-C on any worker: saved, stop
                     return
     if dist.get_rank() == 0:
         x, y = digits(test=True)

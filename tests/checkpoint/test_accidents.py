@@ -185,6 +185,44 @@ def test_sigterm_saves_and_stops(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_the_first_ctrl_c_saves_and_stops_the_second_interrupts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with Checkpoint(tmp_path, nn.Linear(2, 2), every=100) as checkpoint:
+        assert not checkpoint.step(step=1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "press it again" in capfd.readouterr().err
+        assert checkpoint.step(step=2)
+        assert names(tmp_path) == ["000001-step-2"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    checkpoint = Checkpoint(tmp_path, nn.Linear(2, 2))  # without a block, ctrl-C interrupts as usual
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    checkpoint.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # fork with threads, from Python 3.12 on
+def test_ctrl_c_does_not_end_a_forked_child(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, nn.Linear(2, 2)):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(3)
+        assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Checkpoint(tmp_path, nn.Linear(2, 2)):
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_deleted_checkpoint_restores_the_sigterm_handler(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = Checkpoint(tmp_path, nn.Linear(2, 2))

@@ -387,7 +387,8 @@ def read_from_other_world_sizes(rank: int, size: int, folder: Path) -> None:
                 at = Checkpoint(place, model, optimizer, data=data).resume()
             assert at is not None
             lost = ["data", "random numbers"] if data else ["random numbers"]
-            assert at.reset == [f"{x} (saved by {saved_by} workers, now {size})" for x in lost]
+            by = f"{saved_by} worker{'s' * (saved_by > 1)}"
+            assert at.reset == [f"{x} (saved by {by}, now {size})" for x in lost]
             inner = model.module if isinstance(model, DDP) else model
             tensors = bits(inner, optimizer)
             same(tensors, load_file(place / "reference.safetensors"), but=("drawn",))

@@ -49,7 +49,7 @@ class Checkpoint:
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
     generators, `data` and `compressor` are always saved per worker. SIGTERM is caught until `close` or the end
-    of a `with` block.
+    of a `with` block; in the block the first ctrl-C is caught, too, and the second one interrupts.
 
     Args:
         folder: gets one subfolder per checkpoint.
@@ -76,7 +76,7 @@ class Checkpoint:
     ...             model(torch.randn(8, 64)).square().mean().backward()
     ...             optimizer.step()
     ...             optimizer.zero_grad()
-    ...             if checkpoint.step(step=step + 1):  # SIGTERM: saved, stop
+    ...             if checkpoint.step(step=step + 1):  # SIGTERM or ctrl-C: saved, stop
     ...                 break
     ...     return at
     >>> train(5)
@@ -124,25 +124,26 @@ class Checkpoint:
         weakref.finalize(self, self._sigterm.close)
 
     def __enter__(self) -> Checkpoint:
+        self._sigterm.catch_ctrl_c(tell=self._workers.rank == 0)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Restore the previous SIGTERM handler, and let other jobs use the folder."""
+        """Restore the previous signal handlers, and let other jobs use the folder."""
         self._sigterm.close()
         self._owner = None
 
     def step(self, *, step: int | None = None, **position: Any) -> bool:
-        """Save when it is due, or when any worker has received SIGTERM. Call it after every update.
+        """Save when it is due, or when any worker has received SIGTERM or ctrl-C. Call it after every update.
 
         Args:
             step: number of updates so far.
             position: as in `save`.
 
         Returns:
-            True after SIGTERM: a checkpoint is saved, leave the loop. All workers return True at the same call;
+            True after SIGTERM or ctrl-C: a checkpoint is saved, leave the loop. All workers return True at the same call;
             with several workers it is the one after the signal, because the workers exchange the flag during a step.
         """
         self._calls += 1

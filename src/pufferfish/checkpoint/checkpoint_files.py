@@ -113,14 +113,17 @@ class SavedCheckpoint:
             passed: parts of the job by name; None where the user passed none.
             saved: their saved states by name.
         """
+        lost: dict[str, str] = {}
         reset = []
         if self.worker_state is None:
+            by = f"{self.world_size} worker{'s' * (self.world_size > 1)}"
             own = {"compressor": "error feedback of the compressor", "data": "data"}
-            lost = ["random numbers", *(text for name, text in own.items() if passed[name] is not None)]
-            reset += [f"{name} (saved by {self.world_size} workers, now {world_size})" for name in lost]
-        for name in passed.keys() | saved.keys():
+            lost = {name: text for name, text in own.items() if passed[name] is not None or name == "data"}
+            said = [text for name, text in lost.items() if passed[name] is not None]
+            reset = [f"{text} (saved by {by}, now {world_size})" for text in ("random numbers", *said)]
+        for name in (passed.keys() | saved.keys()) - lost.keys():
             was_saved, was_passed = saved.get(name) is not None, passed.get(name) is not None
-            if was_saved != was_passed and not (name == "data" and self.worker_state is None):
+            if was_saved != was_passed:
                 reset.append(f"{name} ({'not passed' if was_saved else 'not saved'})")
         return sorted(reset)
 

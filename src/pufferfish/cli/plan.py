@@ -9,6 +9,11 @@ file.py:function or package.module:function. If the file has data() or
 example(), MACs are reported too, and layer times if they are measured; see
 `pufferfish train --help`.
 
+Columns: rank, "–" if the layer stays dense; weights, and MACs of a forward pass,
+before→after; bytes, the layer's share of the gradient bytes after the change.
+A shape "256×64 in 4" is four blocks (groups, gates, experts), each factorized.
+Ranks that are computed are rounded to multiples of 16; see --multiple.
+
 A built-in model without options gets the Pufferfish paper's hybrid plan:
 rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
 
