@@ -40,7 +40,9 @@ def test_declared_methods_fit_their_tasks(table: str, name: str) -> None:
     assert each.seconds < 540  # a run fits into a command of ten minutes
     assert each.settings.mode != "auto"  # it would depend on the device
     short = recipe.override(epochs=settings.tune_epochs)
-    if settings.tune and recipe.switch_at and table != "smoke":  # tuning runs switch at about the same share of the run
+    if (
+        settings.tune and recipe.switch_at and table != "smoke"
+    ):  # tuning runs switch at about the same share of the run
         assert abs((short.switch_at or 0) / short.epochs - recipe.switch_at / recipe.epochs) < 0.05
     if task.metric == "bits_per_byte":
         assert settings.tune >= 4

@@ -70,6 +70,9 @@ def bench(
     steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
+        if settings.tune_epochs is not None:
+            tuning = recipe.override(epochs=settings.tune_epochs)
+            check_method(method, settings, task, tuning, steps_per_epoch)
     settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
     del loaded
     if beside is not None or minutes is not None or lines is not None:
@@ -158,7 +161,8 @@ def check_method(
         try:
             build_pruning_change(name, model, optimizer, **lengths)
         except ValueError as error:
-            raise ValueError(f"--methods {method}: {error}") from None
+            tuning = f", --tune-epochs {recipe.epochs}" if recipe.epochs == settings.tune_epochs else ""
+            raise ValueError(f"--methods {method}{tuning}: {error}") from None
 
 
 def has_work(settings: BenchSettings, root: Path, shard: Shard) -> bool:
