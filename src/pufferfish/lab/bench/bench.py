@@ -117,14 +117,22 @@ def _bench_beside(
             "--beside, --minutes and --lines are for runs of one process; leave out torchrun, --hosts, --workers and --shard"
         )
     settings.save(root)
-    if lines is not None:
-        restored = lines.restore(settings, root)
-        for name in done_pieces(settings, root):  # by a call that was killed
-            if name not in restored:
-                lines.add(settings, root, name)
-        pool.on_done = lambda piece: lines.add(settings, root, piece.name)
+    kept = set() if lines is None else set(lines.restore(settings, root))
+
+    def keep_done() -> None:
+        if lines is None:
+            return
+        for name in [name for name in done_pieces(settings, root) if name not in kept]:
+            lines.add(settings, root, name)
+            kept.add(name)
+
+    keep_done()  # pieces of a call that was killed
+    pool.on_done = keep_done
     pool.options = {"data": data and str(data.resolve()), "shard": str(shard)}
-    pool.run()
+    try:
+        pool.run()
+    finally:
+        keep_done()  # pieces that ended while the others were stopped
     write_results(settings, root, target)
     if pool.left:
         needed = format_seconds(pool.expected_seconds(pool.left[0]))
