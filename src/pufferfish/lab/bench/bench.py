@@ -70,6 +70,9 @@ def bench(
     steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
+        if settings.tune_epochs is not None:
+            tuning = recipe.override(epochs=settings.tune_epochs)
+            check_method(method, settings, task, tuning, steps_per_epoch)
     settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
     del loaded
     if beside is not None or minutes is not None or lines is not None:
@@ -114,14 +117,22 @@ def _bench_beside(
             "--beside, --minutes and --lines are for runs of one process; leave out torchrun, --hosts, --workers and --shard"
         )
     settings.save(root)
-    if lines is not None:
-        restored = lines.restore(settings, root)
-        for name in done_pieces(settings, root):  # by a call that was killed
-            if name not in restored:
-                lines.add(settings, root, name)
-        pool.on_done = lambda piece: lines.add(settings, root, piece.name)
+    kept = set() if lines is None else set(lines.restore(settings, root))
+
+    def keep_done() -> None:
+        if lines is None:
+            return
+        for name in [name for name in done_pieces(settings, root) if name not in kept]:
+            lines.add(settings, root, name)
+            kept.add(name)
+
+    keep_done()  # pieces of a call that was killed
+    pool.on_done = keep_done
     pool.options = {"data": data and str(data.resolve()), "shard": str(shard)}
-    pool.run()
+    try:
+        pool.run()
+    finally:
+        keep_done()  # pieces that ended while the others were stopped
     write_results(settings, root, target)
     if pool.left:
         needed = format_seconds(pool.expected_seconds(pool.left[0]))
@@ -158,7 +169,8 @@ def check_method(
         try:
             build_pruning_change(name, model, optimizer, **lengths)
         except ValueError as error:
-            raise ValueError(f"--methods {method}: {error}") from None
+            tuning = f", --tune-epochs {recipe.epochs}" if recipe.epochs == settings.tune_epochs else ""
+            raise ValueError(f"--methods {method}{tuning}: {error}") from None
 
 
 def has_work(settings: BenchSettings, root: Path, shard: Shard) -> bool:

@@ -109,10 +109,11 @@ class BenchWorker:
         start = self._started or time.time()
         self._started = None  # only the first piece waits for the start of the process
         if name in runs:
+            resumed = (self.root / name / RUN_FILE).exists()
             lr = self._rate(runs[name])
             finished = lr is None or self._train(runs[name], lr, 1, 1)
             if finished and is_finished(self.root / name):
-                self._record_sharing(self.root / name, time.time() - start)
+                self._record_sharing(self.root / name, None if resumed else time.time() - start)
             return finished
         with self._report_failure(name):
             record = self._measure(name) | {"hardware": hardware(), "versions": versions()}
@@ -128,14 +129,15 @@ class BenchWorker:
                 return {"method": method, "length": dataclasses.asdict(self._measured_length(method))}
         raise ValueError(f"{name}: not a piece of this bench")
 
-    def _record_sharing(self, folder: Path, seconds: float) -> None:
-        """Add the seconds of the process to a run; times measured beside other runs are kept apart."""
+    def _record_sharing(self, folder: Path, seconds: float | None) -> None:
+        """Add the seconds of the process to a run, if one did it all; times measured beside other runs are kept apart."""
         run = read_json(folder / RUN_FILE, "")
         results = run["results"]
         if self.beside > 1:
             names = ("seconds_a_step", "training_seconds")
             results["shared"] = {"beside": self.beside} | {n: results.pop(n) for n in names if n in results}
-        results["wall_seconds"] = seconds
+        if seconds is not None:
+            results["wall_seconds"] = seconds
         write_json(folder / RUN_FILE, run)
 
     def _measured_width(self, method: str) -> NarrowWidth:

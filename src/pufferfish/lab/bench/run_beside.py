@@ -48,7 +48,7 @@ class Pool:
     beside: int = 1
     minutes: float | None = None
     expected: float | None = None
-    on_done: Callable[[Piece], None] = lambda piece: None
+    on_done: Callable[[], None] = lambda: None
     failed: list[str] = field(default_factory=list)
     left: list[Piece] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ class Pool:
 
     def _finish(self, piece: Piece, seconds: float) -> None:
         if is_done(self.root, piece.name):
-            self.on_done(piece)
+            self.on_done()
             self.console.info(f"{piece.name}: {self._result(piece)}{format_seconds(seconds)}")
             return
         self.failed.append(piece.name)
