@@ -178,7 +178,9 @@ class Checkpoint:
             files = {name: record for records, _ in parts for name, record in records.items()}
             different = [worker for worker, (_, text) in enumerate(parts) if text != parts[0][1]]
             if different:
-                raise ValueError(f"{self.folder}: workers {different} pass another position than worker 0")
+                raise ValueError(
+                    f"{self.folder}: workers {different} pass another position than worker 0; pass the same step and position on all workers"
+                )
             size = self._workers.size
             published = self._workers.run_on_first(
                 lambda: str(publish_by_rename(hidden, files, size, job, step, self.keep))
@@ -222,7 +224,10 @@ class Checkpoint:
             return None
         saved = SavedCheckpoint(Path(newest[0]))
         if saved.ranks and saved.plan is None:
-            raise ValueError(f"{saved.path}: saved from a sharded model without switch=, so without its plan")
+            raise ValueError(
+                f"{saved.path}: saved from a sharded low-rank model without switch=, so it has no plan; apply the plan of that job with "
+                "pf.reshape_, and pass switch= to Checkpoint from now on"
+            )
         return saved.plan
 
     def _begin_save(self) -> tuple[str, str]:
