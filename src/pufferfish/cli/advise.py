@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on cuda, fp32 on cpu")
     add("--batch", type=whole, metavar="N", help="global batch size (default: example(), or from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--recipe", help="recipe of the task: short or paper (default: short)")
+    add("--recipe", help="short or paper, also with other values: short,rank=0.33 (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="layers that stay dense")
     add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
