@@ -21,6 +21,19 @@ COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, f
 #: Commands that run no model, so the AMX check is not needed.
 _NO_COMPUTE = ("report", "fetch", "network")
 
+#: How to say what an option of another command says.
+_ELSEWHERE = {
+    "train": {
+        "--rank": "write --method 'pufferfish(rank=0.25)'",
+        "--keep": "write --method 'pufferfish(keep=stem|head)'",
+    },
+    "bench": {
+        "--rank": "write --methods 'pufferfish(rank=0.25)'",
+        "--keep": "write --methods 'pufferfish(keep=stem|head)'",
+    },
+    "advise": {"--rank": "write --recipe short,rank=0.25"},
+}
+
 EPILOG = """\
 `pufferfish COMMAND --help` describes a command.
 
@@ -105,7 +118,10 @@ def _unknown(command: str | None, word: str) -> str:
     for module in COMMANDS:
         if module.__name__.rpartition(".")[2] == command:
             module.add_arguments(options)
-    close = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
+    option = word.partition("=")[0]
+    close = difflib.get_close_matches(option, options._option_string_actions, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
+    if command and (other := _ELSEWHERE.get(command, {}).get(option)):
+        hint = f": {other}"
     name = f"pufferfish {command}" if command else "pufferfish"
     return f"{name}: unknown argument {word}{hint}; see `{name} --help`"

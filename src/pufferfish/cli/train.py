@@ -20,10 +20,13 @@ functions of your own file.py, which plan, advise and bench use, too:
   example()             optional: one worker's batch (inputs, targets), for
                         plan and advise (default: from data())
 A run belongs to the text of the file: after an edit, choose another --out.
+A finished run has its model in OUT/model, for pufferfish.load and `merge`.
 
 methods:
   dense             no low rank
-  pufferfish        low rank after a full-rank warm-up, as in the paper
+  pufferfish        low rank after a full-rank warm-up, as in the paper; with
+                    options: 'pufferfish(rank=0.5,at=0.4,keep=stem|head)',
+                    rank and moment of the switch as fractions
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
   narrow            a narrower dense model with as many parameters as

@@ -32,6 +32,7 @@ class RunSettings:
         save_every: updates between checkpoints; None: at the end of epochs, at most every `save_seconds`.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
+        save_model: write the trained model to the subfolder `model`, by `pufferfish.save`.
         sinks: further outputs for metrics: "jsonl", "tensorboard".
         quiet: write no messages.
         hosts: machines that the workers run on.
@@ -59,6 +60,7 @@ class RunSettings:
     save_seconds: float = 10.0
     simulate: int | None = None
     network: str = "10gbit"
+    save_model: bool = False
     sinks: tuple[str, ...] = ()
     quiet: bool = False
     hosts: int = 1
