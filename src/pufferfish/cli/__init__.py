@@ -44,7 +44,7 @@ completion with the tab key, in the start file of a shell:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for invalid input, with a one-line message on stderr."""
+    """Run a command and return its exit code: 2 for invalid input, 130 for ctrl-C, with a one-line message on stderr."""
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # set by the shell when the user presses tab
         import argcomplete
@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments) or 0
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        print(f"\npufferfish {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
