@@ -61,6 +61,10 @@ def test_numbers_are_read() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (
+            "train digits --rank 0.25",
+            "train: unknown argument --rank: write --method 'pufferfish(rank=0.25)'; see `pufferfish train --help`\n",
+        ),
         ("plan lstm --rank 0", "plan: rank=0: a fixed rank is a whole number ≥ 1, a share of the full rank a float such as 0.25\n"),
         ("plan lstm --rank 1e400", "plan: rank=inf: a float is a share of the full rank, in (0, 1)\n"),
         ("plan lstm --rank inf", "plan: rank=inf: a float is a share of the full rank, in (0, 1)\n"),

@@ -285,3 +285,12 @@ def test_help_fits_into_80_columns(
     with pytest.raises(SystemExit, match="0"):
         main([*([command] if command else []), "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(name: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pufferfish.cli.plan.run", interrupt)
+    assert main(["plan", "lstm"]) == 130
+    assert capsys.readouterr().err == "\npufferfish plan: interrupted\n"

@@ -130,6 +130,7 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
     assert len(inputs) == len(targets) == 3
     workload = load_workload(f"{files}/both.py", size=4, batch=128)
     assert [len(x) for x in workload.batch()] == [32, 32]
+    assert workload.rows == 32
     assert workload.steps == 12 * 2
 
 
@@ -244,7 +245,9 @@ def test_intervals_of_measurements() -> None:
     assert "ranges are from the lowest to the highest" in text
     assert max(map(len, measured.text(80).splitlines())) <= 80
     quiet = advice.with_measurements({"dense": [3.0, 3.1, 3.0, 3.1, 3.0, 3.1], "bf16": [1.5] * 6})
-    assert not any(words in str(quiet) for words in ("busy", "Not stable"))
+    assert not any(words in str(quiet) for words in ("busy", "Not stable", "Perhaps"))
+    slower = advice.with_measurements({"dense": [3.0, 3.2, 9.0], "bf16": [3.5, 2.0, 2.0]})
+    assert "Perhaps use bf16: 1.60× per step, 1.60× (0.86 to 4.50) for the run." in str(slower)
     assert "ranges are 95 % intervals" in str(quiet)
     assert quiet.as_dict()["stable"]
     assert not measured.as_dict()["stable"]
@@ -318,6 +321,15 @@ def test_machines_with_several_workers_may_average_inside_first(files: Path) -> 
     assert said.splitlines()[4].split() == ["ms/step", "MB", "sent", "step", "run", "range", "note"]
 
 
+def test_the_header() -> None:
+    found = replace(_advice({"dense": 1.0, "bf16": 2.0}), rows=8, steps=1200)
+    first, second, third, *_ = str(found).splitlines()
+    assert first == "s: 2 workers (2 machines × 1), ddp, network n, 1,200 steps"
+    assert second.startswith("compute, measured: 2 s per step of 8 rows (data ")
+    assert third.endswith("without communication a dense step is 2.00× as fast")
+    assert "1.01× as fast: the network hardly matters\n" in str(replace(found, ceiling=1.01))
+
+
 def test_two_levels_are_told_only_where_they_pay() -> None:
     names = {"dense": 1.0, "dense, hierarchy=node": 1.5, "bf16": 1.9, "bf16, hierarchy=node": 1.91}
     found = _advice(names)
@@ -376,7 +388,10 @@ def test_the_code_of_an_advice_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     name = "pufferfish+streaming-30x4"
     made = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), 0.25)
     found = _advice({"dense": 1.0, name: 3.0}, plans={name: made})
-    made.save("plan.json")
+    assert "rerun with --out plan.json" in str(found)
+    made.save("mine.json")
+    found = replace(found, plan_file="mine.json")
+    assert "rerun" not in str(found)
     code = next(part for part in found.parts() if str(part).startswith("In your code:"))
     names = {"pf": pf, "torch": torch}
     exec(str(code).partition("\n")[2], names)

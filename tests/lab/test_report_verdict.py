@@ -49,7 +49,7 @@ DENSE = (10.0, [0.90, 0.91, 0.92])
          "No method trains faster than dense: the closest is slow, 0.50× (slower). It has the same accuracy in one seed."),
         ({"fast": (5.0, [0.89])},
          "fast trains 2.00× as fast as dense and loses 1.00 points of accuracy in one seed, which may be chance."),
-        ({}, "dense reaches accuracy, % 91.00 ± 2.48. There is no other method to compare with dense."),
+        ({}, "dense reaches accuracy 91.00 ± 2.48 %. There is no other method to compare with dense."),
     ],
 )  # fmt: skip
 def test_what_the_first_sentence_says(

@@ -16,6 +16,7 @@ from test_train import values, weights
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException
 
+import pufferfish as pf
 from processes import as_torchrun, forked, free_port
 from pufferfish.checkpoint.checkpoint_folder import list_checkpoints
 from pufferfish.cli import main
@@ -92,6 +93,34 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(
     assert again.results["accuracy"] == straight.results["accuracy"]
     theirs = weights(Path("straight"))
     assert all(torch.equal(x, theirs[name]) for name, x in weights(Path("run")).items())
+    model = find_task("my_model.py").build()
+    assert pf.load(model, "run/model").ranks
+    assert all(torch.equal(x, theirs[name]) for name, x in model.state_dict().items())
+
+
+def test_a_pattern_that_matches_nothing_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "train",
+        write(BUILD, DATA),
+        "--batch",
+        "10",
+        "--method",
+        "pufferfish(keep=stem)",
+        "--device",
+        "cpu",
+    ]
+    assert main(words) == 2
+    assert "keep: the pattern 'stem' matches no layer" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_loss_that_is_not_finite_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    loss = "def loss(output, target):\n    return output.mean() * float('nan')\n"
+    words = ["train", write(BUILD, DATA, loss), "--batch", "10", "--epochs", "2", "--device", "cpu"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert said.count("training loss nan at update 2: check the data, or lower --lr") == 1
+    assert "epoch 2/2, validation loss nan\n" in said
 
 
 def test_a_run_belongs_to_the_text_of_its_file(

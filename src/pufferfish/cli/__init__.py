@@ -21,6 +21,19 @@ COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, f
 #: Commands that run no model, so the AMX check is not needed.
 _NO_COMPUTE = ("report", "fetch", "network")
 
+#: How to say what an option of another command says.
+_ELSEWHERE = {
+    "train": {
+        "--rank": "write --method 'pufferfish(rank=0.25)'",
+        "--keep": "write --method 'pufferfish(keep=stem|head)'",
+    },
+    "bench": {
+        "--rank": "write --methods 'pufferfish(rank=0.25)'",
+        "--keep": "write --methods 'pufferfish(keep=stem|head)'",
+    },
+    "advise": {"--rank": "write --recipe short,rank=0.25"},
+}
+
 EPILOG = """\
 `pufferfish COMMAND --help` describes a command.
 
@@ -31,7 +44,7 @@ tab completion, a line for the startup file of your shell:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for invalid input, with a one-line message on stderr."""
+    """Run a command and return its exit code: 2 for invalid input, 130 for ctrl-C, with a one-line message on stderr."""
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # set by the shell when the user presses tab
         import argcomplete
@@ -53,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments) or 0
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        print(f"\npufferfish {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
@@ -105,7 +121,10 @@ def _unknown(command: str | None, word: str) -> str:
     for module in COMMANDS:
         if module.__name__.rpartition(".")[2] == command:
             module.add_arguments(options)
-    close = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
+    option = word.partition("=")[0]
+    close = difflib.get_close_matches(option, options._option_string_actions, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
+    if command and (other := _ELSEWHERE.get(command, {}).get(option)):
+        hint = f": {other}"
     name = f"pufferfish {command}" if command else "pufferfish"
     return f"{name}: unknown argument {word}{hint}; see `{name} --help`"

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", type=whole, metavar="N", help="global batch size (default: from example() or the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--recipe", help="recipe of the task: short or paper (default: short)")
+    add("--recipe", help="short or paper, also with other values: short,rank=0.33 (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
     add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")

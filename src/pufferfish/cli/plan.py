@@ -9,8 +9,8 @@ file.py:function or package.module:function. If the file has data() or
 example(), MACs are reported too, and layer times if they are measured; see
 `pufferfish train --help`.
 
-Columns: rank, "–" if the layer stays dense; weights, and MACs of a forward pass,
-before→after; bytes, the layer's share of the gradient bytes after the change.
+Columns: rank, "–" if the layer stays dense; weights, and MACs of a forward
+pass, before→after; bytes, the layer's share of all gradient bytes afterwards.
 A shape "256×64 in 4" is four blocks (groups, gates, experts), each factorized.
 Ranks that are computed are rounded to multiples of 16; see --multiple.
 

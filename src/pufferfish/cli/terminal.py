@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..planning.progress import display_progress
@@ -68,19 +69,20 @@ def progress_bars(console: Console | None = None) -> Iterator[None]:
     @contextmanager
     def bar(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+        from rich.text import Text
+
+        class Left(ProgressColumn):
+            """The time left, once it is known; the time elapsed shows until then that the program runs."""
+
+            def render(self, task: Task) -> Text:
+                known = task.time_remaining is not None
+                return Text(f"{timedelta(seconds=int(task.time_remaining or 0))} left" if known else "")
 
         name = TextColumn("{task.description}")
-        left = (TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left"))
         shown = Progress(
-            *(name, BarColumn(20), *(left if total is not None else (TimeElapsedColumn(),))),
+            *(name, BarColumn(20), *[TaskProgressColumn()] * (total is not None), Elapsed(), Left()),
             console=console or Console(stderr=True),
             transient=True,
             redirect_stdout=False,

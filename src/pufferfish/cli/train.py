@@ -21,10 +21,13 @@ functions in your own file.py, also used by plan, advise and bench:
   example()             optional: one worker's batch (inputs, targets), for
                         plan and advise (default: from data())
 A run cannot be resumed after an edit of the file: choose another --out.
+A finished run has its model in OUT/model, for pufferfish.load and `merge`.
 
 methods:
   dense             no low rank
-  pufferfish        low rank after a full-rank warm-up, as in the paper
+  pufferfish        low rank after a full-rank warm-up, as in the paper; with
+                    options: 'pufferfish(rank=0.5,at=0.4,keep=stem|head)',
+                    rank and moment of the switch as fractions
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
   narrow            a narrower dense model with as many parameters as

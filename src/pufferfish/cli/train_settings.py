@@ -53,6 +53,7 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
         sinks=tuple(sink for sink in ("jsonl", "tensorboard") if getattr(arguments, sink)),
         hosts=hosts,
         name=name,
+        save_model=True,
     )
 
 

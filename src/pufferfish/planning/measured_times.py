@@ -15,7 +15,7 @@ from ..layers import LowRank, LowRankLinear, SharedInput, low_rank_type
 from ..layers.fused_product import MIN_ROWS, fits
 from .plan import Entry, Plan
 from .profile import Call, Example, Profile, autocast_dtype
-from .progress import track
+from .progress import progress, track
 from .rules import align
 from .time_cache import TimeCache, Times
 from .timing import Mode, Together, measure_layer, measure_step
@@ -55,7 +55,8 @@ def with_measured_times(
         if not entries:
             return plan
         measured = {"device": gpu or str(device), "mode": mode} | ({} if link is None else {"link": link})
-        measured |= _step_time(model, profiled, example, mode, cache)
+        with progress("measuring a step", None):
+            measured |= _step_time(model, profiled, example, mode, cache)
     cache.save()
     return dataclasses.replace(
         plan, entries=tuple(entries.get(e.name, e) for e in plan.entries), measured=measured

@@ -37,21 +37,32 @@ class Table:
     def fitted(self, width: int) -> Table:
         """The table without as many spare columns as make it wider than `width`.
 
+        Of the columns left out, those that still fit come back, the most important first.
+
         >>> table = Table([["layer", "MACs", "note"], ["conv1", "4.83 G", "1"]], left=(0, 2), spare=("MACs", "note"))
         >>> print(table.fitted(14))
         layer  note
         conv1  1
+        >>> print(Table([["a", "b", "cccc", "d"], ["1", "2", "3", "4"]], left=(), spare=("b", "cccc", "d")).fitted(8))
+        a  b  d
+        1  2  4
         """
-        table = self
+        out: list[str] = []
         for head in self.spare:
-            if max(map(len, str(table).splitlines())) <= width:
+            if self._without(out)._width() <= width:
                 break
-            table = table._without(head)
-        return table
+            out.append(head)
+        for head in reversed(out):
+            fewer = [other for other in out if other != head]
+            out = fewer if self._without(fewer)._width() <= width else out
+        return self._without(out)
 
-    def _without(self, head: str) -> Table:
+    def _width(self) -> int:
+        return max(map(len, str(self).splitlines()))
+
+    def _without(self, heads: Sequence[str]) -> Table:
         columns = [*zip(*self.rows, strict=True)]
-        kept = [i for i, column in enumerate(columns) if column[0] != head]
+        kept = [i for i, column in enumerate(columns) if column[0] not in heads]
         left = [new for new, old in enumerate(kept) if old in self.left]
         return Table([*zip(*(columns[i] for i in kept), strict=True)], left, self.spare)
 

@@ -44,6 +44,9 @@ class Advice:
     checked: str = ""  # which methods were run; "": none
     rounds: int = 1  # how often the compute was measured
     busy: str = ""  # why the machine seems to be busy; "": it does not
+    rows: int | None = None  # of one worker's batch
+    steps: int | None = None  # of the whole run
+    plan_file: str = ""  # where the plan is saved; "": nowhere
 
     @property
     def best(self) -> SpeedupEstimate:
@@ -161,11 +164,15 @@ class Advice:
         seconds = {name: getattr(self.compute, name) for name in COMPUTE_PARTS}
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items())
         machines = f"{self.nodes} machine{'s' * (self.nodes > 1)} × {self.per_node}"
-        yield f"{self.workload}: {size} worker{'s' * (size > 1)} ({machines}), {self.engine}, network {self.network}"
-        yield f"compute, measured: {format_seconds(sum(seconds.values()))} per step ({parts})"
+        batch = "" if self.rows is None else f" of {self.rows} row{'s' * (self.rows > 1)}"
+        run = "" if self.steps is None else f", {self.steps:,} steps"
+        yield f"{self.workload}: {size} worker{'s' * (size > 1)} ({machines}), {self.engine}, network {self.network}{run}"
+        yield f"compute, measured: {format_seconds(sum(seconds.values()))} per step{batch} ({parts})"
         if size > 1:
             source = "assumed" if self.link.extrapolated else "measured"
-            yield f"link, {source}: {self.link}; without communication a dense step is {self.ceiling:.2f}× as fast"
+            bound = f"without communication a dense step is {self.ceiling:.2f}× as fast"
+            slight = ": the network hardly matters" if self.ceiling < MIN_SPEEDUP else ""
+            yield f"link, {source}: {self.link}; {bound}{slight}"
 
     def _recommendation(self) -> Iterator[str]:
         best, dense = self.best, self.estimates[0]
@@ -187,7 +194,7 @@ class Advice:
             low, high = best.interval or (best.run_speedup, best.run_speedup)
             between = f" ({low:.2f} to {high:.2f})" if f"{low:.2f}" != f"{high:.2f}" else ""
             speedups = f"{best.speedup:.2f}× per step, {best.run_speedup:.2f}×{between} for the run"
-            yield f"Use {best.name}: {speedups}{hours}.{reason}"
+            yield f"{'Use' if low >= 1 else 'Perhaps use'} {best.name}: {speedups}{hours}.{reason}"
         if local := self._faster_local():
             yield (
                 f"{local.name} makes the run {local.run_speedup:.2f}× as fast, but local steps change what is learned: they "
@@ -238,7 +245,8 @@ class Advice:
         yield "In your code:"
         method, hierarchy = parse_method_name(self.best.name)
         if self.plan is not None:
-            yield 'plan = pf.Plan.load("plan.json")  # written by --out plan.json'
+            hint = "" if self.plan_file else "  # rerun with --out plan.json, which writes it"
+            yield f'plan = pf.Plan.load("{self.plan_file or "plan.json"}"){hint}'
             yield f"switch = pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
         if method.local is not None:
             yield f"local = {method.local.as_code()}"

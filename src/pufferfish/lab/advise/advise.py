@@ -31,12 +31,20 @@ from ..train.local_method import LOCAL_METHODS
 from ..train.training_method import training_method
 from .advice import Advice
 from .build_timed_model import build_timed_model
-from .combine_rounds import MAX_ROUNDS, MAX_SECONDS, MIN_ROUNDS, busy_reason, combine_rounds, is_stable
+from .combine_rounds import (
+    MAX_ROUNDS,
+    MAX_SECONDS,
+    MIN_ROUNDS,
+    busy_reason,
+    combine_rounds,
+    combine_seconds,
+    is_stable,
+)
 from .measured_work import (
     compute_seconds,
     measured_work,
+    option_of_slowest,
     repeated_seconds,
-    slowest_coding,
     with_compute_seconds,
 )
 from .method_name import LOW_RANK, NODE, exchange_method, parse_method_name, simplicity, warm_up_name
@@ -127,12 +135,14 @@ class _Advisor:
         self.costs = CostModel(link=link)
         # Models that are timed, and their work: dense, and low-rank by the hash of their plan.
         self.models: dict[str, TimedModel] = {DENSE: dense}
-        self.works: dict[str, Work] = {DENSE: measured_work(dense)}
+        with progress("measuring the dense model", None):
+            self.works: dict[str, Work] = {DENSE: measured_work(dense)}
         self.seconds: dict[str, list[float]] = {DENSE: []}  # of a step without communication, in each round
         self._plan_by_hash: dict[str, Plan] = {}
         self._local_works: dict[tuple[str, str], Work] = {}  # by method and model
         self._use_work({})
-        self.plans = self._select_plans()
+        with progress("measuring compression", None):
+            self.plans = self._select_plans()
         self._build_low_rank_models()
 
     def advice(self, network: str) -> Advice:
@@ -164,8 +174,8 @@ class _Advisor:
             workload=self.workload.name, network=network, nodes=self.nodes, per_node=self.per_node,
             engine=self.engine, link=self.costs.link, compute=compute, estimates=estimates,
             plans=self.plans, ceiling=estimates[0].step / compute_seconds(compute),
-            rank_seconds={rank: statistics.median(r[rank] for r in rank_seconds) for rank in rank_seconds[0]},
-            warm_up=self.workload.warm_up, rounds=len(rounds),
+            rank_seconds=combine_seconds(rank_seconds, rounds),
+            warm_up=self.workload.warm_up, rounds=len(rounds), rows=self.workload.rows, steps=self.workload.steps,
             busy=busy_reason(self.seconds[DENSE]) if len(rounds) > 1 else "",
         )  # fmt: skip
 
@@ -196,7 +206,7 @@ class _Advisor:
             hours=None if self.workload.steps is None else self.workload.steps * step / 3600,
         )  # fmt: skip
         dense = TrainingOption(kind="", name=DENSE, work=self.dense)
-        estimates = [estimator.estimate(_slowest_coding(o)) for o in (dense, *self._options())]
+        estimates = [estimator.estimate(option_of_slowest(o)) for o in (dense, *self._options())]
         return sorted(estimates, key=lambda e: simplicity(e.name))
 
     def _check_loss(self) -> None:
@@ -337,8 +347,3 @@ class _Advisor:
         if self.engine == "fsdp2":
             return with_fsdp2_messages(work, parameters, self.size)
         return with_ddp_messages(work, parameters)
-
-
-def _slowest_coding(option: TrainingOption) -> TrainingOption:
-    warm_up = option.warm_up and slowest_coding(option.warm_up)
-    return replace(option, work=slowest_coding(option.work), warm_up=warm_up)

@@ -3,7 +3,7 @@
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...measure import SpeedupEstimate
@@ -33,26 +33,53 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def combine_rounds(rounds: Sequence[Sequence[SpeedupEstimate]]) -> list[SpeedupEstimate]:
-    """The medians over rounds that have the same methods in the same order; `interval` is that of the run's speedup."""
+    """The medians over rounds that have the same methods in the same order; `interval` is that of the run's speedup.
+
+    Times follow from the medians of the first method's times and of the speedups, which are paired by round. A median of a
+    method's own times could contradict its speedup on a busy machine.
+
+    >>> def estimate(name, step, speedup):
+    ...     return SpeedupEstimate(
+    ...         kind="", name=name, step=step, speedup=speedup, run_speedup=speedup, hours=step, wire_bytes=0
+    ...     )
+    >>> fast = [("a", 2.0, 1.0), ("b", 1.0, 2.0)]
+    >>> busy = [("a", 8.0, 1.0), ("b", 4.0, 2.0)]
+    >>> odd = [("a", 2.0, 1.0), ("b", 4.0, 0.5)]
+    >>> [(e.step, e.speedup, e.hours) for e in combine_rounds([[estimate(*x) for x in r] for r in (fast, busy, odd)])]
+    [(2.0, 1.0, 2.0), (1.0, 2.0, 1.0)]
+    """
+    step = statistics.median(estimates[0].step for estimates in rounds)
+    hours = [estimates[0].hours for estimates in rounds if estimates[0].hours is not None]
     combined = []
     for estimates in zip(*rounds, strict=True):
         first = estimates[0]
         assert all(e.name == first.name for e in estimates)
-        hours = [e.hours for e in estimates if e.hours is not None]
         runs = [e.run_speedup for e in estimates]
+        speedup, run_speedup = statistics.median(e.speedup for e in estimates), statistics.median(runs)
         utilisation = [e.utilisation for e in estimates if e.utilisation is not None]
         combined.append(
             replace(
                 first,
-                step=statistics.median(e.step for e in estimates),
-                speedup=statistics.median(e.speedup for e in estimates),
-                run_speedup=statistics.median(runs),
-                hours=statistics.median(hours) if hours else None,
+                step=step / speedup,
+                speedup=speedup,
+                run_speedup=run_speedup,
+                hours=statistics.median(hours) / run_speedup if hours else None,
                 interval=median_interval(runs),
                 utilisation=statistics.median(utilisation) if utilisation else None,
             )
         )
     return combined
+
+
+def combine_seconds(
+    seconds: Sequence[Mapping[float, float]], rounds: Sequence[Sequence[SpeedupEstimate]]
+) -> dict[float, float]:
+    """The medians of further step times of the same rounds, as shares of the first method's step, as in `combine_rounds`."""
+    step = statistics.median(estimates[0].step for estimates in rounds)
+    return {
+        key: step * statistics.median(s[key] / e[0].step for s, e in zip(seconds, rounds, strict=True))
+        for key in seconds[0]
+    }
 
 
 def is_stable(estimate: SpeedupEstimate) -> bool:

@@ -11,6 +11,7 @@ from ...distributed.workers import Workers
 from ...measure import Work, dry_run
 from ...measure.clock import trimmed_mean
 from ...measure.measure_compute import COMPUTE_PARTS, measure_compute
+from ...measure.option_builder import TrainingOption
 from ...measure.step_messages import trainable_parameters, with_compressed_messages, with_ddp_messages
 from .timed_model import TimedModel
 
@@ -90,3 +91,9 @@ def slowest_coding(work: Work) -> Work:
         slow = tuple(replace(fragment, encode=e, decode=d) for fragment, (e, d) in each)
         work = replace(work, local=replace(work.local, fragments=slow))
     return replace(work, encode=encode, decode=decode)
+
+
+def option_of_slowest(option: TrainingOption) -> TrainingOption:
+    """`slowest_coding` for the work of an option and of its warm-up."""
+    warm_up = option.warm_up and slowest_coding(option.warm_up)
+    return replace(option, work=slowest_coding(option.work), warm_up=warm_up)

@@ -135,6 +135,8 @@ def _load(settings: AdviseSettings, size: int, rank: int = 0) -> Workload:
 
 
 def _print_and_save(advice: Advice, settings: AdviseSettings, show: Callable[[Advice], object]) -> None:
+    if settings.out is not None:
+        advice = replace(advice, plan_file=str(settings.out))
     if settings.json:
         print(json.dumps(advice.as_dict(), indent=1))
     else:

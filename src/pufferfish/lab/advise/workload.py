@@ -26,6 +26,7 @@ class Workload:
     keep: Sequence[str] = ()  # layers that stay full-rank
     rank: float = 0.25
     steps: int | None = None  # of the whole run
+    rows: int | None = None  # of one worker's batch
     warm_up: float = WARM_UP_FRACTION
     device: str = "cpu"
     precision: str = "fp32"
@@ -82,12 +83,14 @@ def _from_task(
     batches: Iterator[Batch]
     steps = None
     if isinstance(task, FileTask) and _has_example(task, batch):
-        batches = repeat(task.example(build(), device))
+        example = task.example(build(), device)
+        batches, rows = repeat(example), len(example[0]) if example[0].dim() else None
     else:
         if recipe.batch % size:
             raise ValueError(
                 f"a batch of {recipe.batch} cannot be split equally over {size} workers; change --batch"
             )
+        rows = recipe.batch // size
         loaded = task.load(data)
         steps = recipe.epochs * task.steps(loaded, recipe.batch)
         task.check(build(), loaded, device)
@@ -104,6 +107,7 @@ def _from_task(
         rank=recipe.rank,
         clip=recipe.clip,
         steps=steps,
+        rows=rows,
         warm_up=WARM_UP_FRACTION if recipe.switch_at is None else recipe.switch_at / recipe.epochs,
     )
 

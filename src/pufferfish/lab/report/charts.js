@@ -320,15 +320,17 @@ function drawSpectra(holder, spec) {
   if (select.selectedIndex < 0) select.value = 0;
   const values = () => {
     const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
-    return [[...Array(length).keys()], ...[before, after].map(ys => [...Array(length).keys()].map(n => ys[n] ?? null))];
+    const places = [...Array(length).keys()];
+    return [places.map(n => n + 1), ...[before, after].map(ys => places.map(n => ys[n] ?? null))];
   };
   holder.append(select);
-  const line = (label, style, dash) => ({label, stroke: style, width: 2, dash, value: (u, v) => v == null ? "–" : digits(v)});
+  const line = (label, style, dash) =>
+    ({label, stroke: style, width: 2, dash, points: {fill: style}, value: (u, v) => v == null ? "–" : digits(v)});
   const u = plot(holder, {
     height: 240, scales: {x: {time: false}, y: {distr: 3, range: (u, low, high) => padded(low, high, true, 0.05)}},
     cursor: {drag: {x: true, y: false}},
     axes: [axis("recorded singular value", show.number, 55, {size: 34}), axis(null, show.number, 40, {size: 62})],
-    series: [{label: "number", value: (u, v) => v == null ? "–" : String(v + 1)},
+    series: [{label: "number", value: (u, v) => v == null ? "–" : String(v)},
       line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
   }, values(), [null, null, null]);
   select.onchange = () => { state.layers[id] = select.value; save(); u.setData(values()); };

@@ -192,7 +192,7 @@ def _methods(runs: Sequence[Run]) -> list[MethodRuns]:
         if seed_of(run) in seeds and run.name != NO_EXCHANGE:
             raise ValueError(
                 f"{seeds[seed_of(run)].folder} and {run.folder} are both named {run.name!r} with seed {run.seed}; "
-                "leave one out, or change the name or the seed of one"
+                "leave one out: name the folders to compare, not a folder that contains both"
             )
         seeds[seed_of(run)] = run
     methods = [MethodRuns(name, tuple(run for _, run in sorted(s.items()))) for name, s in by_name.items()]

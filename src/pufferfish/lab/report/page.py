@@ -153,7 +153,7 @@ def _time(comparison: Comparison, charts: Charts) -> list[str]:
     else:
         missing.append(_missing("No run recorded the time of a step."))
     if dots:
-        note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20 %."
+        note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20\u00a0%."
         figures.append(_figure("Predicted and measured", note, dots))
     tables = (table, exchange_table(comparison), beside)
     return [_beside(figures), *missing, *(_table(each) for each in tables)]

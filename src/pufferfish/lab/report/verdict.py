@@ -84,7 +84,10 @@ def _difference(comparison: Comparison, method: MethodRuns) -> str:
 
 def _score(comparison: Comparison, method: MethodRuns) -> str:
     score = score_cell(comparison, method)
-    return "" if score.value is None else f"{method.name} reaches {comparison.metric.label} {score.text}."
+    if score.value is None:
+        return ""
+    unit = " %" if comparison.metric.name == "accuracy" else ""
+    return f"{method.name} reaches {comparison.metric.words} {score.text}{unit}."
 
 
 def _without_reference(comparison: Comparison) -> str:

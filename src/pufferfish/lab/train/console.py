@@ -31,10 +31,17 @@ class Console:
         self._relayed = RELAYED in os.environ
         self._width = 0  # characters in the progress line
         self._last_progress = 0.0
+        self._written: set[str] = set()  # keys of lines that are written once
 
     def info(self, text: str) -> None:
         """Write a line."""
         self.show("info", text)
+
+    def once(self, key: str, text: str) -> None:
+        """Write a line, unless one with the same key was written before."""
+        if key not in self._written:
+            self._written.add(key)
+            self.info(text)
 
     def progress_due(self) -> bool:
         """Whether a progress line would be seen and the last one is old enough to be replaced."""

@@ -33,6 +33,7 @@ class RunSettings:
         validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
+        save_model: write the trained model to the subfolder `model`, by `pufferfish.save`.
         sinks: further outputs for metrics: "jsonl", "tensorboard".
         quiet: write no messages.
         hosts: machines that the workers run on.
@@ -61,6 +62,7 @@ class RunSettings:
     validate_every: int = 1
     simulate: int | None = None
     network: str = "10gbit"
+    save_model: bool = False
     sinks: tuple[str, ...] = ()
     quiet: bool = False
     hosts: int = 1

@@ -6,6 +6,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...distributed.workers import Workers
+from ...lowrank.files import save
+from ..rivals.pruning_by_name import is_pruning_method
 from ..tasks import Task
 from .find_width import with_width
 from .process_group import process_group
@@ -44,6 +46,8 @@ def train(
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:
             results = run.train()
+        if results is not None and settings.save_model and not is_pruning_method(settings.method.model):
+            workers.run_on_first(lambda: save(run.module, settings.folder / "model"))
         if world_size > 1:
             dist.barrier()  # a worker that leaves early would break the others' connections
         return results

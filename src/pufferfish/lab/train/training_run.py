@@ -1,5 +1,6 @@
 """`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
 
+import math
 import time
 import warnings
 from collections import deque
@@ -189,6 +190,9 @@ class TrainingRun:
             if self.step % LOG_EVERY == 0 or last:
                 row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
                 log.log(step=self.step, epoch=self.step / self.steps_per_epoch, **row)
+                if not math.isfinite(row["loss"]):
+                    text = f"training loss {row['loss']} at update {self.step}: check the data, or lower --lr"
+                    self.console.once("diverged", text)
             if self.console.progress_due():
                 self._show_progress(epoch, float(loss))
             due = self.settings.save_every is not None and self.step % self.settings.save_every == 0
@@ -298,7 +302,8 @@ class TrainingRun:
             self.lr_factor *= self.recipe.plateau
         self.best_score = max(self.best_score, score)
         shown = f", validation {format_score(self.task.metric, scores[self.task.metric])}"
-        loss = f", validation loss {scores['loss']:.4f}" if "loss" in scores else ""
+        further = "loss" in scores and self.task.metric != "loss"
+        loss = f", validation loss {scores['loss']:.4f}" if further else ""
         left = f", {format_seconds(self._seconds_left())} left" if self._steps_left() else ""
         self.console.info(f"{position}{shown}{loss}{left}")
 
