@@ -14,7 +14,7 @@ from page import Page
 
 from pufferfish.cli import main
 from pufferfish.lab.bench import BenchLines, BenchSettings, bench, restore_parts
-from pufferfish.lab.bench.bench_pieces import Piece, due_pieces
+from pufferfish.lab.bench.bench_pieces import Piece, due_pieces, missing_pieces
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_tables import bench_tables
 from pufferfish.lab.bench.bench_worker import BenchWorker
@@ -164,6 +164,22 @@ def test_predicted_steps_of_simulated_workers(tmp_path: Path) -> None:
     alone = do_all(replace(settings, methods=()), tmp_path / "alone", lines, beside=1)
     assert not any(piece.alone for piece in alone)  # these runs have measured it
     assert "no exchange" in tables(replace(settings, methods=()), tmp_path / "alone")
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_pruned_model_is_timed_from_its_checkpoints(tmp_path: Path) -> None:
+    settings = BenchSettings(task="digits:width=4", methods=("early-bird-0.5",), epochs=2, mode="eager")
+    lines = BenchLines(tmp_path / "lines.jsonl", "part")
+    assert "early-bird-0.5/length.json" not in str(missing_pieces(settings, tmp_path / "none"))
+    done = do_all(settings, tmp_path / "one", lines)
+    assert [piece.name for piece in done if piece.alone] == ["equal-time/early-bird-0.5/length.json"]
+    run = next(line for line in lines.path.read_text().splitlines() if '"measured"' in line)
+    assert json.loads(run)["measured"]["length"]["seconds"]["after"] > 0
+    without = tmp_path / "without.jsonl"
+    without.write_text(lines.path.read_text().replace(run + "\n", ""))
+    BenchLines(without, "part").restore(settings, tmp_path / "two")
+    assert due_pieces(settings, tmp_path / "two") == []  # another machine has no checkpoints
+    assert missing_pieces(settings, tmp_path / "two") == []
 
 
 def test_an_incomplete_last_line(tmp_path: Path) -> None:

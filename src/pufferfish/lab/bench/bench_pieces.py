@@ -85,7 +85,9 @@ def missing_pieces(settings: BenchSettings, root: Path) -> list[Piece]:
     widths = [
         m for m in settings.methods if _measures_width(m) and not width_of_method(m, settings, recipe, root)
     ]
-    lengths = [m for m in settings.methods if not length_file(m, settings, root).exists() and _is_timeable(m)]
+    pruned = [method for method in settings.methods if is_pruning_method(bench_method(method).method.model)]
+    timed = [method for method in settings.methods if method != REFERENCES[0] and method not in pruned]
+    lengths = [method for method in timed if not length_file(method, settings, root).exists()]
     measured = [(m, width_file(m)) for m in widths]
     measured += [(m, str(length_file(m, settings, root).relative_to(root))) for m in lengths]
     return [
@@ -138,15 +140,9 @@ def _measures_width(method: str) -> bool:
 def _is_timed(method: str, settings: BenchSettings, root: Path) -> bool:
     """Whether steps of a method are timed beside dense ones: it has a run, which has no times of its own, or is repeated.
 
-    A pruned model is known to the process of its run only.
+    A pruned model is in the checkpoints of its run, so it is timed on the machine of the run, if at all.
     """
     folder = finished_run(method, settings, root)
     if folder is None or method == REFERENCES[0]:
         return False
-    return settings.equal != "steps" or (
-        _is_timeable(method) and bool(read_run(folder).results.get("shared"))
-    )
-
-
-def _is_timeable(method: str) -> bool:
-    return method != REFERENCES[0] and not is_pruning_method(bench_method(method).method.model)
+    return settings.equal != "steps" or bool(read_run(folder).results.get("shared"))
