@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print(f"\npufferfish {arguments.command}: interrupted", file=sys.stderr)
+        line = "\n" * sys.stderr.isatty()  # the terminal shows ^C
+        print(f"{line}pufferfish {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = str(error)
