@@ -91,6 +91,13 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage, which fills half a screen."""
 
     def error(self, message: str) -> NoReturn:
+        several = [
+            action.option_strings[0]
+            for action in self._actions
+            if action.nargs == "+" and action.option_strings
+        ]
+        if several and "arguments are required" in message:  # such an option takes the words after it
+            message += f"; put them before {several[0]}"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
