@@ -51,6 +51,15 @@ def test_numbers_are_checked_by_name(
         assert len(last) < 150
 
 
+def test_a_word_that_an_option_has_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--keep", "conv1", "lstm"])
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "pufferfish plan: the following arguments are required: MODEL; put them before --keep; see `"
+    )
+
+
 def test_numbers_are_read() -> None:
     assert (whole("-3"), whole(str(2**63 - 1)), number("1e-3"), number("7")) == (-3, 2**63 - 1, 1e-3, 7.0)
     for text in (str(2**63), "1.5"):

@@ -293,4 +293,4 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     monkeypatch.setattr("pufferfish.cli.plan.run", interrupt)
     assert main(["plan", "lstm"]) == 130
-    assert capsys.readouterr().err == "\npufferfish plan: interrupted\n"
+    assert capsys.readouterr().err == "pufferfish plan: interrupted\n"

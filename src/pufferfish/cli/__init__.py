@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print(f"\npufferfish {arguments.command}: interrupted", file=sys.stderr)
+        line = "\n" * sys.stderr.isatty()  # the terminal shows ^C
+        print(f"{line}pufferfish {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, TypeError, OSError, ImportError) as error:
         text = str(error)
@@ -90,6 +91,13 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage, which fills half a screen."""
 
     def error(self, message: str) -> NoReturn:
+        several = [
+            action.option_strings[0]
+            for action in self._actions
+            if action.nargs == "+" and action.option_strings
+        ]
+        if several and "arguments are required" in message:  # such an option takes the words after it
+            message += f"; put them before {several[0]}"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 

@@ -148,7 +148,8 @@ def run_bench(settings: BenchSettings, root: Path, **arguments: Any) -> int:
     try:
         failed = bench(settings, root, **arguments)
     except KeyboardInterrupt:
-        print("stopped; finished runs are kept, rerun the same command to resume", file=sys.stderr)
+        line = "\n" * sys.stderr.isatty()  # the terminal shows ^C, perhaps after a line of progress
+        print(f"{line}stopped; finished runs are kept, rerun the same command to resume", file=sys.stderr)
         return 130
     if failed:
         print(f"not finished: {', '.join(failed)}; rerun the same command to retry", file=sys.stderr)
