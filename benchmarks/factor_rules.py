@@ -6,8 +6,8 @@
 A byte-level GPT with Muon for the matrices of its blocks and AdamW for the rest; bits per byte of validation data after the
 last step. RULES below says what each rule does. All low-rank models have the same number of parameters in their blocks
 (`--share` of the dense ones), whatever their ranks and dense layers; "narrow" is a dense model with as many. A rule runs with
-every rate and seed; runs that are in the file, with the same settings, are not repeated. On CUDA: bf16, every step one
-CUDA graph, of which the data, the schedule and the optimizers are part.
+every rate and seed; runs that are in the file, with the same settings, are not repeated. The best rate of a rule is that of
+its first seed. On CUDA: bf16, every step one CUDA graph, of which the data, the schedule and the optimizers are part.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.lab.models import GPT
+from pufferfish.lab.report.formatting import format_estimate
+from pufferfish.lab.report.seed_statistics import estimate, paired_differences
 from pufferfish.planning.table import format_table
 from pufferfish.planning.timing import capture_cuda_graph
 
@@ -269,22 +271,26 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def show(file: Path) -> None:
-    """Print bits per byte by rule and rate, means over seeds, for each kind of settings."""
+    """Print bits per byte by rule and rate, means over seeds, and how much each rule is above "narrow", paired by seed."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(file):
         groups.setdefault(json.dumps(row["settings"]), []).append(row)
     for about, rows in groups.items():
         print(about)
         rates = sorted({row["lr"] for row in rows})
-        table = [["rule", "weights in blocks", *(f"{rate:g}" for rate in rates), "seeds"]]
-        for rule in dict.fromkeys(row["rule"] for row in rows):
-            own = [row for row in rows if row["rule"] == rule]
-            means = []
-            for rate in rates:
-                bits = [row["bits"] for row in own if row["lr"] == rate]
-                means.append(f"{sum(bits) / len(bits):.4f}" if bits else "")
-            seeds = len({row["seed"] for row in own})
-            table.append([rule, f"{own[0]['weights']:,}", *means, str(seeds)])
+        bits: dict[str, dict[float, dict[int, float]]] = {}
+        for row in rows:
+            bits.setdefault(row["rule"], {}).setdefault(row["lr"], {})[row["seed"]] = row["bits"]
+        weights = {row["rule"]: row["weights"] for row in rows}
+        best = {rule: min(own.values(), key=lambda seeds: seeds[min(seeds)]) for rule, own in bits.items()}
+        table = [["rule", "weights in blocks", *(f"{rate:g}" for rate in rates), "seeds", "above narrow"]]
+        for rule, own in bits.items():
+            found = [estimate([*own.get(rate, {}).values()]) for rate in rates]
+            above = estimate(paired_differences(best[rule], best.get("narrow", {})))
+            table.append([
+                rule, f"{weights[rule]:,}", *(f"{x.mean:.4f}" if x else "" for x in found), f"{len(best[rule])}",
+                format_estimate(above, 4, sign=True) if above and rule != "narrow" else "",
+            ])  # fmt: skip
         print(format_table(table, left=(0,)) + "\n")
 
 
