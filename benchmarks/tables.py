@@ -240,9 +240,9 @@ def lines(results: Path, table: str, name: str) -> BenchLines:
 def run(parts: Parts, given: argparse.Namespace) -> int:
     """Run what is missing, part after part, while there is time."""
     end = None if given.minutes is None else time.monotonic() + 60 * given.minutes
-    # Processes that compile at once share the cores.
     threads = max(1, (os.cpu_count() or 1) // max(1, given.beside))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    for variable in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):  # processes share the cores
+        os.environ.setdefault(variable, str(threads))
     codes = []
     for (table, name), each in parts.items():
         left = None if end is None else (end - time.monotonic()) / 60

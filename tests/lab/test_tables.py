@@ -22,6 +22,13 @@ tables = benchmark("tables")
 PARTS = [(table, name) for table, parts in tables.TABLES.items() for name in parts]
 
 
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tables.main` sets these for its processes, if they are not set."""
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "1")
+
+
 @pytest.mark.parametrize(("table", "name"), PARTS)
 def test_declared_methods_fit_their_tasks(table: str, name: str) -> None:
     each = tables.TABLES[table][name]
