@@ -182,6 +182,26 @@ def test_a_large_bench_stays_small(tmp_path: Path) -> None:
     assert spectra[0]["name"] == "pufferfish-0; 74 further layers are left out"
 
 
+def test_runs_of_one_name_and_seed_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "bench-b" / "runs" / "dense" / str(seed), "dense", seed)
+    (tmp_path / "bench-b" / "bench.json").write_text("{}")
+    write_run(tmp_path / "a-dense-0", "dense", 0)
+    write_run(tmp_path / "a-pufferfish-0", "pufferfish", 0)
+    seeds = {
+        name: row["seeds"][0] for name, row in Page(report([tmp_path])).table("Comparison of methods").items()
+    }
+    assert seeds == {"dense": "2", "dense (a-dense-0)": "1", "pufferfish": "1"}
+    assert "vs. dense (a-dense-0)" in report([tmp_path], against="dense (a-dense-0)")
+    for seed in (0, 1, 2):
+        write_run(tmp_path / "bench-c" / "runs" / "dense" / str(seed), "dense", seed)
+    (tmp_path / "bench-c" / "bench.json").write_text("{}")
+    seeds = {
+        name: row["seeds"][0] for name, row in Page(report([tmp_path])).table("Comparison of methods").items()
+    }
+    assert seeds == {"dense": "2", "dense (bench-c)": "3", "dense (a-dense-0)": "1", "pufferfish": "1"}
+
+
 def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         report([tmp_path / "nowhere"])
@@ -191,9 +211,6 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         report([])
     run = write_run(tmp_path / "runs" / "a", "dense", 0)
     assert report([run, run, tmp_path / "runs"]) == report([run])
-    write_run(tmp_path / "runs" / "b", "dense", 0)
-    with pytest.raises(ValueError, match=r"a and .*b are both named 'dense' with seed 0; leave one out"):
-        report([tmp_path / "runs"])
     with pytest.raises(ValueError, match="html, csv, latex, markdown"):
         report([run], "pdf")
     (run / "run.json").write_text("{")
