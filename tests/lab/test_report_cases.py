@@ -66,6 +66,17 @@ def test_what_cannot_be_compared_stands_apart(tmp_path: Path) -> None:
     assert "## Comparison of methods (cifar10, 4 workers on 4 hosts, 1gbit" in report([tmp_path], "markdown")
 
 
+def test_a_checksum_of_a_file_is_shown_only_to_tell_texts_apart(tmp_path: Path) -> None:
+    for n, name in enumerate(("dense", "pufferfish")):
+        write_run(tmp_path / name, name, 0, settings={"task": "net.py@e0a9d6abe03a"}, workers=1 + n, hosts=1)
+    page = report([tmp_path])
+    assert [title.split(",")[0] for title in re.findall(r"<h2>(.*?)</h2>", page)] == ["net.py", "net.py"]
+    assert "e0a9d6abe03a" not in page
+    write_run(tmp_path / "edited", "dense", 0, settings={"task": "net.py@0123456789ab"}, workers=1, hosts=1)
+    titles = re.findall(r"<h2>(.*?)</h2>", report([tmp_path]))
+    assert {title.split(",")[0] for title in titles} == {"net.py@e0a9d6abe03a", "net.py@0123456789ab"}
+
+
 def test_run_times_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "pufferfish", 0, epochs=30)

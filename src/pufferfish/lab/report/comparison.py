@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,7 +121,7 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         against: name of the reference method; the first of `REFERENCES` by default.
     """
     by_conditions: dict[tuple[str, ...], dict[str, list[Run]]] = {}
-    for run in runs:
+    for run in _hide_checksums(runs):
         kinds = by_conditions.setdefault(_conditions(run), {"steps": []})
         kinds.setdefault(equal_length(run).get("equal", "steps"), []).append(run)
     comparisons = []
@@ -186,6 +187,23 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _hide_checksums(runs: Sequence[Run]) -> list[Run]:
+    """Name tasks that are files without the checksum of the text, unless the runs have different texts of a file."""
+    names = {task: re.sub(r"@[0-9a-f]{12}$", "", task) for run in runs if (task := _task(run))}
+    texts = Counter(names.values())
+    hidden = {task: name for task, name in names.items() if texts[name] == 1}
+    return [
+        replace(run, settings=run.settings | {"task": hidden[task]})
+        if (task := _task(run)) in hidden
+        else run
+        for run in runs
+    ]
+
+
+def _task(run: Run) -> str:
+    return str(run.settings.get("task", ""))
+
+
 def _methods(runs: Sequence[Run]) -> list[MethodRuns]:
     """Group runs by name, and by seed."""
     by_name: dict[str, dict[int, Run]] = {}
@@ -235,7 +253,7 @@ def _conditions(run: Run) -> tuple[str, ...]:
     hosts = f"on {run.hosts} hosts" if run.hosts > 1 else ""
     link = str((run.link or {}).get("asked") or "")
     return (
-        str(run.settings.get("part", "")), str(run.settings.get("task", "")), f"{workers} {hosts}".strip(), link,
+        str(run.settings.get("part", "")), _task(run), f"{workers} {hosts}".strip(), link,
         str(run.hardware.get("gpu") or run.hardware.get("cpu") or ""),
     )  # fmt: skip
 
