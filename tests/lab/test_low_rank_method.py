@@ -49,6 +49,28 @@ def test_options_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert [name for name, rank in ranks.items() if rank is not None] == ["fc2"]
 
 
+def test_a_plan_from_a_file(tmp_path: Path) -> None:
+    file, method = tmp_path / "plan.json", f"pufferfish(at=0.5,plan={tmp_path / 'plan.json'})"
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        results(method, tmp_path / "run")
+    pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), 0.5).save(file)
+    with pytest.raises(
+        ValueError, match=r"plan\.json is a plan for another model: 0: the plan has this layer"
+    ):
+        results(method, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    pf.plan(TASK.build(), 0.5, keep=["fc1", "fc3"]).save(file)
+    found = results(method, tmp_path / "run")
+    other = results("pufferfish(at=0.5,rank=0.5,keep=fc1|fc3)", tmp_path / "other")
+    assert losses(tmp_path / "run") == losses(tmp_path / "other") != []
+    assert found["parameters"] == other["parameters"]
+    pf.plan(TASK.build(), 0.5, keep=TASK.keep).save(file)
+    with pytest.raises(
+        ValueError, match=r"run with plan plan\.json@\w{12}, not plan\.json@\w{12}; choose another"
+    ):
+        results(method, tmp_path / "run")
+
+
 def test_full_rank_finish(tmp_path: Path) -> None:
     dense = results("dense", tmp_path / "dense")
     found = results("pufferfish(at=0.25,back=0.75)", tmp_path / "back")
@@ -107,7 +129,11 @@ def test_frobenius_decay_against_a_loop(tmp_path: Path) -> None:
     [
         (
             "pufferfish(rate=1)",
-            "rate=1 is not an option of pufferfish; choose from rank, at, keep, frobenius, back",
+            "rate=1 is not an option of pufferfish; choose from rank, at, keep, plan, frobenius, back",
+        ),
+        (
+            "pufferfish(plan=a.json,rank=0.5)",
+            "the plan has layers and ranks; remove rank= and keep=, or plan=",
         ),
         ("auto(rank=0.5)", "rank=0.5 is not an option of auto"),
         ("pufferfish(at=1)", "at=1 must be a fraction between 0 and 1"),

@@ -66,6 +66,17 @@ def test_what_cannot_be_compared_stands_apart(tmp_path: Path) -> None:
     assert "## Comparison of methods (cifar10, 4 workers on 4 hosts, 1gbit" in report([tmp_path], "markdown")
 
 
+def test_a_checksum_of_a_file_is_shown_only_to_tell_texts_apart(tmp_path: Path) -> None:
+    for n, name in enumerate(("dense", "pufferfish")):
+        write_run(tmp_path / name, name, 0, settings={"task": "net.py@e0a9d6abe03a"}, workers=1 + n, hosts=1)
+    page = report([tmp_path])
+    assert [title.split(",")[0] for title in re.findall(r"<h2>(.*?)</h2>", page)] == ["net.py", "net.py"]
+    assert "e0a9d6abe03a" not in page
+    write_run(tmp_path / "edited", "dense", 0, settings={"task": "net.py@0123456789ab"}, workers=1, hosts=1)
+    titles = re.findall(r"<h2>(.*?)</h2>", report([tmp_path]))
+    assert {title.split(",")[0] for title in titles} == {"net.py@e0a9d6abe03a", "net.py@0123456789ab"}
+
+
 def test_run_times_of_other_lengths_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "pufferfish", 0, epochs=30)
@@ -182,6 +193,26 @@ def test_a_large_bench_stays_small(tmp_path: Path) -> None:
     assert spectra[0]["name"] == "pufferfish-0; 74 further layers are left out"
 
 
+def test_runs_of_one_name_and_seed_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "bench-b" / "runs" / "dense" / str(seed), "dense", seed)
+    (tmp_path / "bench-b" / "bench.json").write_text("{}")
+    write_run(tmp_path / "a-dense-0", "dense", 0)
+    write_run(tmp_path / "a-pufferfish-0", "pufferfish", 0)
+    seeds = {
+        name: row["seeds"][0] for name, row in Page(report([tmp_path])).table("Comparison of methods").items()
+    }
+    assert seeds == {"dense": "2", "dense (a-dense-0)": "1", "pufferfish": "1"}
+    assert "vs. dense (a-dense-0)" in report([tmp_path], against="dense (a-dense-0)")
+    for seed in (0, 1, 2):
+        write_run(tmp_path / "bench-c" / "runs" / "dense" / str(seed), "dense", seed)
+    (tmp_path / "bench-c" / "bench.json").write_text("{}")
+    seeds = {
+        name: row["seeds"][0] for name, row in Page(report([tmp_path])).table("Comparison of methods").items()
+    }
+    assert seeds == {"dense": "2", "dense (bench-c)": "3", "dense (a-dense-0)": "1", "pufferfish": "1"}
+
+
 def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         report([tmp_path / "nowhere"])
@@ -191,9 +222,6 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         report([])
     run = write_run(tmp_path / "runs" / "a", "dense", 0)
     assert report([run, run, tmp_path / "runs"]) == report([run])
-    write_run(tmp_path / "runs" / "b", "dense", 0)
-    with pytest.raises(ValueError, match=r"a and .*b are both named 'dense' with seed 0; leave one out"):
-        report([tmp_path / "runs"])
     with pytest.raises(ValueError, match="html, csv, latex, markdown"):
         report([run], "pdf")
     (run / "run.json").write_text("{")

@@ -131,7 +131,7 @@ def test_momentum_goes_along() -> None:
 
 def test_embeddings_are_planned_on_request_only() -> None:
     model = Text()
-    assert pf.plan(model)["embed"].reason.startswith("embedding: a lookup, not a product; pass embed=")
+    assert pf.plan(model)["embed"].reason.startswith("embedding: a lookup, not a product; embed=")
     assert pf.plan(model, overrides={"*": 4})["embed"].rank is None
     plan = pf.plan(model, 0.5, embed=0.25, multiple=1)
     assert (plan["embed"].rank, plan["head"].rank) == (8, 16)
@@ -214,7 +214,7 @@ def test_subclasses_are_offered_to_be_registered() -> None:
     model = nn.Sequential(Scaled(200, 32))
     assert pf.plan(model)["0"].reason == "embedding: a lookup, not a product"
     e = pf.plan(model, embed=4)["0"]
-    assert e.reason == "unsupported: no low-rank form is registered for Scaled"
+    assert e.reason == "no low-rank form is registered for Scaled"
     assert e.note.endswith(f'pf.register("{__name__}.Scaled", pf.layers.LowRankEmbedding)')
 
 

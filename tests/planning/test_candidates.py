@@ -243,10 +243,13 @@ def of_another_tensor() -> nn.Module:
 
 
 STAYING: list[tuple[Callable[[], nn.Module], dict[str, str]]] = [
-    (lambda: Special(64, 64), {"0": "unsupported: no low-rank form is registered for Special"}),
-    (lambda: nn.Bilinear(8, 8, 8), {"0": "unsupported: no low-rank form is registered for Bilinear"}),
+    (lambda: Special(64, 64), {"0": "no low-rank form is registered for Special"}),
+    (lambda: nn.Bilinear(8, 8, 8), {"0": "no low-rank form is registered for Bilinear"}),
     (Raw, {"0.table": "raw parameter: used by the module's own code, not covered"}),
-    (lambda: nn.Embedding(9, 64), {"0": "embedding: a lookup, not a product; pass embed= to factorize it"}),
+    (
+        lambda: nn.Embedding(9, 64),
+        {"0": "embedding: a lookup, not a product; embed= (--embed) factorizes it"},
+    ),
     (lambda: nn.EmbeddingBag(9, 64), {"0": "embedding: a lookup, not a product"}),
     (
         lambda: parametrizations.weight_norm(nn.Linear(64, 64)),

@@ -33,7 +33,7 @@ def test_nothing_changes() -> None:
     first, line = text.splitlines()
     assert first == (
         "The plan changes nothing. What stays dense: 92% in Own: no low-rank form is registered; "
-        "6% in Embedding: a lookup, not a product; pass embed= to factorize it; "
+        "6% in Embedding: a lookup, not a product; embed= (--embed) factorizes it; "
         "1% in Linear: not smaller at rank 16: the largest that saves is 7."
     )
     assert line.endswith(f'pf.register("{__name__}.Own", pf.layers.LowRankLinear)')
@@ -99,7 +99,7 @@ def test_frozen_models_are_told_what_to_pass() -> None:
     model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
     (text,) = warned(pf.plan(model), model)
     assert "98% in Linear: frozen: " in text
-    assert "pass frozen=True" in text
+    assert "frozen=True (--frozen) factorizes it" in text
 
 
 def test_loading_a_dense_model_does_not_warn() -> None:

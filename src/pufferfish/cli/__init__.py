@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "train": {
         "--rank": "write --method 'pufferfish(rank=0.25)'",
         "--keep": "write --method 'pufferfish(keep=stem|head)'",
+        "--plan": "write --method 'pufferfish(plan=plan.json)'",
     },
     "bench": {
         "--rank": "write --methods 'pufferfish(rank=0.25)'",

@@ -27,7 +27,8 @@ methods:
   dense             no low rank
   pufferfish        low rank after a full-rank warm-up, as in the paper; with
                     options: 'pufferfish(rank=0.5,at=0.4,keep=stem|head)',
-                    rank and moment of the switch as fractions
+                    rank and moment of the switch as fractions; with the file
+                    of `advise --out` or `plan --out`: 'pufferfish(plan=FILE)'
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
   narrow            a narrower dense model with as many parameters as

@@ -127,7 +127,7 @@ def register(dense: type[nn.Module] | str, low_rank: type[LowRank]) -> None:
     ...     pass
     >>> model = nn.Sequential(MyLinear(64, 64))
     >>> pf.plan(model).entries[0].reason
-    'unsupported: no low-rank form is registered for MyLinear'
+    'no low-rank form is registered for MyLinear'
     >>> pf.register(MyLinear, pf.layers.LowRankLinear)
     >>> pf.plan(model).entries[0].rank
     16

@@ -72,9 +72,9 @@ def _why_not(e: Entry, profiled: Profile | None, embed: bool, frozen: bool) -> s
     if profiled and e.layer in profiled.read_outside:
         return "its weight is used outside the layer too"
     if e.matrix is not None and e.matrix.lookup and not embed:
-        return f"{_LOOKUP}; pass embed= to factorize it"
+        return f"{_LOOKUP}; embed= (--embed) factorizes it"
     if not (e.trainable or frozen):
-        return "frozen: training could not reduce its error; pass frozen=True to factorize it"
+        return "frozen: training could not reduce its error; frozen=True (--frozen) factorizes it"
     return ""
 
 
@@ -185,7 +185,7 @@ def _uncovered(name: str, module: nn.Module, reason: str, owners: Owners, embed:
         elif isinstance(module, nn.EmbeddingBag) or (isinstance(module, nn.Embedding) and not embed):
             why = _LOOKUP
         elif is_weight:
-            why = f"unsupported: no low-rank form is registered for {kind}"
+            why = f"no low-rank form is registered for {kind}"
             note = _register_line(module)
         else:
             why = "raw parameter: used by the module's own code, not covered"

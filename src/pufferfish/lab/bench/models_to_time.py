@@ -11,7 +11,6 @@ from ...checkpoint.checkpoint_folder import list_checkpoints
 from ...layers.names import unwrap
 from ...measure import read_run
 from ...optim.frobenius_decay import FrobeniusDecay
-from ...planning.planner import plan
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
 from ..advise.timed_model import TimedModel
@@ -108,8 +107,7 @@ def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path
         return None
 
     def switch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        rank, keep = low_rank_method.rank_of(recipe), low_rank_method.kept(task.keep)
-        low_rank = plan(unwrap(model), rank, keep=keep)
+        low_rank = low_rank_method.make_plan(unwrap(model), recipe, task.keep)
         if run is not None:
             layers = read_run(run).layers
             ranks = {layer["name"]: layer["rank"] for layer in layers if layer["rank"] is not None}

@@ -19,8 +19,12 @@ def is_tuning_run(folder: Path) -> bool:
     >>> is_tuning_run(Path("/nowhere/tune/dense/lr-0.1"))
     False
     """
-    root = _root(folder.resolve(), "tune")
-    return root is not None and (root / "bench.json").is_file()
+    return _bench_root(folder, "tune") is not None
+
+
+def source_of(run: Run) -> Path:
+    """The bench folder that a run belongs to; for other runs their own folder."""
+    return _bench_root(run.folder, "runs") or run.folder.resolve()
 
 
 def add_timings(runs: Sequence[Run]) -> list[Run]:
@@ -60,6 +64,11 @@ def _root(folder: Path, kind: str) -> Path | None:
     """The bench folder of the run KIND/METHOD/RUN."""
     above = folder.parents
     return above[2] if len(above) > 2 and above[1].name == kind else None
+
+
+def _bench_root(folder: Path, kind: str) -> Path | None:
+    root = _root(folder.resolve(), kind)
+    return root if root is not None and (root / "bench.json").is_file() else None
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ...measure import Run, read_run
-from .bench_folder import NO_EXCHANGE, add_timings, is_tuning_run
+from .bench_folder import NO_EXCHANGE, add_timings, is_tuning_run, source_of
 from .formatting import metric_places, metric_words
 
 METRICS = ("accuracy", "bleu", "bits_per_byte", "perplexity", "loss")
@@ -118,12 +121,9 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         against: name of the reference method; the first of `REFERENCES` by default.
     """
     by_conditions: dict[tuple[str, ...], dict[str, list[Run]]] = {}
-    for run in runs:
+    for run in _hide_checksums(runs):
         kinds = by_conditions.setdefault(_conditions(run), {"steps": []})
         kinds.setdefault(equal_length(run).get("equal", "steps"), []).append(run)
-    if against is not None and against not in {run.name for run in runs}:
-        names = ", ".join(dict.fromkeys(run.name for run in runs))
-        raise ValueError(f"{against!r} is not the name of a run; the runs are named {names}")
     comparisons = []
     for conditions, kinds in by_conditions.items():
         members = [run for kind in kinds.values() for run in kind]
@@ -135,6 +135,9 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         title = ", ".join(part for part in conditions if part)
         equal = {kind: _equal_methods(methods, found) for kind, found in kinds.items() if kind != "steps"}
         comparisons.append(Comparison(title, _metric(members), tuple(methods), reference, equal))
+    names = dict.fromkeys(method.name for comparison in comparisons for method in comparison.methods)
+    if against is not None and against not in names:
+        raise ValueError(f"{against!r} is not the name of a run; the runs are named {', '.join(names)}")
     return comparisons
 
 
@@ -184,19 +187,58 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _hide_checksums(runs: Sequence[Run]) -> list[Run]:
+    """Name tasks that are files without the checksum of the text, unless the runs have different texts of a file."""
+    names = {task: re.sub(r"@[0-9a-f]{12}$", "", task) for run in runs if (task := _task(run))}
+    texts = Counter(names.values())
+    hidden = {task: name for task, name in names.items() if texts[name] == 1}
+    return [
+        replace(run, settings=run.settings | {"task": hidden[task]})
+        if (task := _task(run)) in hidden
+        else run
+        for run in runs
+    ]
+
+
+def _task(run: Run) -> str:
+    return str(run.settings.get("task", ""))
+
+
 def _methods(runs: Sequence[Run]) -> list[MethodRuns]:
     """Group runs by name, and by seed."""
     by_name: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        seeds = by_name.setdefault(run.name, {})
-        if seed_of(run) in seeds and run.name != NO_EXCHANGE:
-            raise ValueError(
-                f"{seeds[seed_of(run)].folder} and {run.folder} are both named {run.name!r} with seed {run.seed}; "
-                "leave one out: name the folders to compare, not a folder that contains both"
-            )
-        seeds[seed_of(run)] = run
+    for run in _tell_apart(runs):
+        by_name.setdefault(run.name, {})[seed_of(run)] = run
     methods = [MethodRuns(name, tuple(run for _, run in sorted(s.items()))) for name, s in by_name.items()]
     return sorted(methods, key=lambda method: (method.name == NO_EXCHANGE, method.name not in REFERENCES))
+
+
+def _tell_apart(runs: Sequence[Run]) -> list[Run]:
+    """Append the folder to the names of runs whose name and seed another run has too.
+
+    The runs of a bench keep their names if the others are not of a bench: its other methods are compared with them.
+    """
+    ordered = sorted(runs, key=lambda run: source_of(run) == run.folder)
+    first: dict[tuple[str, int], Run] = {}
+    for run in ordered:
+        first.setdefault((run.name, seed_of(run)), run)
+    # All seeds that a bench has of a method stay together.
+    clashing = {
+        (run.name, source_of(run))
+        for run in ordered
+        if first[run.name, seed_of(run)] is not run and run.name != NO_EXCHANGE
+    }
+    if not clashing:
+        return ordered
+    count = Counter((run.name, source_of(run), seed_of(run)) for run in ordered)
+    top = os.path.commonpath([source_of(run) for run in ordered])
+
+    def name(run: Run) -> str:
+        source = source_of(run)
+        folder = source if count[run.name, source, seed_of(run)] == 1 else run.folder
+        return f"{run.name} ({folder.relative_to(top)})" if (run.name, source) in clashing else run.name
+
+    return [replace(run, name=name(run)) for run in ordered]
 
 
 def _equal_methods(methods: Sequence[MethodRuns], runs: Sequence[Run]) -> tuple[MethodRuns, ...]:
@@ -211,7 +253,7 @@ def _conditions(run: Run) -> tuple[str, ...]:
     hosts = f"on {run.hosts} hosts" if run.hosts > 1 else ""
     link = str((run.link or {}).get("asked") or "")
     return (
-        str(run.settings.get("part", "")), str(run.settings.get("task", "")), f"{workers} {hosts}".strip(), link,
+        str(run.settings.get("part", "")), _task(run), f"{workers} {hosts}".strip(), link,
         str(run.hardware.get("gpu") or run.hardware.get("cpu") or ""),
     )  # fmt: skip
 

@@ -28,7 +28,8 @@ def report(
 ) -> str:
     """Compare runs and return the report as text.
 
-    Runs with the same name are one method, with one run per seed. Runs on different tasks, links, machines or numbers
+    Runs with the same name are one method, with one run per seed; a second run of a seed has its folder after the name.
+    Runs on different tasks, links, machines or numbers
     of workers are compared separately.
 
     Args:

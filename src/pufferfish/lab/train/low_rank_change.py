@@ -9,7 +9,6 @@ from ...layers.names import unwrap
 from ...lowrank.factorize import merge_
 from ...measure import RunLog
 from ...optim.frobenius_decay import FrobeniusDecay
-from ...planning.planner import plan
 from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
@@ -101,9 +100,8 @@ def build_model_change(components: RunComponents, steps_per_epoch: int) -> Model
         )  # fmt: skip
     switch = method.switch(recipe, components.task.keep)
     if switch is not None and method.low_rank is not None:
-        if (
-            not method.low_rank.automatic
-        ):  # patterns that match nothing are errors before the run has a folder
-            plan(unwrap(components.model), method.low_rank.rank_of(recipe), keep=switch.settings.keep)
+        if not method.low_rank.automatic:
+            # Patterns that match nothing, and plans that do not fit, are errors before the run has a folder.
+            method.low_rank.make_plan(unwrap(components.model), recipe, components.task.keep)
         return LowRankChange(components, switch, steps_per_epoch, method.low_rank.frobenius)
     return ModelChange(components.model, epochs=recipe.epochs, steps_per_epoch=steps_per_epoch)

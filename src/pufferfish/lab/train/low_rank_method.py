@@ -1,10 +1,17 @@
 """`LowRankMethod`: training through the switch to low rank, with options: `pufferfish(at=0,frobenius=5e-4)`, `auto(back=0.9)`."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from ...lowrank.checks import check_structure
+from ...planning.plan import Plan
+from ...planning.planner import plan as make_plan
 from ...switching.moments import AtEpoch, AtFraction
 from ...switching.switch import Switch
 from ..tasks import Recipe
@@ -24,6 +31,7 @@ class LowRankMethod:
         keep: patterns of the layers that stay dense; None: the task's.
         frobenius: strength of the Frobenius decay of the low-rank layers; 0: none.
         back: moment at which the model becomes dense again, a fraction of the run; None: never.
+        plan: file of a plan, instead of `rank` and `keep`.
     """
 
     automatic: bool = False
@@ -32,6 +40,7 @@ class LowRankMethod:
     keep: tuple[str, ...] | None = None
     frobenius: float = 0.0
     back: float | None = None
+    plan: Path | None = None
 
     def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch:
         """Build the `Switch`.
@@ -48,7 +57,27 @@ class LowRankMethod:
         if self.at is not None:
             epoch = round(self.at * recipe.epochs)
         when = AtEpoch(min(epoch, recipe.epochs - 1))
+        if self.plan is not None:
+            return Switch(Plan.load(self.plan), when=when, **settings)
         return Switch(rank=self.rank_of(recipe), keep=self.kept(keep), when=when, **settings)
+
+    def make_plan(self, model: nn.Module, recipe: Recipe, keep: Sequence[str]) -> Plan:
+        """The plan for a model: that of the file, or one by rank and patterns. Raises ValueError if it does not fit the model."""
+        if self.plan is None:
+            return make_plan(model, self.rank_of(recipe), keep=self.kept(keep))
+        loaded = Plan.load(self.plan)
+        try:
+            check_structure(model, loaded)
+        except ValueError as error:
+            raise ValueError(f"{self.plan} is a plan for another model: {error}") from None
+        return loaded
+
+    @property
+    def plan_identity(self) -> str | None:
+        """Name of the plan's file, with a checksum of its text; None without a file."""
+        if self.plan is None:
+            return None
+        return f"{self.plan.name}@{hashlib.sha256(self.plan.read_bytes()).hexdigest()[:12]}"
 
     def rank_of(self, recipe: Recipe) -> float:
         """Fraction of the full rank."""
@@ -67,7 +96,7 @@ def low_rank_method(text: str) -> LowRankMethod | None:
     Patterns in `keep` are separated by |.
 
     >>> low_rank_method("pufferfish(at=0, keep=conv1|fc)")
-    LowRankMethod(automatic=False, rank=None, at=0.0, keep=('conv1', 'fc'), frobenius=0.0, back=None)
+    LowRankMethod(automatic=False, rank=None, at=0.0, keep=('conv1', 'fc'), frobenius=0.0, back=None, plan=None)
     >>> low_rank_method("auto(at=0.5)")
     Traceback (most recent call last):
     ValueError: 'auto(at=0.5)': at=0.5 is not an option of auto; choose from frobenius, back
@@ -76,7 +105,7 @@ def low_rank_method(text: str) -> LowRankMethod | None:
     if match is None or match[1] not in LOW_RANK:
         return None
     automatic = match[1] == "auto"
-    names = ("frobenius", "back") if automatic else ("rank", "at", "keep", "frobenius", "back")
+    names = ("frobenius", "back") if automatic else ("rank", "at", "keep", "plan", "frobenius", "back")
     options: dict[str, Any] = {}
     for part in filter(None, (match[2] or "").split(",")):
         name, _, value = (x.strip() for x in part.partition("="))
@@ -84,9 +113,14 @@ def low_rank_method(text: str) -> LowRankMethod | None:
             raise ValueError(
                 f"{text!r}: {part.strip()} is not an option of {match[1]}; choose from {', '.join(names)}"
             )
-        options[name] = (
-            tuple(filter(None, value.split("|"))) if name == "keep" else _number(text, name, value)
-        )
+        if name == "plan":
+            options[name] = Path(value)
+        elif name == "keep":
+            options[name] = tuple(filter(None, value.split("|")))
+        else:
+            options[name] = _number(text, name, value)
+    if "plan" in options and ("rank" in options or "keep" in options):
+        raise ValueError(f"{text!r}: the plan has layers and ranks; remove rank= and keep=, or plan=")
     return LowRankMethod(automatic=automatic, **options)
 
 

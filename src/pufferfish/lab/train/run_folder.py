@@ -46,7 +46,7 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
         return
     check_same_task(task, folder)
     saved = {"mode": settings.mode} | read_run(folder).settings  # runs of earlier versions have no mode
-    for name in ("method", "accumulate", "mode", "simulated", "recipe", "equal_length"):
+    for name in ("method", "accumulate", "plan", "mode", "simulated", "recipe", "equal_length"):
         old, new = saved.get(name), json.loads(json.dumps(record.get(name)))
         if old == new:
             continue
@@ -87,10 +87,12 @@ def _first_change(old: str, new: str) -> str:
 
 def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
     """The settings in run.json."""
+    plan = settings.method.low_rank.plan_identity if settings.method.low_rank else None
     return {
         "task": repr(task), "method": settings.method.name, "measure": task.metric, "higher": task.higher_is_better,
         "precision": settings.precision, "accumulate": settings.accumulate, "mode": settings.mode,
         "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
+        **({"plan": plan} if plan else {}),
         **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
         **({"equal_length": dataclasses.asdict(settings.equal_length)} if settings.equal_length else {}),
     }  # fmt: skip
