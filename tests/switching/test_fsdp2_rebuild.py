@@ -133,7 +133,7 @@ def gradients_that_no_update_has_used_are_refused(mesh: DeviceMesh) -> None:
     switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
     assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)[0] is model
     model(torch.randn(2, 3, 8, 8)).sum().backward()
-    with pytest.raises(ValueError, match=r"0\.weight: its gradient is pending"):
+    with pytest.raises(ValueError, match=r"0\.weight: its gradient may be pending"):
         switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)
     optimizer.step()
     assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)[0] is not model

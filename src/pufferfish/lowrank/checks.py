@@ -171,7 +171,7 @@ def check_layer_accepted(
 
 
 class UsedGradients:
-    """Records which gradients an optimizer step has used.
+    """Records which gradients an optimizer step has used since `watch` was called.
 
     A loop may call `zero_grad` only after the switch, so a gradient that exists is not always a pending one.
     """
@@ -194,12 +194,12 @@ class UsedGradients:
             self._handles.pop().remove()
 
     def check_none_pending(self, model: nn.Module) -> None:
-        """Raise ValueError if a parameter has a gradient that no optimizer step has used."""
+        """Raise ValueError if a parameter has a gradient that no recorded optimizer step has used."""
         for name, p in model.named_parameters():
             if p.grad is not None and self._used.get(id(p)) != _stamp(p.grad) and p.grad.any():
                 raise ValueError(
-                    f"{name}: its gradient is pending: no optimizer.step has used it; switch between updates, or "
-                    "call optimizer.zero_grad() first"
+                    f"{name}: its gradient may be pending: the switch has seen no optimizer.step use it; call the "
+                    "switch between updates from the start of training on, or call optimizer.zero_grad() first"
                 )
 
     def _record(self, optimizer: Optimizer, *_: Any) -> None:

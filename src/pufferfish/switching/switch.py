@@ -34,8 +34,8 @@ class Switch:
     """Full-rank warm-up, then the switch to low rank, inside your own training loop.
 
     Args:
-        plan: Layers and ranks, from `pufferfish.plan`, which has more arguments (`embed`, `only`, `overrides`). Rank
-            rules in it are resolved at the switch.
+        plan: Layers and ranks. Rank rules in the plan are resolved at the switch. `embed`, `only` and `overrides` are
+            options of `pufferfish.plan`: `pf.Switch(pf.plan(model, embed=64))`.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
             initial spectra are computed at the first call of `step`, so call it before the first update. If these
             ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights, or,
