@@ -275,7 +275,7 @@ def shards_resume_exactly(folder: Path, low_rank: bool, **options: Any) -> None:
     uninterrupted = bits(model, optimizer)
     Checkpoint(folder / "no switch", model, optimizer).save()
     if low_rank:
-        with pytest.raises(ValueError, match="saved from a sharded model without switch="):
+        with pytest.raises(ValueError, match="saved from a sharded low-rank model without switch="):
             Checkpoint.plan_in(folder / "no switch")
     else:
         assert Checkpoint.plan_in(folder / "no switch") is None

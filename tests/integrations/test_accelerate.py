@@ -106,7 +106,7 @@ def test_resumes_before_and_after_the_switch(tmp_path: Path) -> None:
         same(whole, trained(run, range(epoch + 1, EPOCHS)))
         assert run[1].report is not None
     low_rank = run[0]
-    with pytest.raises(ValueError, match="the model has 2 low-rank layers"):
+    with pytest.raises(ValueError, match="the model's 2 low-rank layers, or their ranks, do not match"):
         low_rank.load_state(str(tmp_path / "0"))
     (tmp_path / "0" / "switch.json").unlink()  # as a run without a switch saves it
     run = prepared(Accelerator(cpu=True))

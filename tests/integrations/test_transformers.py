@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     trainer = make(Net(), tmp_path, save_strategy="steps", save_steps=4)
     train(trainer, switch())
-    with pytest.raises(ValueError, match="the model has 2 low-rank layers"):
+    with pytest.raises(ValueError, match="the model's 2 low-rank layers, or their ranks, do not match"):
         train(trainer, switch(), str(tmp_path / "checkpoint-4"))
     fresh = make(Net(), tmp_path)
     with pytest.raises(ValueError, match=r"trainer_state\.json is missing"):
