@@ -20,7 +20,7 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.cli.terminal import progress_bars, show
+from pufferfish.cli.terminal import progress_bars, say_starting, show
 from pufferfish.compression.parse_method import method_classes
 from pufferfish.lab.models import REFERENCES
 from pufferfish.planning.folded_rows import folded_rows
@@ -140,3 +140,18 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 1 << 16)
     except OSError:  # the process has closed its side
         return b""
+
+
+def test_starting_is_said_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delitem(sys.modules, "torch")  # as before its import
+    say_starting()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say_starting()
+    assert capsys.readouterr().err == "starting …\n"
+    monkeypatch.setenv("RANK", "1")
+    say_starting()
+    assert capsys.readouterr().err == ""

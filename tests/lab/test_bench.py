@@ -301,6 +301,9 @@ def test_steps_of_a_link_that_could_not_be_emulated_are_predicted(tmp_path: Path
     narrow = terminal_table(tmp_path, width=80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert re.search("left out: .*MACs", narrow)
+    for note, has in (("MACs are counted", (True, False)), ("Differences vs. dense", (True, False))):
+        assert tuple(note in " ".join(text.split()) for text in (shown, narrow)) == has
+    assert "for the whole run" not in shown  # no time of a run is shown
     row = next(line for line in narrow.splitlines() if line.startswith("pufferfish"))
     assert "1.1 s (predicted)" in row
     assert "predicted for 20mbit" in report([tmp_path])

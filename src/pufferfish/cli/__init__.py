@@ -15,11 +15,13 @@ from typing import NoReturn
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
-from .terminal import progress_bars
+from .terminal import progress_bars, say_starting
 
 COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network, env)
 #: Commands that run no model, so the AMX check is not needed.
 _NO_COMPUTE = ("report", "fetch", "network")
+#: Commands that run for long, with nothing to see while torch is imported.
+_LONG = ("advise", "train", "bench")
 
 #: How to say what an option of another command says.
 _ELSEWHERE = {
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
+    if arguments.command in _LONG:
+        say_starting()
     if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
         print(f"pufferfish: {warning}", file=sys.stderr)
     show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line

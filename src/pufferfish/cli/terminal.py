@@ -1,7 +1,8 @@
-"""`show` and `progress_bars`: results and progress on a terminal, by rich; plain text elsewhere."""
+"""`show`, `say_starting` and `progress_bars`: results and progress on a terminal, by rich; plain text elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,12 @@ def show(parts: Iterable[str | Table], *, wide: bool = False, console: Console |
             console.print(text)
         else:
             _print_table(console, part)
+
+
+def say_starting() -> None:
+    """Say on a terminal that the command is starting: importing torch takes seconds. Workers of a job say nothing."""
+    if sys.stderr.isatty() and "torch" not in sys.modules and "RANK" not in os.environ:
+        print("starting …", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -68,11 +68,14 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     spare += [f"run vs. {reference.name}"] if reference else []
     spare += ["run", *(f"vs. {other.name}" for other in references[1:]), "parameters"]
     spare += [f"difference vs. {reference.name}"] if reference else []
-    parts = [_fill(comparison.title, width), "", _fitted([*zip(*shown, strict=True)], spare, width), ""]
-    parts += [_fill(note, width or 110) for note in notes(comparison)]
+    rows = [*zip(*shown, strict=True)]
+    table, heads = _fitted(rows, spare, width)
+    parts = [_fill(comparison.title, width), "", table, ""]
+    parts += [_fill(note, width or 110) for note in notes(comparison, columns.keys() - heads)]
     for equal in equal_tables(comparison):
-        rows = [equal.columns, *([cell.text for cell in row] for row in equal.rows)]
-        parts += ["", _fill(equal.title, width), "", _fitted(rows, equal.columns[:0:-1], width), ""]
+        texts = [equal.columns, *([cell.text for cell in row] for row in equal.rows)]
+        table, _ = _fitted(texts, equal.columns[:0:-1], width)
+        parts += ["", _fill(equal.title, width), "", table, ""]
         parts += [_fill(note, width or 110) for note in equal.notes]
     return "\n".join(parts)
 
@@ -81,13 +84,15 @@ def _fill(text: str, width: int | None) -> str:
     return text if width is None else textwrap.fill(text, width)
 
 
-def _fitted(rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None) -> str:
-    """The table, and which columns it lacks because the terminal is too narrow."""
+def _fitted(
+    rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None
+) -> tuple[str, Sequence[str]]:
+    """The table, with the names of columns that it lacks because the terminal is too narrow; and the heads of its columns."""
     table = Table(rows, left=(0,), spare=spare)
     fitted = table if width is None else table.fitted(width)
     missing = [head for head in rows[0] if head not in fitted.rows[0]]
     hint = _fill(f"left out: {', '.join(missing)}; the page shows all", width) if missing else ""
-    return f"{fitted}\n{hint}".rstrip()
+    return f"{fitted}\n{hint}".rstrip(), fitted.rows[0]
 
 
 def _step_speedup(reference: MethodRuns, method: MethodRuns) -> str:

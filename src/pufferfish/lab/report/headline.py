@@ -1,7 +1,7 @@
 """`headline`: the main table of a report, one row per method, and the notes needed to read it."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from .bench_folder import NO_EXCHANGE
@@ -45,25 +45,32 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     return Table("Comparison of methods", list(rows[0]), cells, notes(comparison))
 
 
-def notes(comparison: Comparison) -> list[str]:
-    """How the figures of the table are computed, and what is missing or differs between runs."""
+def notes(comparison: Comparison, left_out: Collection[str] = ()) -> list[str]:
+    """How the figures of the table are computed, and what is missing or differs between runs.
+
+    Args:
+        left_out: heads of columns that the table lacks, such as "MACs"; they are not explained.
+    """
     metric, reference, methods = comparison.metric, comparison.reference, comparison.methods
     scores = [score_cell(comparison, method) for method in methods]
     intervals = any(cell.half is not None for cell in scores)
     lines = ["± is half the width of a 95 % confidence interval (Student's t) over seeds."] * intervals
     if any(cell.value is not None for cell in scores):
         lines.append(f"{'Higher' if metric.higher else 'Lower'} {metric.words} is better.")
-    if any(method.results("macs") for method in methods):
+    if "MACs" not in left_out and any(method.results("macs") for method in methods):
         lines.append("MACs are counted in a forward pass of the final model for one row of a batch.")
     if reference is None:
         lines.append(
             "No reference to compare with: no run is named bf16 or dense (--against selects another reference)."
         )
     else:
+        signs = "; “better” and “worse” mean that the interval excludes 0" * intervals
+        other = f"vs. {reference.name}"
+        difference = f"Differences {other} are paired by seed{signs}. "
+        whole = ", for one step and for the whole run including its warm-up"
         lines.append(
-            f"Differences vs. {reference.name} are paired by seed"
-            f"{'; “better” and “worse” mean that the interval excludes 0' * intervals}. Speedups vs. {reference.name} are "
-            "medians of the ratios per seed, for one step and for the whole run including its warm-up; below 1 is slower."
+            f"{difference * (f'difference {other}' not in left_out)}Speedups {other} are medians of the ratios per seed"
+            f"{whole * (f'run {other}' not in left_out)}; below 1 is slower."
         )
     if counts := sorted({method.rounds["count"] for method in methods if method.rounds}):
         lines.append(
