@@ -148,7 +148,9 @@ def test_predicted_steps_of_simulated_workers(tmp_path: Path) -> None:
     measured = [piece.method for piece in done if piece.alone]
     assert measured == ["bf16", "int8", "pufferfish"]
     shown = tables(settings, tmp_path / "one")
-    assert "Step times are predicted from computation that was measured afterwards, without other runs." in shown
+    assert (
+        "Step times are predicted from computation that was measured afterwards, without other runs." in shown
+    )
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())["methods"]
     lengths = {m: json.loads((tmp_path / f"one/equal-time/{m}/length.json").read_text()) for m in measured}
     seconds = {m: record["length"]["seconds"] for m, record in lengths.items()}
