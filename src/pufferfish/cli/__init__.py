@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
 from .amx import avoid_broken_amx
@@ -95,14 +95,17 @@ def _warning_line(
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage, which fills half a screen."""
 
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        several = [
-            action.option_strings[0]
-            for action in self._actions
-            if action.nargs == "+" and action.option_strings
-        ]
-        if several and "arguments are required" in message:  # such an option takes the words after it
-            message += f"; put them before {several[0]}"
+        several = {name for action in self._actions if action.nargs == "+" for name in action.option_strings}
+        given = [word for word in self._words if word in several]
+        if given and "arguments are required" in message:  # such an option takes the words after it
+            message += f"; put them before {given[0]}"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
