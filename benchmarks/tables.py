@@ -95,7 +95,8 @@ SPARSE = (
     "TopK(0.01)", "RandomK(0.01,'own')", "RandomK(0.01,'shared')", "BlockRandomK(0.01,'own')",
     "BlockRandomK(0.01,'shared')",
 )  # fmt: skip
-OTHERS = ("powersgd-4", "Signum()", "OneBitSGD()", "QSGD()", "DGC(0.99)", "int8")
+#: Signs have no size, so Signum has learning rates of its own.
+OTHERS = ("powersgd-4", "Signum()@sgd=1e-3", "OneBitSGD()", "QSGD()", "DGC(0.99)", "int8")
 SPARSE_PUBLISHED = {
     "dense": "94.30", "TopK(0.01)": "93.41", "RandomK(0.01,'own')": "92.54", "RandomK(0.01,'shared')": "92.43",
     "BlockRandomK(0.01,'own')": "93.10", "BlockRandomK(0.01,'shared')": "90.63",

@@ -18,6 +18,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
+import pufferfish as pf
 from pufferfish.cli import _parser, main
 from pufferfish.cli.train_settings import train_settings
 from pufferfish.compression import BFloat16, Int2, Int4, LoCo, PowerSGD, SparseLoCo
@@ -29,7 +30,7 @@ from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
 from pufferfish.lab.train.equal_length import EqualLength
-from pufferfish.lab.train.layer_records import sample_spectrum
+from pufferfish.lab.train.layer_records import layer_records, sample_spectrum, with_final_spectra
 from pufferfish.lab.train.sinks import JsonLines
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.lab.train.worker_device import check_gpu_count
@@ -227,6 +228,36 @@ def test_fewer_validations(tmp_path: Path) -> None:
     plateau = replace(given, recipe=replace(recipe, schedule="plateau"), validate_every=2)
     with pytest.raises(ValueError, match="--validate-every 2: the schedule plateau depends on every"):
         plateau.check(task, 1)
+
+
+@pytest.mark.parametrize(("lr", "method"), [(1e30, "dense"), (1e30, "pufferfish"), (1e18, "pufferfish")])
+def test_a_run_that_diverges(
+    lr: float, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends after that epoch, with a score, and does not fail at the switch or at its last spectra."""
+    task = find_task("digits:mlp,width=16")
+    recipe = replace(task.recipe("short"), epochs=4, lr=lr, warm_up=0.0, switch_at=2)
+    given = RunSettings(training_method(method), recipe, tmp_path / "run", validate_every=4)
+    results = train(task, given)
+    assert results is not None
+    updates = task.steps(task.load(None), recipe.batch)
+    assert results["updates"] == updates
+    run = read_run(tmp_path / "run")
+    assert run.finished is not None
+    assert [step for _, step, _ in run.metrics["valid/accuracy"]] == [updates]
+    assert f"inf or NaN in the weights after {updates} updates; training ends here" in capsys.readouterr().err
+
+
+def test_spectra_of_weights_that_are_not_finite() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    made = pf.plan(model, 0.25)
+    pf.factorize_(model, made)
+    records = layer_records(made)
+    with torch.no_grad():
+        model[1].down.weight.fill_(float("nan"))  # type: ignore[union-attr]
+    first, second = with_final_spectra(records, made, model)
+    assert first["spectrum_after"][0] == 1
+    assert second["spectrum_after"] is None
 
 
 def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...layers.names import named_modules
 from ...planning.plan import Plan
 from ...planning.svd import spectrum
+from .all_finite import all_finite
 
 #: Singular values recorded for each layer, evenly spaced from the first to the last.
 MAX_VALUES = 64
@@ -40,8 +41,11 @@ def with_final_spectra(
         if e.rank and e.matrix is not None:
             layer = modules[e.layer]
             down, up = (layer.get_parameter(name).detach() for name in (e.matrix.down, e.matrix.up))
+            product = e.matrix.product_fp32(down, up)
+            if not all_finite([product]):  # the run has diverged
+                continue
             spectra[e.name] = torch.zeros(e.matrix.full_rank, dtype=torch.float64)
-            spectra[e.name][: e.rank] = spectrum(e.matrix.product_fp32(down, up))[: e.rank]
+            spectra[e.name][: e.rank] = spectrum(product)[: e.rank]
     return [{**x, "spectrum_after": sample_spectrum(spectra.get(x["name"]))} for x in records]
 
 

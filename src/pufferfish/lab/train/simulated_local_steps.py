@@ -14,6 +14,7 @@ from ...local.anchor import Anchor
 from ...local.averaged_tensors import averaged_buffers, check_model, trainable_parameters
 from ...local.fragment import move_engine_states, settings_for
 from ...local.split_by_depth import split_by_depth
+from .all_finite import all_finite
 from .local_method import LocalMethod
 
 Means = dict[str, Tensor]
@@ -177,7 +178,7 @@ class SimulatedLocalSteps:
             self.applied_bytes += fragment.sent_bytes
             means, fragment.means = fragment.means, None
             assert means is not None
-            if not _finite(means):
+            if not all_finite(means.values()):
                 lost = True
                 continue
             self._anchor.step(means)
@@ -192,12 +193,8 @@ class SimulatedLocalSteps:
                 stacklevel=2,
             )
             for fragment in self._fragments:
-                if fragment.means is not None and not _finite(fragment.means):
+                if fragment.means is not None and not all_finite(fragment.means.values()):
                     fragment.means = None
                 fragment.since = 0
             for own in tensors:
                 self._anchor.copy_to(own, own)
-
-
-def _finite(tensors: Mapping[str, Tensor]) -> bool:
-    return bool(torch.stack([x.isfinite().all() for x in tensors.values()]).all())

@@ -16,6 +16,7 @@ from ...layers.names import unwrap
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
+from .all_finite import all_finite
 from .build_step_runner import build_step_runner
 from .console import Console
 from .low_rank_change import build_model_change
@@ -80,7 +81,7 @@ class TrainingRun:
         )  # fmt: skip
         self.timer = StepTimer(device)
         self.last_save = time.monotonic()
-        self.step = 0  # updates done
+        self.step, self.diverged = 0, False  # updates done; whether the weights are not finite
         self.best_score, self.lr_factor = _WORST_SCORE, 1.0  # of validation; of the plateau schedule
         self.earlier_bytes = 0.0  # sent before the last restart
         self.ddp_bytes = 0.0  # sent since then if nothing is compressed
@@ -129,17 +130,19 @@ class TrainingRun:
             if done % self.steps_per_pass:
                 self.runner.begin_epoch(*divmod(done, self.steps_per_pass))
             for epoch in range(done // self.steps_per_epoch, self.change.epochs):
-                if done % self.steps_per_epoch == 0:
+                start = done % self.steps_per_epoch
+                if start == 0:
                     self._change_model(epoch, log)
-                if not self._timed_epoch(epoch, done % self.steps_per_epoch, log) or not self._end_epoch(
-                    epoch, log
-                ):
+                if not (self._timed_epoch(epoch, start, log) and self._end_epoch(epoch, log)):
                     self.console.info(
                         f"stopped after {self.step} updates, checkpoint saved; rerun the same command to resume"
                     )
                     log.close(finished=False)
                     return None
                 done = self.step
+                if self.diverged:
+                    self.console.info(f"inf or NaN in the weights after {done} updates; training ends here")
+                    break
             training_seconds = log.training_seconds
             with log.paused():
                 return self._results(log, training_seconds)
@@ -188,7 +191,8 @@ class TrainingRun:
             self._count_bytes()
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
-                row = {"loss": float(loss), "lr": self._lr(), "bytes": self._wire_bytes()}
+                lr = float(self.optimizer.param_groups[0]["lr"])
+                row = {"loss": float(loss), "lr": lr, "bytes": self._wire_bytes()}
                 log.log(step=self.step, epoch=self.step / self.steps_per_epoch, **row)
                 if not math.isfinite(row["loss"]):
                     text = f"training loss {row['loss']} at update {self.step}: check the data, or lower --lr"
@@ -225,7 +229,10 @@ class TrainingRun:
         if last:
             self._sync()
         with log.paused():
-            if last or (epoch + 1) % self.settings.validate_every == 0:
+            weights, local = [*self.module.parameters()], self.settings.method.local
+            # Local steps return to their last average.
+            self.diverged = self.workers.run_on_first(lambda: not (local or all_finite(weights)))
+            if last or self.diverged or (epoch + 1) % self.settings.validate_every == 0:
                 self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
             if not stop and self._save_due(epoch):
@@ -243,18 +250,14 @@ class TrainingRun:
     def _save_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
         always = epoch + 1 == self.change.epochs or self.settings.save_every is not None
-        return self.workers.run_on_first(
-            lambda: always or time.monotonic() > self.last_save + self.settings.save_seconds
-        )
+        due = self.last_save + self.settings.save_seconds
+        return self.workers.run_on_first(lambda: always or time.monotonic() > due)
 
     def _show_progress(self, epoch: int, loss: float) -> None:
         position = f"epoch {epoch + 1}/{self.change.epochs}, update {self.step}/{self.total_steps}"
         sent, left = format_bytes(self._wire_bytes()), format_seconds(self._seconds_left())
         # A narrow terminal cuts the end, so the most interesting part comes first.
         self.console.progress(f"{left} left, {position}: training loss {loss:.4f}, {sent} sent")
-
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def _steps_left(self) -> int:
         return self.total_steps - self.step
