@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, same_everywhere
 from pufferfish.checkpoint import Checkpoint
 
 SWITCH, TOTAL = 3, 6
@@ -201,6 +202,21 @@ def buffers_of_every_worker_are_restored(rank: int, size: int, folder: Path) -> 
     mean.zero_()
     checkpoint.resume()
     assert torch.equal(mean, saved)
+
+
+def buffers_of_averages_are_restored(rank: int, size: int, folder: Path) -> None:
+    model = DDP(build())
+    average, optimizer = AveragedModel(model.module, use_buffers=True), momentum(model)
+    update(model, optimizer, 0)
+    average.update_parameters(model.module)
+    saved = {name: x.clone() for name, x in average.state_dict().items()}
+    assert not same_everywhere(average.module[1].running_mean) or rank == 0
+    checkpoint = Checkpoint(folder, model, optimizer, also=[average])
+    checkpoint.save()
+    for x in average.state_dict().values():
+        x.zero_()
+    checkpoint.resume()
+    same(dict(average.state_dict()), saved)
 
 
 def a_folder_that_one_worker_does_not_see(rank: int, size: int, folder: Path) -> None:
@@ -425,6 +441,7 @@ TWO_WORKERS = [
     an_error_on_one_worker_is_raised_on_all,
     sigterm_on_one_worker_stops_all_at_the_same_step,
     buffers_of_every_worker_are_restored,
+    buffers_of_averages_are_restored,
     a_folder_that_one_worker_does_not_see,
     dense_shards_resume_exactly,
     low_rank_shards_resume_exactly,

@@ -26,6 +26,7 @@ from runs import (
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
 
 import pufferfish as pf
 from nested import equal
@@ -248,6 +249,18 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_the_generator_of_the_models_gpu_is_restored(tmp_path: Path) -> None:
+    """It need not be the current device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = nn.Linear(2, 2).to("cuda:1")
+    Checkpoint(tmp_path, model).save()
+    drawn = torch.rand(3, device="cuda:1")
+    Checkpoint(tmp_path, model).resume()
+    assert torch.equal(torch.rand(3, device="cuda:1"), drawn)
+
+
+@pytest.mark.gpu
 def test_control_messages_beside_nccl(tmp_path: Path) -> None:
     torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
@@ -310,6 +323,66 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert torch.equal(torch.get_rng_state(), drawn)
     if not next(model.parameters()).is_meta:
         equal(dict(model.state_dict()), before)
+
+
+def local_steps(model: nn.Module, fragments: int) -> pf.LocalSteps:
+    local = pf.LocalSteps(4, fragments=fragments)
+    local.start(model)
+    return local
+
+
+def warm_up(optimizer: torch.optim.Optimizer, after: Any) -> Any:
+    return schedulers.SequentialLR(optimizer, [schedulers.LinearLR(optimizer), after], [2])
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (
+            lambda m, o: {"scheduler": schedulers.ExponentialLR(o, 0.9)},
+            lambda m, o: {"scheduler": schedulers.LambdaLR(o, lambda step: 1.0)},
+            "scheduler was saved as ExponentialLR, but is LambdaLR; pass the same class",
+        ),
+        (
+            lambda m, o: {"scheduler": warm_up(o, schedulers.CosineAnnealingLR(o, 10))},
+            lambda m, o: {"scheduler": warm_up(o, schedulers.ExponentialLR(o, 0.9))},
+            r"saved as SequentialLR\(LinearLR, CosineAnnealingLR\), but is SequentialLR\(LinearLR, ExponentialLR\)",
+        ),
+        (
+            lambda m, o: {"scaler": torch.amp.GradScaler("cpu", enabled=False)},
+            lambda m, o: {"scaler": torch.amp.GradScaler("cpu")},
+            "the scaler was saved disabled, but is enabled",
+        ),
+        (
+            lambda m, o: {"compressor": local_steps(m, 2)},
+            lambda m, o: {"compressor": local_steps(m, 1)},
+            "compressor: LocalSteps: saved with fragments=2, now fragments=1",
+        ),
+    ],
+)
+def test_a_part_that_does_not_fit_changes_nothing(saved: Any, now: Any, message: str, tmp_path: Path) -> None:
+    def passed(parts: Any, lr: float) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return model, optimizer, parts(model, optimizer)
+
+    model, optimizer, parts = passed(saved, 0.1)
+    Checkpoint(tmp_path, model, optimizer, **parts).save()
+    model, optimizer, parts = passed(now, 0.2)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(ValueError, match=f"{tmp_path.name}/.*{message}"):
+        Checkpoint(tmp_path, model, optimizer, **parts).resume()
+    equal([model.state_dict(), optimizer.state_dict()], before)
+
+
+def test_an_error_of_load_state_dict_names_the_part(tmp_path: Path) -> None:
+    model, data = build(), Loader()
+    Checkpoint(tmp_path, model, data=data).save()
+    data.load_state_dict = lambda state: state["position"]  # type: ignore[method-assign]
+    with pytest.raises(
+        ValueError, match=f"{tmp_path.name}/.*: data: KeyError: 'position'; pass the data that was"
+    ):
+        Checkpoint(tmp_path, model, data=data).resume()
 
 
 def test_a_switched_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:

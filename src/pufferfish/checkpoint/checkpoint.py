@@ -6,16 +6,17 @@ import json
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
 from ..distributed.workers import Workers
-from ..layers.names import own_name, unwrap
+from ..layers.names import unwrap
 from ..lowrank.factorize import ranks_of
 from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
@@ -23,12 +24,19 @@ from ..planning.plan import Plan
 from ..switching.fsdp2 import rebuilt
 from ..switching.switch import Switch
 from .atomic_publish import create_hidden_folder, publish_by_rename
-from .checkpoint_files import SavedCheckpoint, check_position, load_model_state, model_state, write_files
+from .checkpoint_files import (
+    SavedCheckpoint,
+    check_position,
+    differing_state,
+    load_model_state,
+    model_state,
+    write_files,
+)
 from .checkpoint_folder import newest_checkpoint
 from .expected_structure import expected_structure, known_plan, restructure_
 from .folder_owner import FolderOwner
 from .rng_state import rng_state, seed_rng, set_rng_state
-from .sharded_tensors import is_sharded, unsharded
+from .sharded_tensors import is_sharded
 from .sigterm import Sigterm
 
 
@@ -47,9 +55,10 @@ class Checkpoint:
     Call every method on all workers, between two updates. The folder is on a file system that all workers share,
     and belongs to one job at a time: while a job uses it, `resume` and `save` of another one raise ValueError.
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
-    with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model. Random number
-    generators, `data` and `compressor` are always saved per worker. SIGTERM is caught until `close` or the end
-    of a `with` block; in the block the first ctrl-C is caught, too, and the second one interrupts.
+    with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model, optimizers,
+    averages, schedulers and scaler. Buffers, random number generators, `data` and `compressor` are always saved per
+    worker. SIGTERM is caught until `close` or the end of a `with` block; in the block the first ctrl-C is caught,
+    too, and the second one interrupts.
 
     Args:
         folder: gets one subfolder per checkpoint.
@@ -193,7 +202,8 @@ class Checkpoint:
     def resume(self, damaged: Literal["raise", "previous"] = "raise") -> Resumed | None:
         """Restore the newest checkpoint.
 
-        All files are read and checked first: after an error the model and all other objects are unchanged.
+        All files are read and checked first: after an error the model and all other objects are unchanged. The exception
+        is an error of a part's own `load_state_dict`, which is called last; the message names the part.
 
         Args:
             damaged: "raise" for an error if the newest checkpoint is damaged, "previous" to resume from the one
@@ -248,10 +258,6 @@ class Checkpoint:
         worker, names, inner = self._workers.rank, names_by_id(self.model), unwrap(self.model)
         weights = model_state(inner)
         model_per_worker = getattr(self._worker_parts["compressor"], "has_model_per_worker", False)
-        # Even DDP does not keep buffers equal: it broadcasts them before the forward pass that changes them.
-        differing = (
-            set(weights) if model_per_worker else {own_name(name) for name, _ in inner.named_buffers()}
-        )
         optimizers = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
         plan = known_plan(self.model, self.switch)
         job_states = {
@@ -263,15 +269,18 @@ class Checkpoint:
                 "plan": plan and plan.to_json(),
                 "averages": len(self.also),
                 "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
+                "classes": {name: _class_name(x) for name, x in self._job_parts.items()},
             },
         } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
         # Every worker saves and reads its shards in any case.
         own = model_per_worker and not is_sharded(inner)
+        own_parts = self._job_parts if worker and model_per_worker else {}
         worker_state = {
-            "random": rng_state(),
-            "buffers": unsharded({n: x for n, x in weights.items() if worker and n in differing}),
+            "random": rng_state(_gpus(inner)),
+            "buffers": differing_state(inner, model_per_worker) if worker else {},
+            "averages": [differing_state(x, model_per_worker) for x in (self.also if worker else [])],
             "optimizers": optimizers if worker and own else None,
-            "parts": _state_dicts(self._worker_parts),
+            "parts": _state_dicts(self._worker_parts | own_parts),
         }
         return write_files(hidden, worker, job_states, worker_state)
 
@@ -306,34 +315,80 @@ class Checkpoint:
             "buffers": {},
             "parts": {"compressor": saved.first_compressor_state()},
         }
+        own_averages = worker_state.get("averages") or [{} for _ in averages]
         parts = saved.training["parts"] | worker_state["parts"]
+        self._check_parts(saved, parts)
 
         def apply() -> Resumed:
             if self.switch is not None and parts["switch"] is not None:
                 self.switch.restore_(self.model, self.optimizers, parts["switch"])
             inner = unwrap(self.model)
             load_model_state(inner, weights | worker_state["buffers"])
-            for average, state in zip(self.also, averages, strict=True):
+            for average, state, own_state in zip(self.also, averages, own_averages, strict=True):
                 restructure_(average, saved.ranks, saved.plan)
-                load_model_state(average, state)
+                load_model_state(average, state | own_state)
             states = worker_state.get("optimizers") or optimizer_states
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_optimizer(optimizer, names_by_id(inner), state)
             with warnings.catch_warnings():
                 if saved.worker_state is None:  # `reset` says it once, for all workers
                     warnings.filterwarnings("ignore", ".*starts with empty error feedback")
-                for name, x in (self._job_parts | self._worker_parts).items():
-                    if x is not None and parts.get(name) is not None:
+                for name, x in self._saved_parts(parts).items():
+                    try:
                         x.load_state_dict(parts[name])
+                    except (LookupError, AttributeError, TypeError, ValueError) as error:
+                        message = f"{path}: {name}: {type(error).__name__}: {error}"
+                        raise ValueError(f"{message}; pass the {name} that was saved") from error
             # Last, because loading may draw random numbers.
             if saved.worker_state is not None:
-                set_rng_state(worker_state["random"])
+                set_rng_state(worker_state["random"], _gpus(inner))
             else:
                 seed_rng(f"{digest} {worker} of {size}")
             passed = self._job_parts | self._worker_parts | {"switch": self.switch}
             return Resumed(saved.training["position"], saved.path, saved.not_restored(passed, parts, size))
 
         return apply
+
+    def _saved_parts(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parts that have a saved state."""
+        parts = self._job_parts | self._worker_parts
+        return {name: x for name, x in parts.items() if x is not None and states.get(name) is not None}
+
+    def _check_parts(self, saved: SavedCheckpoint, states: Mapping[str, Any]) -> None:
+        """Raise ValueError if a part cannot load its saved state, as far as that is known without loading it."""
+        classes = saved.training.get("classes", {})
+        for name, x in self._saved_parts(states).items():
+            now = _class_name(x)
+            if classes.get(name, now) != now:
+                raise ValueError(
+                    f"{saved.path}: {name} was saved as {classes[name]}, but is {now}; pass the same class"
+                )
+            if name == "scaler" and not states[name] and x.state_dict():  # GradScaler refuses the empty state
+                raise ValueError(
+                    f"{saved.path}: the scaler was saved disabled, but is enabled; disable it, or leave out scaler="
+                )
+            if hasattr(x, "check_state_dict"):
+                try:
+                    x.check_state_dict(states[name])
+                except ValueError as error:
+                    raise ValueError(f"{saved.path}: {name}: {error}") from None
+
+
+def _class_name(x: Any) -> str:
+    """Return the class of a part; for a scheduler of schedulers with theirs.
+
+    >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters())
+    >>> _class_name(optim.lr_scheduler.ChainedScheduler([optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]))
+    'ChainedScheduler(ExponentialLR)'
+    """
+    inner = [_class_name(scheduler) for scheduler in getattr(x, "_schedulers", ())]
+    return type(x).__name__ + (f"({', '.join(inner)})" if inner else "")
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    """GPUs that hold the model. The current device may be another one."""
+    found = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(found, key=lambda device: device.index or 0)
 
 
 def _state_dicts(parts: dict[str, Any]) -> dict[str, Any]:

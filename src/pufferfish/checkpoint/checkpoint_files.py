@@ -18,7 +18,7 @@ from ..planning.plan import Plan
 from .expected_structure import Ranks
 from .manifest import file_record, read_manifest
 from .packing import ShardedTensorSpec, pack, storable, unpack
-from .sharded_tensors import ShardReader, load_like, local_shards
+from .sharded_tensors import ShardReader, load_like, local_shards, unsharded
 
 
 def write_files(
@@ -46,8 +46,7 @@ def write_files(
         tensors |= shards
         offsets |= shard_offsets
         if worker == 0:
-            unsharded = {key: x for key, x in job_tensors.items() if not isinstance(x, DTensor)}
-            files += _write(folder / name, job_tree, unsharded)
+            files += _write(folder / name, job_tree, unsharded(job_tensors))
     files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
     return {file.name: file_record(file) for file in files}
 
@@ -174,6 +173,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of `model` with names that do not depend on wrappers."""
     state = model.state_dict()
     return {own: state[key] for key, own in own_keys(state).items()}
+
+
+def differing_state(model: nn.Module, model_per_worker: bool) -> dict[str, Any]:
+    """Return what differs between workers in the state of `model`, except for shards: its buffers, or all of it."""
+    state, buffers = model.state_dict(), {own_name(name) for name, _ in model.named_buffers()}
+    # Even DDP does not keep buffers equal: it broadcasts them before the forward pass that changes them.
+    kept = {own: key for key, own in own_keys(state).items() if model_per_worker or own_name(key) in buffers}
+    return unsharded({own: state[key] for own, key in kept.items()})
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:

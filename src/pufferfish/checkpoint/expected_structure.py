@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
 
 from ..distributed.job import Job
 from ..layers import meta_copy
@@ -15,12 +14,9 @@ from ..lowrank.plan_of import plan_of
 from ..optim.by_name import group_names, names_by_id
 from ..planning.plan import Plan
 from ..switching.switch import Switch
+from .sharded_tensors import is_sharded
 
 Ranks = dict[str, dict[str, int]]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def known_plan(model: nn.Module, switch: Switch | None) -> Plan | None:

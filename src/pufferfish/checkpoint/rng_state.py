@@ -2,14 +2,18 @@
 
 import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state(devices: Sequence[torch.device | str] = ()) -> dict[str, Any]:
     """Return the state of the global generators as numbers, text and tensors.
+
+    Args:
+        devices: GPUs whose generators are meant, which need not be the current device; none: the current one.
 
     >>> before = rng_state()
     >>> draw = torch.rand(1), random.random(), np.random.rand()
@@ -25,17 +29,19 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = [torch.cuda.get_rng_state(device) for device in devices or ["cuda"]]
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators. CUDA's is left unchanged if it was not saved or no GPU is available."""
+def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device | str] = ()) -> None:
+    """Restore the generators. CUDA's are left unchanged if they were not saved or no GPU is available."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        saved = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]  # one in 0.1.0
+        for device, value in zip(devices or ["cuda"], saved, strict=False):
+            torch.cuda.set_rng_state(value, device)
 
 
 def seed_rng(text: str) -> None:

@@ -70,9 +70,10 @@ class ShardReader:
     def read(self, key: str, dtype: torch.dtype, part: Box) -> Tensor:
         """Return one part of a tensor, assembled from as many files as needed."""
         result = torch.empty(part[1], dtype=dtype)
-        missing = result.numel()
+        # Flags, not a count: replicas that are sharded over a 1-D mesh each write the same shards.
+        missing = torch.ones(part[1], dtype=torch.bool)
         for file, offsets in self._opened():
-            if missing == 0:
+            if not missing.any():
                 break
             if key in offsets:
                 shard = file.get_slice(key)
@@ -81,11 +82,12 @@ class ShardReader:
                 ends = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, *part, strict=True)]
                 if all(a < b for a, b in zip(starts, ends, strict=True)):
                     source, target = _relative(offset, starts, ends), _relative(part[0], starts, ends)
-                    result[target] = shard[source] if source else file.get_tensor(key)
-                    missing -= result[target].numel()
-        if missing:
+                    if missing[target].any():
+                        result[target] = shard[source] if source else file.get_tensor(key)
+                        missing[target] = False
+        if missing.any():
             raise ValueError(
-                f"{key}: {missing:,} of {result.numel():,} values are missing from the checkpoint"
+                f"{key}: {int(missing.sum()):,} of {result.numel():,} values are missing from the checkpoint"
             )
         return result
 
