@@ -37,7 +37,10 @@ from processes import in_processes, same_everywhere
 from pufferfish.compression import (
     DGC,
     QSGD,
+    Accordion,
+    BFloat16,
     Engine,
+    Float16,
     NoCompression,
     PowerSGD,
     Settings,
@@ -124,6 +127,19 @@ def compiled(rank: int, size: int, folder: Path) -> None:
     torch.testing.assert_close(*ends)
 
 
+def accordion_without_error_feedback_sees_the_learning_rate(rank: int, size: int, folder: Path) -> None:
+    ddp = DDP(build())
+    optimizer = momentum(ddp, lr=0.1)
+    hook = compress(ddp, Accordion(BFloat16(), Float16(), every=1), optimizer=optimizer, smallest=0)
+    light = []
+    for lr in (0.1, 0.1, 0.1, 0.01, 0.01):
+        optimizer.param_groups[0]["lr"] = lr
+        loss(ddp, 0, rank).backward()  # the same gradient again, so that only the rate changes the choice
+        optimizer.zero_grad()
+        light.append(bool(hook.state_dict()["shared"]["middle.weight"]["light"]))
+    assert light == [True, False, False, True, False]
+
+
 def uneven_inputs(rank: int, size: int, folder: Path) -> None:
     """A worker that has run out of data sends zeros, and its error feedback."""
     for method in (TopK(0.05), QSGD()):
@@ -184,6 +200,13 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     ddp, _ = wrapped()
     with pytest.raises(ValueError, match="already compressed; call use"):
         compress(ddp)
+    _, hook = wrapped(TopK(), scope="global")
+    with pytest.raises(
+        ValueError, match=r"hook.use keeps exchange=None and scope='global' of compress; choose"
+    ):
+        hook.use(PowerSGD(1))
+    with pytest.raises(ValueError, match=r"^QSGD works without error feedback"):
+        hook.use(QSGD(), error_feedback=True)
     averaged = DDP(build())
     exact_(averaged)
     with pytest.raises(ValueError, match="already has the communication hook Exact"):
@@ -222,6 +245,7 @@ TWO_WORKERS = (
     several_backward_passes,
     several_dtypes,
     compiled,
+    accordion_without_error_feedback_sees_the_learning_rate,
     uneven_inputs,
     a_failed_backward_pass_leaves_nothing_behind,
     a_deleted_model_is_freed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hook_state
@@ -15,7 +16,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import COLLECTIVES, GROUPS, METHODS, build, loss, resumes, wrapped
 
 from processes import in_processes, same_everywhere
-from pufferfish.compression import Engine, NoCompression, PowerSGD, Settings, Simulated, TopK, compress
+from pufferfish.compression import (
+    DGC,
+    Engine,
+    LoCo,
+    Method,
+    NoCompression,
+    PowerSGD,
+    Settings,
+    Simulated,
+    TopK,
+    compress,
+)
 from pufferfish.compression.check_compressor import gradients
 
 #: Methods whose result for two machines' means is that for all workers' gradients.
@@ -91,9 +103,16 @@ def error_feedback_belongs_to_machines(rank: int, size: int) -> None:
         hook.load_state_dict(flat.state_dict())
 
 
-def error_feedback_moves_to_new_owners(rank: int, size: int) -> None:
+def state_moves_to_new_owners(rank: int, size: int) -> None:
     """A tensor that a switch leaves alone may get another owner in its machine."""
-    engine = Engine(Settings(TopK(0.05), smallest=0, hierarchy="node"))
+    state_of_a_method_moves(rank, TopK(0.05), {"error"})
+    state_of_a_method_moves(rank, PowerSGD(2), {"error", "Q"})
+    state_of_a_method_moves(rank, DGC(0.9), {"u", "v"})
+    state_of_a_method_moves(rank, LoCo(), {"e", "scale", "owner"})
+
+
+def state_of_a_method_moves(rank: int, method: Method, keys: set[str]) -> None:
+    engine = Engine(Settings(method, smallest=0, hierarchy="node"))
     assert engine.hierarchy is not None
     given = gradients(4)[rank]
     engine.average(given)
@@ -102,13 +121,30 @@ def error_feedback_moves_to_new_owners(rank: int, size: int) -> None:
     after = engine.hierarchy.owners(fewer)
     moved = [name for was, now in zip(owners, after, strict=True) for name in now if name not in was]
     before: list[Any] = [None] * 4
-    dist.all_gather_object(before, {name: x["error"] for name, x in engine.state_dict()["own"].items()})
-    engine.average({name: torch.zeros_like(g) for name, g in fewer.items()})  # unused: error feedback stays
-    mine = engine.state_dict()["own"]
+    dist.all_gather_object(before, engine.state.named())
+    engine.average({name: torch.zeros_like(g) for name, g in fewer.items()})  # unused: state stays
+    mine = engine.state.named()
     assert set(moved) & {"a.weight", "b.weight"}
     for name in [name for name in mine if name in moved]:
         neighbour = before[rank ^ 1]  # in the same machine
-        assert torch.equal(mine[name]["error"], neighbour[name]), name
+        assert mine[name].keys() == keys
+        assert all(torch.equal(x, neighbour[name][key]) for key, x in mine[name].items()), name
+
+
+def what_was_not_sent_moves_to_new_owners_and_another_method(rank: int, size: int) -> None:
+    engine = Engine(Settings(DGC(0.9), smallest=0, hierarchy="node"))
+    given = gradients(4)[rank]
+    engine.average(given)
+    kept: list[Any] = [None] * 4
+    dist.all_gather_object(kept, {name: x["v"] for name, x in engine.state_dict()["own"].items() if "v" in x})
+    engine.use(replace(engine.settings, method=NoCompression()))
+    fewer = {name: g for name, g in given.items() if name != "c.weight"}
+    sent = engine.average(fewer)
+    plain = Engine(Settings(NoCompression())).average(fewer)
+    for name in ("a.weight", "b.weight"):
+        machines = [x[name] for x in kept if name in x]
+        assert len(machines) == 2
+        torch.testing.assert_close(sent[name] - plain[name], sum(machines) / 2)
 
 
 def another_hierarchy_starts_with_empty_state(rank: int, size: int) -> None:
@@ -192,7 +228,8 @@ def test_every_method_resumes(group: str) -> None:
         a_worker_may_own_no_tensor,
         bytes_inside_a_machine_are_counted_apart,
         error_feedback_belongs_to_machines,
-        error_feedback_moves_to_new_owners,
+        state_moves_to_new_owners,
+        what_was_not_sent_moves_to_new_owners_and_another_method,
         another_hierarchy_starts_with_empty_state,
         workers_that_disagree_do_not_hang,
         one_machine_compresses_nothing,

@@ -49,6 +49,12 @@ def values_are_exchanged(rank: int, size: int) -> None:
     assert workers.run_on_first(lambda: f"from {rank}") == "from 0"
     assert workers.broadcast_object({"rank": rank, "text": "ö" * (3 - rank)}) == {"rank": 0, "text": "ööö"}
     assert workers.broadcast_tensor(torch.tensor([rank]), size - 1).item() == size - 1
+    for dtype in (torch.bool, torch.int16, torch.uint32, torch.complex64, torch.float8_e4m3fn):
+        x = torch.tensor(float(rank)).to(dtype)
+        assert workers.broadcast_tensor(x, 1).to(torch.complex64) == 1
+    images = torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last)
+    assert workers.broadcast_tensor(images, 1).eq(1).all()
+    assert images.is_contiguous(memory_format=torch.channels_last)
     assert workers.max(torch.tensor([rank, -rank])).tolist() == [size - 1, 0]
     assert workers.mean([1.0, rank]) == [1.0, (size - 1) / 2]
     workers.check_equal([torch.ones(3)])

@@ -25,8 +25,8 @@ from .engine import Engine, Step
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
 from .methods.casts import BFloat16
-from .settings import HierarchyLike, Methods, Settings
-from .state import updates_by_rate
+from .settings import HierarchyLike, Methods, Settings, with_method
+from .state import check_format, updates_by_rate
 
 
 def compress(
@@ -250,6 +250,10 @@ class DDPHook(AtLastBucket):
         """Tensors, numbers and text, by parameter name. Every worker has its own error feedback: save it on all workers."""
         return self.engine.state_dict()
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `state` was not saved by such a hook. Changes nothing."""
+        check_format(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on all workers. With another number of workers, error feedback starts empty.
 
@@ -268,7 +272,7 @@ def checked_settings(
     optimizers: Sequence[optim.Optimizer],
 ) -> Settings:
     """`settings` with another method, checked against the model's parameters and the optimizers."""
-    settings = replace(settings, method=method, error_feedback=error_feedback)
+    settings = with_method(settings, method, error_feedback)
     settings.check_patterns(named)
     batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:

@@ -84,8 +84,10 @@ class Engine:
             overlap = flat and all(method.elementwise for method in methods)
         #: Size of the buckets that are sent during the backward pass; None: everything is sent after it.
         self.overlap_bytes = BUCKET if overlap else None
-        #: Whether kept state must be rescaled when loss scale or learning rate changes; if not, `units` may be omitted.
-        self.keeps_units = any(m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods)
+        #: Whether loss scale and learning rate matter, to rescale kept state or to a method; if not, `units` may be omitted.
+        self.keeps_units = any(
+            m.reads_units or m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods
+        )
 
     def average(
         self, gradients: Mapping[str, Tensor], units: Mapping[str, float] | None = None, scale: float = 1.0
@@ -142,10 +144,10 @@ class Engine:
             {i: names for i, names in enumerate(together) if names},
             device,
         )
-        named = self.state.named()
+        named, methods = self.state.named_for(batches), self.state.methods()
         if self.hierarchy is not None and before is not None:
-            self.hierarchy.move_errors(named, before.parts, parts, device)
-        self.state.arrange(self._layout.own, device, named)
+            self.hierarchy.move_state(named, methods, before.names, owners, device)
+        self.state.arrange(self._layout.own, device, named, methods)
 
     def begin(self, units: Mapping[str, float] | None = None, scale: float = 1.0) -> Step:
         """Start a step whose gradients arrive one by one: `add` them, then `finish` and `commit`."""

@@ -31,7 +31,7 @@ from .fsdp2_modules import (
 from .fsdp2_rows import Rows, move_engine
 from .meter import Meter
 from .method import Method
-from .settings import Methods, Settings
+from .settings import Methods, Settings, with_method
 from .state import updates_by_rate
 
 T = TypeVar("T")
@@ -143,9 +143,7 @@ class FSDP2Hook:
         state of the old method is dropped.
         """
         self._peers.operation = self._shards.operation = "hook.use"
-        settings = self._run_on_all(
-            lambda: replace(self.settings, method=method, error_feedback=error_feedback)
-        )
+        settings = self._run_on_all(lambda: with_method(self.settings, method, error_feedback))
         self._attach({name: part.module for name, part in self._parts.items()}, self._paths, settings)
 
     def attach(self, model: nn.Module) -> None:
@@ -227,6 +225,10 @@ class FSDP2Hook:
             for name, part in self._parts.items()
         }
         return {"shard": self._shards.rank, "shards": self._shards.size, "modules": modules}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `state` was not saved by such a hook, or has none of this model's sharded modules."""
+        check_saved(state, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on all workers. State of other shards or parameters is dropped with a warning.

@@ -3,17 +3,18 @@
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.shared_svd import balance
-from .batch import Batch
+from ..distributed.workers import Workers
 from .exchange import Group, Transport, reduce_scatter
 from .meter import Meter
 from .settings import HierarchyLike
-from .state import ERROR, Named
+from .state import Named
 
 
 class Hierarchy:
@@ -81,28 +82,51 @@ class Hierarchy:
                 everything |= dict(zip(theirs, _views(their_row, theirs, like), strict=True))
         return everything
 
-    def move_errors(
+    def move_state(
         self,
         named: Named,
-        before: Sequence[Sequence[Batch]],
-        after: Sequence[Sequence[Batch]],
+        methods: dict[str, Any],
+        before: Sequence[Sequence[str]],
+        after: Sequence[Sequence[str]],
         device: torch.device,
     ) -> None:
-        """Send error feedback to the new owner where a tensor's owner changes. `before`, `after`: each worker's batches."""
-        was = {
-            name: (owner, shape)
-            for owner, part in enumerate(before)
-            for batch in part
-            if batch.error_feedback
-            for name, shape in zip(batch.names, batch.shapes, strict=True)
-        }
-        now = {name: owner for owner, part in enumerate(after) for batch in part for name in batch.names}
-        for name in sorted(name for name in was.keys() & now.keys() if was[name][0] != now[name]):
-            owner, shape = was[name]
-            x = named.get(name, {}).get(ERROR, torch.zeros(shape, device=device)).contiguous()
-            dist.broadcast(x, group=self.inside.group, group_src=owner)
-            if self.worker == now[name]:
-                named.setdefault(name, {})[ERROR] = x
+        """Send error feedback and the method's state to the new owner where a tensor's owner changes.
+
+        Args:
+            named: State of this worker, by name; tensors that it receives are added.
+            methods: What the state belongs to, as in `State.methods`; those of received tensors are added.
+            before: Names of the tensors that each worker of a machine owned.
+            after: Those that it owns now.
+        """
+        was, now = (
+            {name: owner for owner, names in enumerate(owners) for name in names}
+            for owners in (before, after)
+        )
+        moved = sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
+        if not moved:
+            return
+        workers = Workers(self.inside.group, device, "compression")
+
+        def layouts() -> dict[str, Any]:
+            """Method, and shape and dtype of each tensor, which only the old owner knows."""
+            mine = {name: named.get(name, {}) for name in moved if was[name] == self.worker}
+            return {
+                name: [methods.get(name), {k: _layout(x) for k, x in xs.items()}] for name, xs in mine.items()
+            }
+
+        everyone = workers.gather(layouts)
+        for name in moved:
+            method, tensors = everyone[was[name]][name]
+            for key, (shape, dtype) in tensors.items():
+                if was[name] == self.worker:
+                    x = named[name][key].contiguous()
+                else:
+                    x = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                workers.broadcast_tensor(x, was[name])
+                if now[name] == self.worker:
+                    named.setdefault(name, {})[key] = x
+            if now[name] == self.worker and method is not None:
+                methods[name] = method
 
 
 def make_hierarchy(chosen: HierarchyLike, group: dist.ProcessGroup | Transport | None) -> Hierarchy | None:
@@ -142,6 +166,10 @@ def machines_of(group: dist.ProcessGroup | None) -> Hierarchy:
     mine = machines[rank // local]
     across = [machine[rank % local] for machine in machines]
     return Hierarchy(*(dist.new_group(ranks, use_local_synchronization=True) for ranks in (mine, across)))
+
+
+def _layout(x: Tensor) -> list[Any]:
+    return [list(x.shape), str(x.dtype).removeprefix("torch.")]
 
 
 def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, list[str]]:

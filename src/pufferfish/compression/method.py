@@ -142,6 +142,8 @@ class Method:
     small_too: ClassVar[bool] = False
     #: Whether it can choose elements among all tensors at once (scope="global").
     sparse: ClassVar[bool] = False
+    #: Whether `compress` reads `ctx.units`, also where nothing is kept in them.
+    reads_units: ClassVar[bool] = False
     #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
     shared_state: ClassVar[tuple[str, ...]] = ()
 

@@ -183,6 +183,27 @@ class Settings:
                 )
 
 
+def with_method(settings: Settings, method: Methods, error_feedback: bool | None) -> Settings:
+    """Return `settings` with another method, for `hook.use`, which keeps the others.
+
+    >>> from pufferfish.compression import BlockInt8, PowerSGD
+    >>> with_method(Settings(BlockInt8(), exchange="all_gather"), PowerSGD(4), None)
+    Traceback (most recent call last):
+    ValueError: hook.use keeps exchange='all_gather' and scope='layer' of compress; ...
+    """
+    new: dict[str, Any] = {"method": method, "error_feedback": error_feedback}
+    try:
+        return dataclasses.replace(settings, **new)
+    except ValueError as error:
+        dataclasses.replace(
+            settings, **new, exchange=None, scope="layer"
+        )  # raises if these are not the reason
+        raise ValueError(
+            f"hook.use keeps exchange={settings.exchange!r} and scope={settings.scope!r} of compress; choose a method that "
+            f"supports them, or wrap the model again and call compress without them ({error})"
+        ) from None
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches a parameter's name or that of a module around it.
 

@@ -46,15 +46,22 @@ class State:
         self._loaded_methods: dict[str, Any] = {}
         self._place = {"size": size * inside, "inside": inside, "worker": worker * inside + local_worker}
 
-    def arrange(self, batches: Sequence[Batch], device: torch.device, named: Named | None = None) -> None:
-        """Move the state into other batches. State of parameters that are gone is dropped.
+    def named_for(self, batches: Sequence[Batch]) -> Named:
+        """All tensors by parameter name, where other batches take over.
 
-        Error feedback follows its parameter to any method, other state only to the same method. `named`: the state to
-        move, instead of the present one.
+        What a method has not sent yet is added to the error feedback where its successor is another one.
         """
-        named = self.named() if named is None else named
-        methods = self.methods()
+        named = self.named()
         self._release_unsent(named, {name: key for b in batches for name, key in _method_keys(b).items()})
+        return named
+
+    def arrange(
+        self, batches: Sequence[Batch], device: torch.device, named: Named, methods: Mapping[str, Any]
+    ) -> None:
+        """Fill other batches with the state in `named`, which belongs to `methods`. That of other parameters is dropped.
+
+        Error feedback follows its parameter to any method, other state only to the same method.
+        """
         for batch in batches:
             _fill(batch, named, methods, device)
         self.batches, self._loaded = list(batches), None
@@ -84,12 +91,17 @@ class State:
 
         Error feedback is this worker's own and stays. The errors of a shard that it owned for all become error feedback.
         """
-        before, (self.worker, self.size) = (self.worker, self.size), (worker, size)
-        if before == (worker, size):
+        if (self.worker, self.size) == (worker, size):
             return
+        self.release_divided(size)
+        self.worker, self.size = worker, size
         self._place |= {"size": size, "worker": worker}
         if self.resumed is not None:
             self.resumed |= self._place
+
+    def release_divided(self, size: int) -> None:
+        """Make the errors of a shard that this worker owned for all its error feedback, in a job of `size` workers from now on."""
+        before = self.worker, self.size
         for batch in self.batches:
             for key in batch.state.keys() & set(batch.method.divided_state):
                 pieces = zip(batch.unstack(batch.state.pop(key)), batch.shapes, strict=True)
@@ -189,13 +201,7 @@ class State:
 
         `shapes`: of the parameters, by name, where they are known already.
         """
-        missing = _KEYS - state.keys()
-        if missing:
-            raise ValueError(f"not a state of compression: it lacks {', '.join(sorted(missing))}")
-        if state["format"] != FORMAT:
-            raise ValueError(
-                f"compression state of format {state['format']}; this version reads format {FORMAT}"
-            )
+        check_format(state)
         if shapes:
             _refuse_other_model(state, shapes)
         here = self._place
@@ -216,6 +222,15 @@ class State:
         self._loaded_methods = dict(state["methods"])
         self.steps, self.units, self.scale = state["steps"], dict(state["units"]), state["scale"]
         self.resumed = {**state, **here, "shared": shared, "own": own}
+
+
+def check_format(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if `state` is not a state of compression, or one of another format."""
+    missing = _KEYS - state.keys()
+    if missing:
+        raise ValueError(f"not a state of compression: it lacks {', '.join(sorted(missing))}")
+    if state["format"] != FORMAT:
+        raise ValueError(f"compression state of format {state['format']}; this version reads format {FORMAT}")
 
 
 def updates_by_rate(optimizer: optim.Optimizer) -> bool:

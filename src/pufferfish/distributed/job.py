@@ -1,6 +1,7 @@
 """`Job`: a model with its wrappers and its workers. It is checked before a change; a DDP wrapper is re-initialized after it."""
 
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -50,7 +51,9 @@ class Job:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
-        first = next(iter(self.inner.parameters()))
+        first = next(iter(self.inner.parameters()), None)
+        if first is None:
+            raise ValueError(f"{caller}: the model has no parameters")
         self.sharded = isinstance(first, DTensor)
         group = self.ddp.process_group if self.ddp else dist.group.WORLD if self.sharded else None
         # Offloaded shards are not on the device of their collectives.
@@ -141,7 +144,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
-    """Raise ValueError if an argument of the wrapper cannot be read back and is not in `arguments`."""
+    """Raise an error if an argument of the wrapper cannot be read back and is not in `arguments`, or is not one of DDP's."""
+    try:
+        inspect.signature(DistributedDataParallel).bind_partial(**arguments)
+    except TypeError as error:
+        raise TypeError(f"Switch: rewrap: DistributedDataParallel {error}") from None
     if ddp._delay_all_reduce_params and "delay_all_reduce_named_params" not in arguments:
         raise ValueError(
             "DDP does not store its argument delay_all_reduce_named_params; pass it (and param_to_hook_all_reduce) "

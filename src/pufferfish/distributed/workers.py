@@ -130,8 +130,12 @@ class Workers:
     def broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite `tensor` with the one of rank `source`, and return it."""
         if self.size > 1:
+            data = tensor.detach().contiguous()
             with self._contact() as group:
-                dist.broadcast(tensor, group=group, group_src=source)
+                # As bytes: backends refuse dtypes such as int16.
+                dist.broadcast(data.view(-1).view(torch.uint8), group=group, group_src=source)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data)
         return tensor
 
     def max(self, values: Tensor) -> Tensor:

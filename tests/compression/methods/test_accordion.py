@@ -7,7 +7,9 @@ from torch import Tensor
 from driver import State, drive, normal
 from pufferfish.compression import (
     BFloat16,
+    EFSignSGD,
     Float16,
+    Int4,
     Method,
     NoCompression,
     PowerSGD,
@@ -109,6 +111,20 @@ def test_each_tensor_continues_with_its_own_state(methods: tuple[Method, Method]
             torch.testing.assert_close(rests[1][i], one.rests[1][0])
         seen.add(tuple(together[0]["light"].tolist()))
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("inner", [Int4(), EFSignSGD()], ids=lambda m: type(m).__name__)
+def test_nothing_is_lost_when_another_method_takes_over(inner: Method) -> None:
+    """Both methods keep errors of the shards that a worker owns."""
+    two = Simulated(Settings(Accordion(inner, inner, every=1), smallest=0), 2)
+    given, applied = torch.zeros(32, 32), torch.zeros(32, 32)
+    for step in range(5):
+        if step == 4:
+            two.use(Settings(NoCompression()))
+        gs = normal(32, 32, workers=2, seed=step // 3)
+        given += sum(gs) / 2
+        applied += two.average([{"w": g} for g in gs])[0]["w"]
+    torch.testing.assert_close(applied, given, rtol=0, atol=1e-4)
 
 
 def test_settings() -> None:

@@ -1,6 +1,6 @@
 """Accordion (Agarwal et al., 2021): light compression while a layer's gradient changes, strong while it does not."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class Accordion(Method):
     change: float = 0.5
 
     matrix = True
+    reads_units = True
     shared_state = ("light", "count", "total", "norm", "units")
 
     def __post_init__(self) -> None:
@@ -77,12 +78,23 @@ class Accordion(Method):
         return self._of_both("in_scale")
 
     def _of_both(self, what: str) -> tuple[str, ...]:
-        both = (("low", self.low), ("high", self.high))
-        return tuple(f"{which}.{key}" for which, method in both for key in getattr(method, what))
+        return tuple(prefix + key for prefix, method in self._both for key in getattr(method, what))
+
+    @property
+    def _both(self) -> tuple[tuple[str, Method], ...]:
+        return ("low.", self.low), ("high.", self.high)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
         return tuple(which for which in self.low.exchanges if which in self.high.exchanges)
+
+    def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
+        parts = [
+            method.unsent(_without_prefix(state, prefix), shape, worker, size)
+            for prefix, method in self._both
+        ]
+        known = [x for x in parts if x is not None]
+        return sum(known[1:], known[0]) if known else None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return self.low.fits(shape) and self.high.fits(shape)
@@ -121,8 +133,8 @@ class Accordion(Method):
         self, x: Tensor, ctx: StepContext, rows: list[int], strong: bool, fresh: bool
     ) -> Generator[Message, Any, tuple[Tensor, Tensor]]:
         """Compress some of the tensors by one of the methods, whose state is kept under a prefix."""
-        method, prefix = (self.high, "high.") if strong else (self.low, "low.")
-        known = {key.removeprefix(prefix): s for key, s in ctx.state.items() if key.startswith(prefix)}
+        prefix, method = self._both[strong]
+        known = _without_prefix(ctx.state, prefix)
         state = {} if fresh else {key: s[rows] for key, s in known.items()}
         part = replace(ctx, names=tuple(ctx.names[i] for i in rows), state=state)
         mean, rest = yield from method.compress(x if method.matrix else x.flatten(1), part)
@@ -147,3 +159,8 @@ class Accordion(Method):
             norm=torch.where(over, norm, before),
             total=total.masked_fill(over[:, None, None], 0),
         )
+
+
+def _without_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """State of the method that is kept under `prefix`, with its own keys."""
+    return {key.removeprefix(prefix): s for key, s in state.items() if key.startswith(prefix)}
