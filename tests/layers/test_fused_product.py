@@ -50,6 +50,8 @@ def check_kernel(device: str, dtype: torch.dtype) -> None:
             (x, transposed, bias.to(dtype)),
             (x.T.contiguous().T, (first, second), None),
             (x[:1].expand(rows, n), transposed, None),
+            (x, (first, second), bias[:, None].repeat(1, 2)[:, 0]),
+            (x, (first, second), bias[:1].expand(m)),
         ):
             y, t = two_products_in_one_kernel(x_, *weights, b)
             exact_t = x_.double() @ first.double().T

@@ -243,6 +243,19 @@ def test_writes_raise_where_torch_records_gradients(name: str, layer: Any) -> No
         WRITES[name](layer.weight)
 
 
+def test_assignment_raises(layer: Any) -> None:
+    before = plain(layer).detach().clone()
+    embedding = nn.Embedding(5, 6)  # a head is tied to it by such an assignment
+    for value in (nn.Parameter(torch.zeros(5, 6)), embedding.weight, torch.zeros(5, 6), None):
+        with pytest.raises(
+            RuntimeError, match="computed from its factors and cannot be changed: change down"
+        ):
+            layer.weight = value
+    assert torch.equal(plain(layer), before)
+    layer.register_parameter("scale", nn.Parameter(torch.ones(5)))  # other parameters may be added
+    assert {name for name, _ in layer.named_parameters(recurse=False)} == {"scale"}
+
+
 def test_a_write_before_the_switch_is_no_error_after_merge(layer: Any) -> None:
     model = nn.Sequential(layer)
     pf.merge_(model)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -162,9 +164,63 @@ def test_weights_that_change_between_steps():
 def test_nothing_is_held():
     grouped, _, x = pair()
     grouped(x)
-    shared = grouped.q._shared_input
-    assert shared._input is None
-    assert not shared._outputs
+    assert grouped.q._shared_input._waiting is None
+
+
+def test_each_output_has_a_backward_pass_of_its_own():
+    grouped, alone, x = pair()
+    for model in (grouped, alone):
+        model.requires_grad_(True)
+        for name in GROUP:  # the first one frees the graph of the product that the others would wait for
+            getattr(model, name)(x).square().sum().backward()
+    for p, q in zip(grouped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("gradients_on", [False, True])
+def test_a_weight_that_changes_between_two_calls(gradients_on):
+    grouped, alone, x = pair()
+    with torch.set_grad_enabled(gradients_on):
+        outputs = []
+        for model in (grouped, alone):
+            model.q(x)
+            with torch.no_grad():
+                model.k.down.weight.add_(1.0)
+            outputs.append(model.k(x))
+        torch.testing.assert_close(*outputs)
+
+
+def test_one_layer_inside_of_a_checkpoint():
+    grouped, alone, x = pair()
+
+    def call(model, x):
+        y = model.norm(x)
+        q, k = checkpoint(model.q, y, use_reentrant=False), model.k(y)
+        v = checkpoint(model.v, y, use_reentrant=False)
+        return model.o(q * torch.cat([k, v, k + v], -1).tanh())
+
+    assert_same(gradients(grouped, x, call=call), gradients(alone, x, call=call))
+
+
+def test_threads_do_not_take_outputs_from_each_other():
+    grouped, alone, _ = pair()
+    inputs = [torch.randn(3, 16, dtype=torch.float64) for _ in range(2)]
+
+    def same(x):
+        with torch.no_grad():
+            expected = [getattr(alone, name)(x) for name in GROUP]
+            found = ([getattr(grouped, name)(x) for name in GROUP] for _ in range(2000))
+            return all(
+                torch.allclose(a, b) for outputs in found for a, b in zip(outputs, expected, strict=True)
+            )
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns in the middle of everything
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(same, inputs)) == [True, True]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(

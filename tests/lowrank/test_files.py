@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +414,61 @@ def test_buffers_that_no_file_has_must_not_be_on_meta(tmp_path: Path) -> None:
     pf.load(fresh, tmp_path / "saved")
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
     assert not any(x.is_meta for x in [*fresh.parameters(), *fresh.buffers()])
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def assert_saved_and_loaded(model: nn.Module, other: nn.Module, folder: Path) -> None:
+    pf.save(model, folder)
+    pf.load(other, folder)
+    expected = model.state_dict()
+    assert expected.keys() == other.state_dict().keys()
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_parameters_that_share_memory_without_being_tied(tmp_path: Path) -> None:
+    model = small()
+    model[1].weight = nn.Parameter(model[0].weight)
+    model.register_buffer("square", torch.arange(9.0).view(3, 3))
+    model.register_buffer("transposed", model.get_buffer("square").T)
+    other = small()
+    other.register_buffer("square", torch.zeros(3, 3))
+    other.register_buffer("transposed", torch.zeros(3, 3))
+    assert_saved_and_loaded(model, other, tmp_path / "model")
+
+
+def test_modules_that_keep_what_cannot_be_copied(tmp_path: Path) -> None:
+    model, other = small(), small()
+    model[0].attention = model[0](torch.ones(1, 32))  # part of a graph
+    model[1].lock = threading.Lock()
+    pf.factorize_(model, pf.plan(model, 8))
+    assert_saved_and_loaded(model, other, tmp_path / "model")
+    pf.merge_(model)
+    assert model[1].lock.acquire(blocking=False)
+
+
+def test_a_link_to_a_folder_is_kept(tmp_path: Path) -> None:
+    model = small()
+    pf.save(model, tmp_path / "first")
+    (tmp_path / "latest").symlink_to("first")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert_saved_and_loaded(model, small(), tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def test_extra_state_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(WithExtraState(32, 32))
+    with pytest.raises(ValueError, match=r"0\._extra_state: extra state of type dict cannot be saved"):
+        pf.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())

@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
@@ -216,3 +219,24 @@ def merges_on_one_worker(rank: int, size: int) -> None:
 
 def test_one_worker_may_merge_alone() -> None:
     in_processes(merges_on_one_worker, 2)
+
+
+def test_attributes_set_since_the_switch_are_kept() -> None:
+    model = nn.ModuleDict({"lstm": nn.LSTM(32, 32, 2, dropout=0.5)})
+    pf.factorize_(model, pf.plan(model, 8))
+    model["lstm"].dropout = 0.25
+    pf.merge_(model)
+    assert model["lstm"].dropout == 0.25
+
+
+def sharded_models_are_refused(rank: int, size: int, folder: Path) -> None:
+    model = low_rank_net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    for change in (pf.merge_, lambda model: pf.save(model, folder / "model")):
+        with pytest.raises(ValueError, match=r"the model is sharded \(FSDP2\); load its full state dict"):
+            change(model)
+    assert not list(folder.iterdir())
+
+
+def test_sharded_models_are_refused(tmp_path: Path) -> None:
+    in_processes(sharded_models_are_refused, 1, tmp_path)

@@ -248,3 +248,40 @@ def test_a_subclass_with_more_state_is_reset(kind: type[optim.Optimizer]) -> Non
         assert "seen" not in optimizer.state[model.fc.down.weight]
         train(model, [optimizer], range(2, 4))  # also Adagrad, which wants its state to be there
         assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Wrapper(optim.Optimizer):
+    """Like SAM and Lookahead: groups are those of the optimizer that it keeps."""
+
+    def __init__(self, base: optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer = base
+        self.param_groups = base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base_optimizer.step()
+
+
+def test_an_optimizer_inside_of_another() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    base = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrapper = Wrapper(base)
+    model(torch.ones(2, 64)).sum().backward()
+    wrapper.step()
+    wrapper.zero_grad()
+    old = model[0].weight
+    pf.factorize_(model, pf.plan(model, 16), wrapper)
+    check_state(model, base, {"momentum_buffer"}, 1)
+    assert wrapper.param_groups is base.param_groups
+    assert old not in base.state
+
+
+def test_an_optimizer_inside_of_another_with_its_own_groups_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    wrapper = Wrapper(optim.SGD(model.parameters(), lr=0.1))
+    wrapper.param_groups = copy.copy(wrapper.param_groups)
+    with pytest.raises(
+        TypeError, match="Wrapper contains SGD, with parameter groups of its own; pass that one"
+    ):
+        pf.factorize_(model, pf.plan(model, 16), wrapper)
+    assert isinstance(model[0], nn.Linear)

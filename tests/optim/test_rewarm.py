@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import pufferfish as pf
+from pufferfish.optim.rewarm import ScaledRate
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "from the first rate": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
@@ -83,3 +84,35 @@ def test_bad_factors(wrong: float) -> None:
         pf.Switch(lr=wrong)
     with pytest.raises(ValueError, match="whole number"):
         pf.Rewarm(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_step_that_raises_leaves_the_rate_of_the_schedule(tensor: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=torch.tensor(1.0) if tensor else 1.0, foreach=False)
+    ScaledRate(optimizer, 0.5)
+
+    def fails() -> float:
+        raise RuntimeError("no data")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="no data"):
+            optimizer.step(fails)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["lr"]) == 1.0
+    assert float(parameter) == -0.5
+
+
+def test_updates_since_the_switch_are_kept_between_loading_and_the_next_step() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = pf.Switch(rank=8, when=pf.AtStep(0), lr=pf.Rewarm(20))
+    for step in range(5):
+        switch.step(model, optimizer, step=step)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = switch.state_dict()
+    switch.load_state_dict(state)
+    assert switch.state_dict()["updates"] == state["updates"] == [5]

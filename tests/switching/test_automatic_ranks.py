@@ -294,3 +294,67 @@ def test_a_language_model_trained_with_muon() -> None:
     assert sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix) > 0.75 * blocks
     assert sum(e.after for e in lowered) < 0.6 * blocks
     assert sum(losses[-5:]) < 0.9 * sum(losses[15:20])
+
+
+def settling(resume_at: int | None, seed: int = 0) -> tuple[Any, list[Tensor]]:
+    """A run of epochs of three steps that observes ranks; killed after step `resume_at` and resumed there."""
+    when = pf.RanksSettle(window=2, span=2, tolerance=0.2)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, pf.Switch]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        return model, torch.optim.SGD(model.parameters(), lr=2.0), pf.Switch(when=when)
+
+    model, optimizer, switch = build()
+    for step in range(24):
+        epoch = step // 3
+        if step == resume_at:
+            saved = copy.deepcopy((switch.state_dict(), model.state_dict(), optimizer.state_dict()))
+            model, optimizer, switch = build()
+            switch.restore_(model, optimizer, saved[0])
+            model.load_state_dict(saved[1])
+            optimizer.load_state_dict(saved[2])
+        if step % 3 == 0 or step == resume_at:
+            switch.step(model, optimizer, epoch=epoch)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    assert switch.report is not None
+    return switch.report.position, list(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Switch. switch.step got no total")
+@pytest.mark.parametrize("resume_at", [3, 4, 5, 6, 8])
+def test_a_run_resumed_inside_an_epoch_observes_it_once(resume_at: int) -> None:
+    moment, parameters = settling(None)
+    again, same = settling(resume_at)
+    assert again == moment
+    assert all(torch.equal(p, q) for p, q in zip(parameters, same, strict=True))
+
+
+def test_with_epoch_and_step_each_epoch_is_observed_once() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = pf.Switch(when=pf.RanksSettle(latest=pf.AtEpoch(100)))
+    for step in range(12):
+        switch.step(model, optimizer, epoch=step // 4, step=step, total=300)
+    assert len(switch.state_dict()["history"]) == 3
+
+
+@pytest.mark.parametrize("frozen", [(False, True), (True, False)])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_layer_is_frozen_or_unfrozen_on_the_way(frozen: tuple[bool, bool], resumed: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = pf.Switch(when=pf.RanksSettle(latest=pf.AtEpoch(14)))
+    for epoch in range(15):
+        model[0].requires_grad_(not frozen[epoch >= 5])
+        if resumed and epoch == 6:
+            state = switch.state_dict()
+            switch = pf.Switch(when=pf.RanksSettle(latest=pf.AtEpoch(14)))
+            switch.restore_(model, optimizer, state)
+        switch.step(model, optimizer, epoch=epoch, total=30)
+    assert switch.report is not None
+    if frozen[0]:
+        assert switch.report.plan["0"].rank is None

@@ -104,3 +104,30 @@ def test_another_architecture_is_refused_before_anything_changes() -> None:
             live, optimizer, epoch=0, also=[nn.Sequential(nn.Linear(64, 4))]
         )
     assert not products(live)
+
+
+def test_an_average_made_during_the_warm_up_can_be_called() -> None:
+    model, x = build(), torch.randn(8, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    switch = pf.Switch(rank=0.25, keep=["0"], when=pf.AtStep(2))
+    switch.step(model, optimizer, step=0)
+    average = AveragedModel(model)  # with copies of the hooks that watch the inputs of layers
+    for step in range(3):
+        switch.step(model, optimizer, step=step, also=[average])
+        update(model, optimizer, step)
+        average(x)
+    assert not any(m._forward_hooks for m in average.modules())
+
+
+def test_nothing_changes_if_an_average_is_not_finite() -> None:
+    model = build()
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        average[5].weight[0, 0] = torch.nan
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(0), keep=["0"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(ValueError, match="5: the weight contains inf or NaN; nothing was changed"):
+        switch.step(model, optimizer, step=0, also=[average])
+    assert switch.report is None
+    assert not products(model)
+    assert not products(average)

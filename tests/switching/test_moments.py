@@ -1,5 +1,6 @@
 """The moments a switch can wait for."""
 
+import functools
 import math
 from itertools import pairwise
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import pufferfish as pf
-from pufferfish.switching.moments import AtEpoch, AtFraction, AtStep, Position, RanksSettle
+from pufferfish.switching.moments import AtEpoch, AtFraction, AtStep, Position, RanksSettle, moment_text
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,20 @@ def test_a_third_of_the_run_is_the_latest_moment() -> None:
     for total in (3, 30, 31, 100):
         late = [n for n in range(total) if RanksSettle().overdue(Position(step=n, total=total))]
         assert late == [n for n in range(total) if 3 * n >= total]
+
+
+def test_layers_that_were_frozen_on_the_way_do_not_count() -> None:
+    history = [{"a": 4.0, "b": 9.0 - i} for i in range(6)] + [{"a": 4.0}] * 12
+    assert RanksSettle().settled(history)
+
+
+class Mine:
+    def __call__(self, at: Position) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("moment", [lambda at: True, functools.partial(max, 1), Mine(), Mine().__call__])
+def test_texts_have_no_addresses(moment: Any) -> None:
+    """Workers compare them."""
+    for text in (moment_text(moment), moment_text(RanksSettle(latest=moment))):
+        assert " at 0x" not in text

@@ -380,3 +380,97 @@ def test_asking_whether_it_is_due_changes_nothing() -> None:
     assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
     assert switch.step(model, optimizer, epoch=1)
     assert not switch.due(model, epoch=2)
+
+
+def train_to(
+    switch: pf.Switch, model: nn.Module, optimizer: Any, steps: int, clear_first: bool = True
+) -> None:
+    for step in range(steps):
+        switch.step(model, optimizer, step=step)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def test_gradients_of_a_skipped_update_are_not_pending() -> None:
+    """As a GradScaler does: the update of gradients that are not finite is left out."""
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(3))
+    train_to(switch, model, optimizer, 2)
+    optimizer.zero_grad()
+    x, y = batch(2)
+    nn.functional.cross_entropy(model(x), y).backward()
+    model[0].weight.grad[0, 0] = torch.inf
+    assert switch.step(model, optimizer, step=3)
+
+
+def test_gradients_that_no_optimizer_uses_are_not_pending() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+    switch = pf.Switch(rank=16, keep=["0", "4"], when=pf.AtStep(3))
+    train_to(switch, model, optimizer, 4)
+    assert switch.low_rank
+
+
+def test_an_optimizer_made_during_the_warm_up_is_watched() -> None:
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(3))
+    train_to(switch, model, optimizer, 2)
+    optimizer = adamw(model)
+    update_only = batch(2)
+    switch.step(model, optimizer, step=2)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(update_only[0]), update_only[1]).backward()
+    optimizer.step()
+    gc.collect()
+    assert switch.step(model, optimizer, step=3)
+
+
+def test_back_to_dense_right_after_the_switch() -> None:
+    model = build()
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(2), back=pf.AtStep(3))
+    train_to(switch, model, optimizer, 5)
+    assert not switch.low_rank
+    assert isinstance(model[0], nn.Linear)
+
+
+def test_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 64, sparse=True), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = pf.Switch(rank=16, when=pf.AtStep(2))
+    for step in range(4):
+        switch.step(model, optimizer, step=step)
+        optimizer.zero_grad()
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+    assert switch.low_rank
+
+
+def test_moments_are_checked_at_once() -> None:
+    with pytest.raises(TypeError, match="when=3 is not a moment"):
+        pf.Switch(rank=16, when=3)
+    with pytest.raises(TypeError, match=r"back=RanksSettle.* is not a moment"):
+        pf.Switch(rank=16, back=pf.RanksSettle())
+    model = build()
+    switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(2), back=pf.AtEpoch(3))
+    with pytest.raises(ValueError, match=r"AtEpoch.* needs epoch="):
+        switch.step(model, momentum(model), step=0)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match="the model has no parameters"):
+        pf.Switch(rank=16).step(nn.ReLU(), [], step=0)
+
+
+def test_an_empty_layer_stays_dense() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 0))
+    switch = pf.Switch(when=pf.AtStep(1))
+    for step in range(2):
+        switch.step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
+    assert switch.report is not None
+    assert switch.report.plan["1"].rank is None

@@ -200,6 +200,23 @@ def an_error_on_one_worker_is_raised_on_all(rank: int, size: int) -> None:
     assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
 
 
+def a_wrong_argument_of_the_wrapper_is_refused_at_the_first_call(rank: int, size: int) -> None:
+    ddp = DDP(build())
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), rewrap={"bucket_cap": 3})
+    with pytest.raises(TypeError, match=r"rewrap: DistributedDataParallel .*'bucket_cap'"):
+        switch.step(ddp, momentum(ddp), epoch=0)
+
+
+def a_moment_of_the_users_own_class_is_the_same_on_all_workers(rank: int, size: int) -> None:
+    class Mine:
+        def __call__(self, at: Any) -> bool:
+            return at.epoch == 0
+
+    for when in (Mine(), pf.RanksSettle(latest=Mine())):
+        ddp = DDP(build())
+        assert pf.Switch(rank=0.25, when=when).step(ddp, momentum(ddp), epoch=0)
+
+
 def a_pattern_for_no_layer_is_refused_at_the_first_call(rank: int, size: int) -> None:
     ddp = DDP(build())
     for runs in (ddp, torch.compile(ddp, backend="eager")):
@@ -417,6 +434,8 @@ CASES = [
     disagreement_is_the_same_error_everywhere,
     an_error_on_one_worker_is_raised_on_all,
     a_pattern_for_no_layer_is_refused_at_the_first_call,
+    a_wrong_argument_of_the_wrapper_is_refused_at_the_first_call,
+    a_moment_of_the_users_own_class_is_the_same_on_all_workers,
     rank_zero_decides,
     automatic,
     diverged_weights_are_the_same_error_everywhere,

@@ -1,18 +1,20 @@
 """`LowRank`, the base class of all low-rank layers, and the registry that maps dense types to low-rank types."""
 
 import copy
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .matrix import Matrix
-from .product_weight import ProductWeight
+from .product_weight import READ_ONLY, ProductWeight
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -104,6 +106,16 @@ class LowRankSingle(LowRank):
         ((matrix, factors),) = self.factors().items()
         return ProductWeight.of(lambda: matrix.product(*factors), matrix.shape, factors)
 
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        raise RuntimeError(READ_ONLY)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # `nn.Module` comes here when a Parameter is assigned, as to tie weights, and never to the setter.
+        if name == "weight":
+            raise RuntimeError(READ_ONLY)
+        super().register_parameter(name, param)
+
     @property
     def bias(self) -> Tensor | None:
         return cast("Tensor | None", self.up.bias)
@@ -182,6 +194,15 @@ CALL_HOOKS = (
 HOOKS = tuple(k for k, value in vars(nn.Module()).items() if "_hooks" in k and isinstance(value, dict))
 
 
+def kept_as_they_are(module: nn.Module) -> dict[int, Any]:
+    """Attributes that cannot be copied, process groups and locks, for the memo of `deepcopy`."""
+    kinds: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
+    if dist.is_available():
+        kinds = *kinds, dist.ProcessGroup
+    values = (x for child in module.modules() for x in vars(child).values())
+    return {id(x): x for x in values if isinstance(x, kinds)}
+
+
 def meta_copy(module: nn.Module) -> nn.Module:
     """Copy of `module` with meta tensors and without hooks.
 
@@ -192,6 +213,10 @@ def meta_copy(module: nn.Module) -> nn.Module:
     # By exact attribute: other libraries have flags with "hooks" in their names, and a flag is the same object
     # everywhere.
     memo: dict[int, Any] = {id(getattr(child, k)): OrderedDict() for child in module.modules() for k in HOOKS}
+    memo |= kept_as_they_are(module)
+    for value in (x for child in module.modules() for x in vars(child).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:  # such as a loss of the last forward pass
+            memo[id(value)] = value.detach().to("meta")
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in module.buffers():

@@ -14,10 +14,12 @@ def two_products_in_one_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`pufferfish::two_products` for sizes that are multiples of 16, and r ≤ 128. Any strides."""
     (rows, n), (m, r) = x.shape, second.shape
+    if x.stride(1) * n >= 2**31:  # offsets within a row are 32-bit integers
+        x = x.contiguous()
     y, t = x.new_empty(rows, m), x.new_empty(rows, r)
     with torch.cuda.device_of(x):
         two_products_kernel[(triton.cdiv(rows, ROWS),)](
-            x, first, second, y if bias is None else bias, t, y, rows,
+            x, first, second, y if bias is None else bias.contiguous(), t, y, rows,
             *x.stride(), *first.stride(), *second.stride(),
             N=n, R=r, M=m, ROWS=ROWS, TILE_N=_tile(n, 64), TILE_R=triton.next_power_of_2(r), TILE_M=_tile(m, 128),
             BIAS=bias is not None, STAGES=STAGES, num_warps=8 if r > 64 else 4,

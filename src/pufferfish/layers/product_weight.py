@@ -29,6 +29,11 @@ _SET = frozenset(
     [getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")]
     + [Tensor.requires_grad_, Tensor.set_]
 )
+#: Error message of a write to the weight.
+READ_ONLY = (
+    "the weight of a low-rank layer is computed from its factors and cannot be changed: change "
+    "down.weight and up.weight, call pufferfish.merge_ first, or take a clone()"
+)
 
 
 def asks_metadata(func: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor) -> bool:
@@ -125,10 +130,7 @@ class ProductWeight(Tensor):
         if func in _SET or versions != [x._version for x in products.values()]:
             for x in weights:
                 x._forget()
-            raise RuntimeError(
-                "the weight of a low-rank layer is computed from its factors and cannot be changed: change "
-                "down.weight and up.weight, call pufferfish.merge_ first, or take a clone()"
-            )
+            raise RuntimeError(READ_ONLY)
         return pytree.tree_map_only(Tensor, lambda x: _read_only(x, weights), result)
 
     @classmethod

@@ -1,5 +1,6 @@
 """Low-rank LSTM, GRU and RNN: the input and hidden matrix of every gate have their own two factors."""
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -15,6 +16,13 @@ from .product_weight import ProductWeight
 
 State = Tensor | tuple[Tensor, Tensor]  # as passed by users: h, or (h, c) of an LSTM
 States = tuple[Tensor, ...]  # the same as a tuple: (h,) or (h, c)
+
+
+@functools.cache
+def _ignore_chunk_warning() -> None:
+    """Products are new tensors in every step, so cuDNN copies them into one chunk; torch warns of that each time."""
+    # Once and for all: a `catch_warnings` in every step makes Python show all other warnings again.
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
 
 
 class GateFactors(nn.Module):
@@ -179,14 +187,12 @@ class LowRankRNNBase(LowRank):
         data, states = data.to(dtype), tuple(x.to(dtype) for x in states)
         state = _as_state(states)
         settings = (self.bias, self.num_layers, float(self.dropout), self.training, self.bidirectional)
-        with warnings.catch_warnings():
-            # The products are new tensors in every step, so cuDNN has to copy them into one chunk.
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-            if sizes[0] != sizes[-1]:
-                output, *finals = self._kernel(data, torch.tensor(sizes), state, weights, *settings)
-                return output, tuple(finals)
-            batch = data.unflatten(0, (len(sizes), sizes[0]))
-            output, *finals = self._kernel(batch, state, weights, *settings, False)
+        _ignore_chunk_warning()
+        if sizes[0] != sizes[-1]:
+            output, *finals = self._kernel(data, torch.tensor(sizes), state, weights, *settings)
+            return output, tuple(finals)
+        batch = data.unflatten(0, (len(sizes), sizes[0]))
+        output, *finals = self._kernel(batch, state, weights, *settings, False)
         return output.flatten(0, 1), tuple(finals)
 
     def _layers(self, data: Tensor, sizes: list[int], states: States) -> tuple[Tensor, States]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,9 @@ class SharedInput:
     """Group of low-rank layers that are called with the same tensor, such as the projections of attention.
 
     The first layer that is called multiplies the input by the first factors of all layers at once, which reads the input
-    once instead of once per layer, forward and backward. The others take their part of the result. A layer that is
-    called with another tensor, or whose first factor is not a plain `nn.Linear` without hooks, computes alone.
+    once instead of once per layer, forward and backward. The others take their part of the result, unless a weight has changed
+    since then, or a backward pass has used up its graph. A layer that is called with another tensor, or whose first factor is
+    not a plain `nn.Linear` without hooks, computes alone.
 
     Args:
         layers: At least two layers with equally many inputs.
@@ -41,27 +43,34 @@ class SharedInput:
         self.active = self.layers  # those that the next calls pass the same tensor to
         for layer in layers:
             layer._shared_input = self
-        self._clear()
-
-    def _clear(self) -> None:
-        self._input: Tensor | None = None
-        self._mode: tuple[Any, ...] = ()
-        self._outputs: dict[int, Tensor] = {}
+        self._waiting: _Waiting | None = None
 
     def first_product(self, layer: LowRankLinear, input: Tensor) -> Tensor | None:
         """Output of the layer's first factor; None if the layer has to compute it alone."""
         place = next((i for i, other in enumerate(self.active) if other is layer), None)
         if place is None or not all(is_plain(other.down, input) for other in self.active):
             return None  # `layer` is a replica of DataParallel, or a module has changed
-        mode = _mode(input)
-        if place not in self._outputs or self._input is not input or self._mode != mode:
-            weights = [cast(Tensor, other.down.weight) for other in self.active]
-            parts = _product(input, weights).split([len(w) for w in weights], -1)
-            self._input, self._mode, self._outputs = input, mode, dict(enumerate(parts))
-        output = self._outputs.pop(place)
-        if not self._outputs:
-            self._clear()  # holds the input no longer than needed
+        weights = [cast(Tensor, other.down.weight) for other in self.active]
+        mode = _mode(input, weights)
+        waiting = self._waiting  # read once: another thread may replace it
+        if (
+            waiting is None
+            or waiting.input is not input
+            or waiting.mode != mode
+            or place not in waiting.outputs
+        ):
+            product = _product(input, weights)
+            if product.requires_grad and not torch.compiler.is_compiling():
+                product.register_hook(self._clear)  # a backward pass frees the graph of what still waits
+            parts = product.split([len(w) for w in weights], -1)
+            waiting = self._waiting = _Waiting(input, mode, dict(enumerate(parts)))
+        output = waiting.outputs.pop(place)
+        if not waiting.outputs:
+            self._waiting = None  # holds the input no longer than needed
         return output
+
+    def _clear(self, gradient: Tensor) -> None:
+        self._waiting = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
         copied = memo[id(self)] = SharedInput(())  # outputs that are waiting cannot be copied
@@ -69,7 +78,15 @@ class SharedInput:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "active": self.layers, "_input": None, "_mode": (), "_outputs": {}}
+        return {"layers": self.layers, "active": self.layers, "_waiting": None}
+
+
+class _Waiting(NamedTuple):
+    """Outputs that layers have not taken yet."""
+
+    input: Tensor
+    mode: tuple[Any, ...]
+    outputs: dict[int, Tensor]  # by the layer's place in the group
 
 
 def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -80,9 +97,15 @@ def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return F.linear(input, torch.cat(list(weights)))
 
 
-def _mode(input: Tensor) -> tuple[Any, ...]:
-    """Everything that the product depends on besides the input and the weights."""
+def _mode(input: Tensor, weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Everything that the product and its graph depend on besides the objects `input` and `weights`."""
     device = input.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
-    version = None if torch.compiler.is_compiling() or input.is_inference() else input._version
-    return version, torch.is_grad_enabled(), torch.get_autocast_dtype(device) if autocast else None
+    mode = torch.is_grad_enabled(), torch.get_autocast_dtype(device) if autocast else None
+    if torch.compiler.is_compiling():
+        return mode  # versions are not known, and one compiled graph contains all calls
+    versions = [None if x.is_inference() else x._version for x in (input, *weights)]
+    # Inside of a checkpoint, tensors are saved in another way than outside.
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    stream = torch.cuda.current_stream(input.device) if input.is_cuda else None
+    return *mode, *versions, saving, threading.get_ident(), stream

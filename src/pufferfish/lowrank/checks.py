@@ -1,11 +1,13 @@
 """Checks made before a model is changed: the plan fits it, no gradient is pending, and no optimizer is missing."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
@@ -26,6 +28,15 @@ def check_unwrapped(model: nn.Module, function: str) -> None:
     if (module := find_compiled(model)) is not None:
         raise ValueError(
             f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
+        )
+
+
+def check_not_sharded(model: nn.Module, function: str) -> None:
+    """Raise ValueError for an FSDP2 model."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            f"{function}: the model is sharded (FSDP2); load its full state dict (get_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict) into a model with the same plan that is not sharded, and pass that"
         )
 
 
@@ -180,27 +191,40 @@ class UsedGradients:
         self._used: dict[
             int, tuple[int, int]
         ] = {}  # id(parameter) → stamp of the gradient of its last update
-        self._handles: list[Any] = []
+        # Optimizer → handle of its hook. Weak: an optimizer that the loop has replaced no longer counts.
+        self._watched: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
     def watch(self, optimizers: list[Optimizer]) -> None:
-        """Register hooks with the optimizers, once."""
-        if not self._handles:
-            self._handles = [optimizer.register_step_post_hook(self._record) for optimizer in optimizers]
+        """Register a hook with each optimizer, once."""
+        for optimizer in optimizers:
+            if optimizer not in self._watched:
+                self._watched[optimizer] = optimizer.register_step_post_hook(self._record)
 
     def stop(self) -> None:
         """Remove the hooks and all records."""
         self._used = {}
-        while self._handles:
-            self._handles.pop().remove()
+        while self._watched:
+            self._watched.popitem()[1].remove()
 
-    def check_none_pending(self, model: nn.Module) -> None:
-        """Raise ValueError if a parameter has a gradient that no recorded optimizer step has used."""
-        for name, p in model.named_parameters():
-            if p.grad is not None and self._used.get(id(p)) != _stamp(p.grad) and p.grad.any():
-                raise ValueError(
-                    f"{name}: its gradient may be pending: the switch has seen no optimizer.step use it; call the "
-                    "switch between updates from the start of training on, or call optimizer.zero_grad() first"
-                )
+    def check_none_pending(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Raise ValueError if one of the optimizers has yet to use the gradient of a parameter.
+
+        If gradients are not finite, their update was skipped, as by a `GradScaler`, and none is pending.
+        """
+        held = {
+            id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        new = {
+            name: _values(p.grad)
+            for name, p in model.named_parameters()
+            if p.grad is not None and id(p) in held and self._used.get(id(p)) != _stamp(p.grad)
+        }
+        pending = next((name for name, values in new.items() if values.any()), None)
+        if pending is not None and all(values.isfinite().all() for values in new.values()):
+            raise ValueError(
+                f"{pending}: its gradient may be pending: the switch has seen no optimizer.step use it; call the "
+                "switch between updates from the start of training on, or call optimizer.zero_grad() first"
+            )
 
     def _record(self, optimizer: Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -209,8 +233,14 @@ class UsedGradients:
 
 def _stamp(gradient: Tensor) -> tuple[int, int]:
     """Changes whenever the gradient is modified in place or replaced."""
+    values = _values(gradient)
+    return values.data_ptr(), values._version
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Values of this worker's shard, or of a sparse gradient."""
     gradient = getattr(gradient, "_local_tensor", gradient)
-    return gradient.data_ptr(), gradient._version
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:

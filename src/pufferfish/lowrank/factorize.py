@@ -18,6 +18,7 @@ from ..planning.planner import resolve
 from .checks import (
     check_hooks,
     check_layer_accepted,
+    check_not_sharded,
     check_plan,
     check_unwrapped,
     find_compiled,
@@ -146,6 +147,7 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
     """
     optimizers = as_list(optimizer)
     check_optimizers(optimizers)
+    check_not_sharded(model, "merge_")
     paths: list[str] = []
     for name, path, module in named_modules(model):
         if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -164,6 +166,9 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers, carry: bool = True) -
         assert isinstance(low_rank, LowRank)
         attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}
         dense = copy.deepcopy(low_rank._dense[0], attributes)  # these stay the same objects
+        for name in vars(dense).keys() & vars(low_rank).keys():
+            if not name.startswith("_"):  # dropout, training, …, which may have been set since then
+                setattr(dense, name, getattr(low_rank, name))
         matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
         mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
         for name, meta in list(dense.named_parameters()):

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
+from .checks import check_not_sharded
 from .factorize import reshape_, set_parameter
 from .plan_of import plan_of
 from .weight_files import index_name, open_weights
@@ -49,16 +49,26 @@ def save(model: nn.Module, folder: str | Path) -> None:
     True
     """
     model = unwrap(model)
+    check_not_sharded(model, "save")
     tensors: dict[str, Tensor] = {}
-    seen: set[tuple[int, int, Any]] = set()
-    state = model.state_dict()
+    written: set[int] = set()
+    memory: set[int] = set()
+    state = model.state_dict(keep_vars=True)
     for key, name in own_keys(state).items():
-        value = state[key].detach()
-        place = value.data_ptr(), value.storage_offset(), value.shape
-        if value.numel() and place in seen:
+        value = state[key]
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name}: extra state of type {type(value).__name__} cannot be saved, only tensors"
+            )
+        if id(value) in written:
             continue  # write a tied weight once
-        seen.add(place)
-        tensors[name] = value.contiguous()
+        written.add(id(value))
+        value = value.detach().contiguous()
+        place = value.untyped_storage().data_ptr()
+        tensors[name] = (
+            value.clone() if place in memory else value
+        )  # safetensors refuses tensors that share memory
+        memory.add(place)
     with new_folder(Path(folder)) as fresh:
         save_file(tensors, fresh / WEIGHTS, {"format": "pt"})
         write_manifest(fresh, plan_of(model))
@@ -200,6 +210,7 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` when it is complete."""
+    path = path.resolve()  # the folder that a link points to is replaced, not the link
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: it already exists and was not written by pufferfish; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,8 +45,18 @@ def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
 def _unwrap(optimizer: optim.Optimizer) -> optim.Optimizer:
     if not isinstance(optimizer, optim.Optimizer):
         return optimizer  # `check_optimizers` refuses it; a scheduler has an attribute `optimizer` too
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrap(inner) if isinstance(inner, optim.Optimizer) else optimizer
+    wrapped = getattr(optimizer, "optimizer", None)
+    for inner in (wrapped, *_held(optimizer)):
+        if isinstance(inner, optim.Optimizer) and (
+            inner is wrapped or inner.param_groups is optimizer.param_groups
+        ):
+            return _unwrap(inner)
+    return optimizer
+
+
+def _held(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    """Other optimizers among the attributes: SAM and Lookahead keep the one that they wrap."""
+    return [x for x in vars(optimizer).values() if isinstance(x, optim.Optimizer)]
 
 
 def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
@@ -58,6 +68,11 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
             raise TypeError(
                 f"{type(optimizer).__name__} does not support a change of parameters; "
                 "do not pass it here, and create a new one afterwards"
+            )
+        if held := _held(optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} contains {type(held[0]).__name__}, with parameter groups of its own; pass that "
+                "one if it does the updates, or change the model before creating the optimizer"
             )
 
 

@@ -39,7 +39,8 @@ class ScaledRate:
     def __init__(self, optimizer: Optimizer, lr: float | Rewarm, done: int = 0) -> None:
         self.lr = lr
         self.done = done
-        self._rates: list[Any] = []  # unscaled rates of the groups
+        # Unscaled and scaled rates of the groups, during a step.
+        self._rates: list[tuple[Any, Any]] = []
         # First of all hooks, so that the others see the scaled rate.
         before = optimizer.register_step_pre_hook(self._scale)
         hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
@@ -52,15 +53,21 @@ class ScaledRate:
             handle.remove()
 
     def _scale(self, optimizer: Optimizer, *_: Any) -> None:
+        # Left over if the step before has raised. A scheduler may have set another rate since then.
+        for group, (rate, scaled) in zip(optimizer.param_groups, self._rates, strict=False):
+            if group["lr"] == scaled:
+                _set_rate(group, rate)
         factor = self.lr.factor(self.done) if isinstance(self.lr, Rewarm) else self.lr
-        rates = (group["lr"] for group in optimizer.param_groups)
-        self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            _set_rate(group, rate * factor)
+        kept = (group["lr"] for group in optimizer.param_groups)
+        rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in kept]
+        self._rates = [(rate, rate * factor) for rate in rates]
+        for group, (_, scaled) in zip(optimizer.param_groups, self._rates, strict=True):
+            _set_rate(group, scaled)
 
     def _restore(self, optimizer: Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+        for group, (rate, _) in zip(optimizer.param_groups, self._rates, strict=True):
             _set_rate(group, rate)
+        self._rates = []
         self.done += 1
 
 

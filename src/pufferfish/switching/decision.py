@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -46,17 +47,23 @@ class Decision:
         self._plan: Plan | None = None
         self._started = False
         self._warned = False  # that the plan changes little
-        self._observed: Position | None = None
+        self._observed: int | None = None  # epoch, or step, of the last observation
         self.inputs = _Inputs()
 
     def state(self) -> dict[str, Any]:
         """State for `load`."""
         inputs = [list(names) for names in self.inputs.groups]
-        return {"initial": self.initial, "history": self.history, "inputs": inputs}
+        return {
+            "initial": self.initial,
+            "history": self.history,
+            "observed": self._observed,
+            "inputs": inputs,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
         self.initial, self.history = state["initial"], state["history"]
+        self._observed = state.get("observed")  # inside an epoch, its start is not observed again
         self.inputs.groups = state.get("inputs", [])  # the resumed run multiplies the same layers together
         self._plan, self._started = None, False
 
@@ -75,7 +82,7 @@ class Decision:
             if not switched:
                 if job.workers.rank == 0:
                     self._warn_without_total(at)
-                self._plan = job.workers.run_on_all(lambda: self._start(job, optimizers))
+                self._plan = job.workers.run_on_all(lambda: self._start(job, at, optimizers))
                 if job.workers.rank == 0:
                     self._warned = self._plan.warn_if_little_changes(stacklevel=3)
             self._started = True
@@ -136,7 +143,7 @@ class Decision:
         if switched:
             return False, back is not None and bool(back(at))
         if isinstance(when, RanksSettle):
-            observe = when.due(at) and at != self._observed
+            observe = when.due(at) and at.unit != self._observed
             return observe, when.overdue(at) or when.settled(self.history)
         return self._automatic and self.initial is None, bool(when(at))
 
@@ -164,9 +171,11 @@ class Decision:
         )  # fmt: skip
         return repr((__version__, at, switched, settings, layers, shapes))
 
-    def _start(self, job: Job, optimizers: list[Optimizer]) -> Plan:
+    def _start(self, job: Job, at: Position, optimizers: list[Optimizer]) -> Plan:
         """Make the plan, and raise before the warm-up for what would fail after it."""
         self._check(job, optimizers)
+        if known_in_advance(back := self.settings.back) and back is not None:
+            back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
         if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
@@ -178,21 +187,21 @@ class Decision:
         assert self._plan is not None
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
-            check_plan(unwrap(average), self._plan)
+            check_plan(unwrap(average), self._plan, finite=True)
         check_optimizers_complete(factorized_weights(job.inner, self._plan), optimizers)
         return self._plan
 
     def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
         check_optimizers(optimizers)
         if pending:
-            self.gradients.check_none_pending(job.inner)
+            self.gradients.check_none_pending(job.inner, optimizers)
         if job.ddp is not None:
             check_rewrap(job.ddp, self.settings.rewrap)
 
     def _observe(self, job: Job, at: Position) -> bool:
         """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""
         spectra = job.spectra()
-        self._observed = at
+        self._observed = at.unit
         if self.initial is None:
             self.initial = {name: values.tolist() for name, values in spectra.items()}
             if self._automatic:
@@ -208,7 +217,7 @@ class _Inputs:
 
     def __init__(self) -> None:
         self.groups: list[list[str]] = []  # layers that were called one after the other with one tensor
-        self._last: Tensor | None = None
+        self._last: Callable[[], Tensor | None] = _nothing  # a weak reference to the last input
         self._handles: list[Any] = []
 
     def watch(self, model: nn.Module, plan: Plan) -> None:
@@ -217,16 +226,25 @@ class _Inputs:
         names = {e.layer for e in plan if e.rank or e.rule}
         for name, _, module in named_modules(model):
             if name in names and isinstance(module, nn.Linear):
-                self._handles.append(module.register_forward_hook(self._hook(name, len(self._handles))))
+                self._handles.append(
+                    module.register_forward_hook(self._hook(name, len(self._handles), module))
+                )
 
-    def _hook(self, name: str, place: int) -> Callable[..., None]:
+    def _hook(self, name: str, place: int, watched: nn.Module) -> Callable[..., None]:
+        watched_id = id(watched)
+
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if id(module) != watched_id or place >= len(self._handles):
+                hooks = module._forward_hooks  # those of a copy of the model
+                for key in [key for key, hook in hooks.items() if hook is record]:
+                    del hooks[key]
+                return
             self._handles[place].remove()
-            if args and args[0] is self._last:
+            if args and args[0] is self._last():
                 self.groups[-1].append(name)
             else:
                 self.groups.append([name])
-            self._last = args[0] if args else None  # the others are not held: an evaluation frees them
+            self._last = weakref.ref(args[0]) if args and isinstance(args[0], Tensor) else _nothing
 
         return record
 
@@ -236,9 +254,13 @@ class _Inputs:
         return tuple(tuple(dict.fromkeys(names)) for names in self.groups if len(set(names)) > 1)
 
     def _remove(self) -> None:
-        self._last = None
+        self._last = _nothing
         while self._handles:
             self._handles.pop().remove()
+
+
+def _nothing() -> None:
+    """Stand-in for a weak reference whose object is gone."""
 
 
 def _saves_little(plan: Plan) -> str:

@@ -1,8 +1,9 @@
 """Moments at which a `Switch` changes the model: at a given position, or when the ranks have settled."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
 
@@ -14,9 +15,14 @@ class Position:
     step: int | None = None
     total: int | None = None
 
+    @property
+    def unit(self) -> int | None:
+        """The epoch, or the step if `epoch` is not given."""
+        return self.step if self.epoch is None else self.epoch
+
     def fraction(self, moment: object) -> float:
         """Completed share of the run. `moment` is named in the error if epoch, step or total is missing."""
-        now = self.step if self.epoch is None else self.epoch
+        now = self.unit
         if now is None or not self.total:
             raise ValueError(f"{moment}: switch.step needs epoch= or step=, and total= in the same unit")
         if not self.total > 0:
@@ -115,7 +121,7 @@ class RanksSettle:
         >>> [RanksSettle().due(Position(epoch=3)), RanksSettle().due(Position(step=3, total=600))]
         [True, False]
         """
-        now = at.step if at.epoch is None else at.epoch
+        now = at.unit
         if now is None:
             raise ValueError("RanksSettle: switch.step needs epoch= or step=")
         steps = 100 if at.total is None else max(at.total // 60, 1)
@@ -144,7 +150,8 @@ class RanksSettle:
         if len(history) <= self.span:
             return False
         weight = 2 / (self.window + 1)
-        average = dict(history[0])
+        names = set.intersection(*map(set, history))  # a layer may have been frozen on the way
+        average = {name: history[0][name] for name in names}
         changes = []
         for ranks in history[1:]:
             before = average
@@ -167,12 +174,30 @@ def known_in_advance(moment: object) -> bool:
     return type(moment) in (AtEpoch, AtStep, AtFraction)
 
 
+def counts_steps(moment: object) -> bool:
+    """Whether a moment may fall inside an epoch and is known from the step alone.
+
+    >>> [counts_steps(moment) for moment in (AtFraction(0.5), RanksSettle(), RanksSettle(latest=AtEpoch(9)), AtEpoch(9))]
+    [True, True, False, False]
+    """
+    if isinstance(moment, RanksSettle):  # `every` of the user may be in epochs
+        return moment.every is None and (moment.latest is None or counts_steps(moment.latest))
+    return isinstance(moment, AtStep | AtFraction)
+
+
 def moment_text(when: object) -> str:
     """Text of a moment that is the same in every process. The `repr` of a function contains its address.
 
-    >>> moment_text(AtEpoch(3)), moment_text(all)
-    ('AtEpoch(n=3)', 'all')
+    >>> moment_text(AtEpoch(3)), moment_text(all), moment_text(RanksSettle(latest=any))
+    ('AtEpoch(n=3)', 'all', 'RanksSettle(every=None, window=15, span=11, tolerance=0.1, latest=any)')
     """
+    if isinstance(when, RanksSettle):
+        values = {f.name: getattr(when, f.name) for f in fields(when)} | {"latest": moment_text(when.latest)}
+        return f"RanksSettle({', '.join(f'{name}={value}' for name, value in values.items())})"
+    if isinstance(when, functools.partial):
+        return moment_text(when.func)
+    if when is not None and type(when).__repr__ is object.__repr__:
+        return type(when).__qualname__
     return str(getattr(when, "__qualname__", None) or repr(when))
 
 

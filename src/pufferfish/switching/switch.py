@@ -276,6 +276,8 @@ class Switch:
         places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
         self.report = Report(plan, at, None, self.settings.max_jump, optimizers=places)
         self._decision.gradients.stop()
+        if not self._over:
+            self._decision.gradients.watch(optimizers)
         self._scale_rates(optimizers)
         after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
         if before is not None and after is not None:
@@ -302,7 +304,11 @@ class Switch:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        return report | self._decision.state() | {"updates": [rate.done for rate in self._rates]}
+        return (
+            report
+            | self._decision.state()
+            | {"updates": [rate.done for rate in self._rates] or self._updates}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, then give the model the low-rank structure:

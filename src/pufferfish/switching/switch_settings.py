@@ -11,7 +11,7 @@ from ..optim.rewarm import Rewarm
 from ..planning.plan import Plan, check_is_plan
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
-from .moments import RanksSettle, When
+from .moments import RanksSettle, When, counts_steps
 
 #: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
 #: 0.02 bits at 92 % of the weights of its blocks, 0.07 at 62 % and 0.14 at 48 %.
@@ -45,10 +45,21 @@ class SwitchSettings:
             raise ValueError(f'Switch: state={self.state!r} is neither "project" nor "reset"')
         if not isinstance(self.lr, Rewarm) and not self.lr > 0:
             raise ValueError(f"Switch: lr={self.lr!r} is neither a factor above 0 nor a Rewarm")
+        for name, moment in (("when", self.when), ("back", self.back)):
+            if not (
+                moment is None or callable(moment) or (name == "when" and isinstance(moment, RanksSettle))
+            ):
+                raise TypeError(f"Switch: {name}={moment!r} is not a moment such as pf.AtEpoch(80)")
         if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
             raise ValueError(
                 "Switch: max_jump must be a share ≥ 0 of the loss that evaluate= returns; pass both"
             )
+
+    @property
+    def by(self) -> Literal["epoch", "step"]:
+        """Unit in which an adapter counts by default. By epochs, a run of one epoch would never reach `RanksSettle`."""
+        moments = (self.when,) if self.back is None else (self.when, self.back)
+        return "step" if all(map(counts_steps, moments)) else "epoch"
 
     @property
     def automatic(self) -> bool:
@@ -61,5 +72,12 @@ class SwitchSettings:
             return self.plan
         if self.rule is not None:
             return make_plan(model, self.rule, keep=self.keep)
-        spectra = {name: torch.tensor(s, dtype=torch.float64) for name, s in (initial or {}).items()}
-        return make_plan(model, StableRank(spectra or None, at_most=AT_MOST), keep=self.keep)
+        plan = make_plan(model, StableRank(at_most=AT_MOST), keep=self.keep)
+        if not initial:
+            return plan
+        spectra = {name: torch.tensor(s, dtype=torch.float64) for name, s in initial.items()}
+        missing = {e.name for e in plan if e.rule is not None and e.name not in spectra}
+        rule = StableRank(dict.fromkeys(missing, 0.0) | spectra, at_most=AT_MOST)
+        plan = make_plan(model, rule, keep=self.keep)
+        reason = "frozen at the first call of the switch"
+        return plan.replace(e.keep_dense(reason) if e.name in missing else e for e in plan)
