@@ -19,12 +19,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import pufferfish as pf
 from processes import same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
 from pufferfish.optim.rewarm import Rewarm
+from pufferfish.switching.moments import Position
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
 
@@ -192,6 +193,60 @@ def test_evaluates_a_low_rank_checkpoint(tmp_path: Path) -> None:
         make(switch(), tmp_path).fit(net, loader(), ckpt_path=tmp_path / "epoch=0.ckpt")
     with pytest.raises(ValueError, match="a Shards shards the model"):
         make(switch(), tmp_path, strategy=Shards("cpu")).fit(Net(), loader())
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of unknown number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader())
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "position"),
+    [
+        (loader, {"max_epochs": 1}, {"step": 2, "total": 4}),
+        (Stream, {"max_steps": 6, "max_epochs": -1}, {"step": 2, "total": 6}),
+        (Stream, {}, {"epoch": 1, "step": 4, "total": EPOCHS}),
+    ],
+    ids=["one epoch", "stream", "epochs of a stream"],
+)
+def test_automatic_switch(data: Any, options: Any, position: dict[str, int], tmp_path: Path) -> None:
+    switch, batches = pf.Switch(rank=0.25, when=pf.RanksSettle()), data()
+    if isinstance(batches, Stream):
+        batches = DataLoader(batches, None)
+    make(switch, tmp_path, **options).fit(Net(), batches)
+    assert switch.report is not None
+    assert switch.report.position == Position(**position)
+
+
+class Manual(Net):
+    """Two optimizers, which make an update every `accumulate` batches."""
+
+    def __init__(self, accumulate: int) -> None:
+        super().__init__()
+        self.automatic_optimization, self.accumulate = False, accumulate
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.accumulate == 0:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.layers[:2], self.layers[2:])]
+
+
+@pytest.mark.parametrize(("accumulate", "batches"), [(1, 7), (4, 8)])
+def test_manual_optimization(accumulate: int, batches: int, tmp_path: Path) -> None:
+    """Shares of the run are counted in batches, whatever the number of updates; `AtStep` counts updates."""
+    moments: dict[Any, int] = {pf.AtFraction(batches / 12): batches, pf.AtStep(2): 2}
+    for when, step in moments.items():
+        switch = pf.Switch(rank=0.25, when=when)
+        make(switch, tmp_path).fit(Manual(accumulate), loader())
+        assert switch.report is not None
+        assert switch.report.position == Position(step=step, total=12)
 
 
 class Shards(SingleDeviceStrategy):

@@ -9,6 +9,7 @@ import runpy
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("torchft")
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchft.coordination import LighthouseServer
 
 import pufferfish as pf
@@ -33,9 +34,9 @@ from integrations.elastic import (
     reference,
 )
 from processes import forked, in_processes
-from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo
+from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo, TopK
 from pufferfish.compression.settings import Methods
-from pufferfish.integrations.torchft import Replicas, StateServer
+from pufferfish.integrations.torchft import ElasticGradients, Replicas, StateServer
 from pufferfish.integrations.torchft.replicas import digest
 from pufferfish.integrations.torchft.state_server import decode
 
@@ -232,6 +233,66 @@ def test_gradients_of_every_step() -> None:
         back.answer()
         found = all_do([a, b, back], "until", 7)
     close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two, two, three, three]))
+
+
+@contextlib.contextmanager
+def one_replica() -> Iterator[Replicas]:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    replicas = Replicas(f"http://127.0.0.1:{lighthouse.address().split(':')[-1]}", hostname="127.0.0.1")
+    yield replicas
+    replicas.shutdown()
+    lighthouse.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(torch.optim.SGD, 10.0), (torch.optim.Adam, 1.0)])
+def test_error_feedback_follows_only_rates_that_scale_the_gradient(kind: Any, factor: float) -> None:
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = kind(model.parameters(), lr=1.0)
+    with one_replica() as replicas:
+        gradients = ElasticGradients(replicas, TopK(0.1), smallest=0)
+        gradients.start(model, optimizer)
+        model.weight.grad = torch.randn(16, 16)
+        gradients.average(model)
+        before = gradients.engine.state.errors()["weight"].clone()
+        optimizer.param_groups[0]["lr"] = 0.1
+        model.weight.grad = torch.zeros(16, 16)  # so that the error feedback waits
+        gradients.average(model)
+        torch.testing.assert_close(gradients.engine.state.errors()["weight"], before * factor)
+
+
+@pytest.mark.parametrize("method", [None, TopK(0.5)])
+def test_unused_parameters_do_not_change(method: Methods | None) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with one_replica() as replicas:
+        gradients = ElasticGradients(replicas, method, smallest=0)
+        gradients.start(model, optimizer)
+        for _ in range(2):
+            model["used"](torch.ones(4)).sum().backward()
+            gradients.average(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    changed = {name.split(".")[0] for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"used"}
+
+
+def test_a_replica_that_gets_a_state_keeps_the_errors_of_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are errors of the mean, so they become those of one gradient for the number of replicas of the next round."""
+    model = nn.Linear(16, 16, bias=False)
+    with one_replica() as replicas:
+        gradients = ElasticGradients(replicas, BlockInt8(), smallest=0)
+        gradients.start(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model.weight.grad = torch.randn(16, 16)
+        gradients.average(model)
+        gradients.engine.state.batches[0].state["owner"].normal_()  # a single replica has none
+        before = gradients.engine.state_dict()["own"]["weight"]
+        monkeypatch.setattr(replicas.manager, "num_participants", lambda: 3)
+        gradients._adopt(gradients._shared_state())
+        gradients.engine.state.move(1, 3)
+        after = gradients.engine.state_dict()["own"]["weight"]
+        torch.testing.assert_close(after["error"], before["error"] + 3 * before["owner"].view(16, 16))
+        assert "owner" not in after
 
 
 @pytest.mark.slow

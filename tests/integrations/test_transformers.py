@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 from adapters import BATCH, EPOCHS, SAMPLES, Register, same, tensorboard
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
+from pufferfish.integrations.convert import merge
 from pufferfish.integrations.transformers import SwitchCallback, train
 from pufferfish.optim.rewarm import Rewarm
 
@@ -41,7 +45,7 @@ def samples() -> list[dict[str, Any]]:
     return [{"x": torch.randn(64, generator=generator), "labels": i % 4} for i in range(SAMPLES)]
 
 
-def make(model: nn.Module, folder: Path, data: list[dict[str, Any]] | None = None, **options: Any) -> Trainer:
+def make(model: nn.Module, folder: Path, data: Any = None, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": BATCH, "num_train_epochs": EPOCHS, "learning_rate": 1e-2, "weight_decay": 0.1,
         "optim": "adamw_torch", "max_grad_norm": 0.5, "save_strategy": "no", "logging_strategy": "no",
@@ -259,6 +263,26 @@ def test_a_plain_resume_says_what_to_call(build: Any, data: Any, tmp_path: Path)
     )
 
 
+def test_a_merged_checkpoint_is_resumed_as_a_dense_one(tmp_path: Path) -> None:
+    def switch(step: int) -> pf.Switch:
+        return pf.Switch(rank=0.25, when=pf.AtStep(step))
+
+    options = {"save_strategy": "steps", "save_steps": 4}
+    train(make(tiny_gpt2(), tmp_path, TOKENS, **options), switch(2))
+    merge(tmp_path / "checkpoint-8", tmp_path / "dense")
+    plain = make(tiny_gpt2(), tmp_path / "plain", TOKENS)
+    plain.train(resume_from_checkpoint=str(tmp_path / "dense"))
+    resumed, again = make(tiny_gpt2(), tmp_path / "more", TOKENS), switch(10)
+    train(resumed, again, str(tmp_path / "dense"))
+    assert again.report is not None
+    assert again.report.position.step == 10
+    assert all(p.isfinite().all() for trainer in (plain, resumed) for p in trainer.model.parameters())
+    # With the state of the switch and without its factors, the Trainer itself would only log what is missing.
+    shutil.copy(tmp_path / "checkpoint-8" / "trainer_state.json", tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"dense: transformer\.h\.0\.attn\.c_attn is NaN after loading"):
+        train(make(tiny_gpt2(), tmp_path / "nan", TOKENS), switch(2), str(tmp_path / "dense"))
+
+
 @pytest.mark.parametrize("way", ["add_callback", "model_init"])
 def test_resumes_by_the_callback_and_with_model_init(way: str, tmp_path: Path) -> None:
     def run(folder: str, **resume: Any) -> nn.Module:
@@ -277,6 +301,43 @@ def test_resumes_by_the_callback_and_with_model_init(way: str, tmp_path: Path) -
     whole = run("whole")
     for step in (4, 8):  # dense, low-rank
         same(whole, run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}")))
+
+
+def test_a_second_run_of_a_new_model_switches_again(tmp_path: Path) -> None:
+    trainer = make(Net(), tmp_path, save_strategy="steps", save_steps=8)
+    trainer.model_init = lambda: Net()
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(6))
+    trainer.add_callback(SwitchCallback(trainer, switch))
+    trainer.train()
+    first = trainer.model
+    for resume in (None, str(tmp_path / "checkpoint-8"), None):
+        trainer.train(resume_from_checkpoint=resume)
+        same(first, trainer.model)
+    other = make(Net(), tmp_path)
+    train(other, switch)
+    assert isinstance(other.model.layers[0], pf.layers.LowRank)
+
+
+def test_automatic_switch_in_one_epoch_and_on_a_stream(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(samples())
+
+    for data, options in ((samples(), {"num_train_epochs": 1}), (Stream(), {"max_steps": 6})):
+        switch = pf.Switch(rank=0.25, when=pf.RanksSettle())
+        trainer = make(Net(), tmp_path, data, per_device_train_batch_size=4, **options)
+        train(trainer, switch)
+        assert switch.report is not None
+        assert switch.report.position.step == -(-trainer.state.max_steps // 3)
+    assert SwitchCallback(trainer, pf.Switch(back=pf.AtEpoch(2))).by == "epoch"
+
+
+def test_weights_from_before_the_switch_are_not_published(tmp_path: Path) -> None:
+    trainer = make(Net(), tmp_path)
+    trainer.args.push_to_hub = True  # later than the Trainer asks the Hub
+    with pytest.raises(ValueError, match=r'hub_strategy="every_save" .*; set hub_strategy="end"'):
+        train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(6)))
+    same(trainer.model, Net())
 
 
 def trains_and_resumes(rank: int, size: int, folder: str, port: int) -> None:

@@ -8,14 +8,16 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from local_workers import adamw, batch, build, close, diloco, floats, sequential, sgd, started, train, update
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from nested import equal
@@ -281,6 +283,40 @@ def checkpointed_between_two_averages(rank: int, size: int, folder: str) -> None
     equal(ends[0], ends[1])
 
 
+def a_checkpoint_has_all_that_differs_between_workers(rank: int, size: int, folder: str) -> None:
+    """Averages, the scale of the loss and the learning rate: one worker skips an update, and its loss does not fall."""
+
+    def start() -> tuple[Any, ...]:
+        model = build(seed=0)
+        optimizer, local = sgd(model.parameters()), LocalSteps(4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        plateau = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        average = AveragedModel(model)
+        checkpoint = pf.Checkpoint(
+            folder, model, optimizer, also=[average], scaler=scaler, scheduler=plateau, compressor=local
+        )
+        return local, checkpoint, model, optimizer, average, scaler, plateau
+
+    local, checkpoint, model, optimizer, average, scaler, plateau = parts = start()
+    local.start(model)
+    for step in range(3):
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if rank and step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        plateau.step(1.0 if rank else -step)
+        local.step(model)
+    checkpoint.save(step=3)
+    checkpoint.close()
+    assert scaler.get_scale() == (512.0 if rank else 2048.0)
+    resumed = start()
+    resumed[1].resume()
+    equal([x.state_dict() for x in resumed[2:]], [x.state_dict() for x in parts[2:]])
+
+
 CASES = [
     h_of_one_equals_ddp,
     equals_a_sequential_implementation,
@@ -292,6 +328,7 @@ CASES = [
     a_difference_between_workers_is_an_error,
     counts_bytes,
     checkpointed_between_two_averages,
+    a_checkpoint_has_all_that_differs_between_workers,
 ]
 FOUR_WORKERS = [
     equals_a_sequential_implementation,

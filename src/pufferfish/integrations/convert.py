@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -24,11 +25,13 @@ from ..lowrank.weight_files import (
     write_safetensors,
     write_weights,
 )
+from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.progress import track
 from .model_card import add_notice, remove_notice
 
 _OPTIMIZER = "optimizer.pt"
+_TRAINER = "trainer_state.json"
 _TRAINING = "training.json"  # written by `pufferfish.Checkpoint`
 _CONFIG = "config.json"
 #: Files with weights, in the formats of several libraries: they are converted or left out, and never copied.
@@ -168,6 +171,8 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
         with new_folder(out) as fresh:
             files = write_weights(fresh, LOW_RANK if hub and not back else "model", written, max_shard)
             _copy_other_files(folder, fresh)
+            if back and (fresh / _TRAINER).is_file():
+                _forget_switch(fresh / _TRAINER)
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
                 saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
                 if back:
@@ -214,6 +219,13 @@ def _copy_other_files(folder: Path, fresh: Path) -> None:
             shutil.copytree(item, fresh / item.name)
         elif item.is_file() and not any(fnmatch.fnmatch(item.name, pattern) for pattern in skipped):
             shutil.copy2(item, fresh / item.name)
+
+
+def _forget_switch(file: Path) -> None:
+    """Remove the state of the switch from what the Trainer of transformers saved: the weights are dense now."""
+    state = read_json(file)
+    if (state.get("stateful_callbacks") or {}).pop("pufferfish", None) is not None:
+        write_text(file, json.dumps(state, indent=2, sort_keys=True) + "\n")  # as the Trainer writes it
 
 
 def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, Any]:

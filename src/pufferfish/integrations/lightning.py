@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.job import find_ddp
 from ..lowrank.factorize import merge_
-from ..switching.moments import AtFraction, AtStep
+from ..switching.moments import AtStep, RanksSettle
 from ..switching.switch import Switch
 
 try:
@@ -27,8 +27,9 @@ class SwitchCallback(Callback):  # type: ignore[misc]
 
     Args:
         switch: the switch to call.
-        by: call the switch at every "epoch" or "step". The default is "step" for `AtStep` and `AtFraction`, and
-            "epoch" otherwise.
+        by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
+            epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise. `RanksSettle` needs the
+            length of the run, and counts epochs where the number of steps is not known.
         register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
             Lightning's own `ddp_comm_hook` works only on CUDA.
 
@@ -47,8 +48,9 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         register: Callable[[DistributedDataParallel], Any] | None = None,
     ) -> None:
         self.switch = switch
-        self.by = by or ("step" if isinstance(switch.when, AtStep | AtFraction) else "epoch")
+        self.by = by or switch.settings.by
         self.register = register
+        self._default_by = by is None
         self._saved: dict[str, Any] | None = None
         self._epoch: int | None = None  # last epoch for which the switch was called
 
@@ -80,6 +82,8 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         ddp = find_ddp(trainer.strategy.model)
         if self.register is not None and ddp is not None:
             self.register(ddp)
+        if self._default_by and isinstance(self.switch.when, RanksSettle):
+            self.by = "epoch" if _total_steps(trainer) is None else self.switch.settings.by
         if self._saved is not None:
             self.switch.restore_(trainer.strategy.model, trainer.optimizers, self._saved)
             self._saved = None
@@ -88,29 +92,43 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # Not in on_train_epoch_start, which Lightning skips after resuming from some checkpoints.
-        epoch: int | None = None
+        epoch, step = None, trainer.global_step
         if self.by == "step":
-            total = trainer.estimated_stepping_batches
+            total = _total_steps(trainer)
+            if not pl_module.automatic_optimization and trainer.max_steps == -1 and not self._counts_updates:
+                # global_step counts the updates of all optimizers, but the total is in batches.
+                step = trainer.fit_loop.total_batch_idx
         elif trainer.current_epoch == self._epoch:
             return
         else:
             epoch = self._epoch = trainer.current_epoch
-            total = trainer.max_epochs if trainer.max_epochs > 0 else math.inf
+            total = trainer.max_epochs if trainer.max_epochs > 0 else None
         if pl_module.automatic_optimization:
             if batch_idx % trainer.accumulate_grad_batches:
                 return
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()  # as Lightning is about to do: these gradients are already used
         changed = self.switch.step(
-            trainer.strategy.model, trainer.optimizers, epoch=epoch, step=trainer.global_step,
-            total=int(total) if math.isfinite(total) else None,
-        )  # fmt: skip
+            trainer.strategy.model, trainer.optimizers, epoch=epoch, step=step, total=total
+        )
         if changed and self.switch.report is not None:
             # Not by `log`, which drops what falls between two multiples of log_every_n_steps.
             for logger in trainer.loggers:
                 logger.log_metrics(self.switch.report.metrics, step=trainer.global_step)
 
+    @property
+    def _counts_updates(self) -> bool:
+        """Whether a moment of the switch is a number of updates, and not a share of the run."""
+        when, back = self.switch.when, self.switch.settings.back
+        return any(isinstance(moment, AtStep) for moment in (when, getattr(when, "latest", None), back))
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The process that started the workers loads the result into its dense module, ignoring other keys.
         if getattr(trainer.strategy, "_start_method", "popen") != "popen" and self.switch.low_rank:
             merge_(pl_module)
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Number of steps of the run; None without a limit, or on a stream of unknown length."""
+    total = trainer.estimated_stepping_batches  # -1 on a stream without max_steps
+    return int(total) if 0 < total < math.inf else None

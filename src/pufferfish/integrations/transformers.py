@@ -13,11 +13,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..distributed.job import find_ddp
+from ..layers import LowRank
+from ..lowrank.factorize import ranks_of
 from ..planning.json_file import read_json
-from ..switching.moments import AtFraction, AtStep
 from ..switching.switch import Switch
 from .pretrained import from_pretrained as from_pretrained
 
@@ -43,8 +44,8 @@ def train(
         trainer: runs on one process or under DDP, not FSDP or DeepSpeed.
         switch: the switch to call.
         resume_from_checkpoint: as in `trainer.train`; True resumes from the last one in the output folder.
-        by: call the switch at every "epoch" or "step". The default is "step" for `AtStep` and `AtFraction`, and
-            "epoch" otherwise.
+        by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
+            epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise.
         register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
 
     Returns:
@@ -90,9 +91,15 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
         by: Literal["epoch", "step"] | None = None,
         register: Callable[[DistributedDataParallel], Any] | None = None,
     ) -> None:
+        if trainer.args.push_to_hub and trainer.args.hub_strategy != HubStrategy.END:
+            # The Trainer uploads model.safetensors of a checkpoint, and no low-rank checkpoint has this file.
+            raise ValueError(
+                f'train: hub_strategy="{trainer.args.hub_strategy.value}" would publish the weights from before the '
+                'switch; set hub_strategy="end"'
+            )
         self.trainer = trainer
         self.switch = switch
-        self.by = by or ("step" if isinstance(switch.when, AtStep | AtFraction) else "epoch")
+        self.by = by or switch.settings.by
         self.register = register
         self._saved: dict[str, Any] | None = None
         self._inside_epoch = False
@@ -102,6 +109,11 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
         """Give the model the structure of the checkpoint, then let the Trainer load it."""
         self._restore_structure(Path(folder))
         type(self.trainer)._load_from_checkpoint(self.trainer, folder, model)
+        for name, module in self.trainer.model.named_modules():
+            if isinstance(module, LowRank) and any(p.isnan().any() for p in module.parameters()):
+                raise ValueError(
+                    f"{folder}: {name} is NaN after loading; its factors are not in the checkpoint"
+                )
 
     def _restore_structure(self, folder: Path) -> None:
         file = folder / "trainer_state.json"
@@ -122,6 +134,11 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             self.register(ddp)
         if self._saved is not None:
             self.switch.restore_(self.trainer.model_wrapped, self.trainer.optimizer, self._saved)
+            self._saved = None
+        elif self.trainer.model_init is not None or (
+            self.switch.low_rank and not ranks_of(self.trainer.model)
+        ):
+            self.switch.load_state_dict(Switch().state_dict())  # a second run, of a new model
         self._inside_epoch = state.epoch != int(state.epoch)
 
     def on_epoch_begin(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..compression import Settings
+from ..layers.matrix import at_least_fp32
 from ..optim.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
 
 #: Creates the outer optimizer for the given parameters.
@@ -72,7 +73,7 @@ class Anchor:
         """Set the values, and continue with the outer optimizer of the anchor before, if there is one."""
         for name, a in self.params.items():
             a.copy_(params[name])
-        self.buffers = {name: _at_least_fp32(b).to(device, copy=True) for name, b in buffers.items()}
+        self.buffers = {name: at_least_fp32(b.detach()).to(device, copy=True) for name, b in buffers.items()}
         if self._before is not None:
             self.outer = _with_params_of(self._before.outer, self.outer)
             self._before = None
@@ -135,11 +136,7 @@ def _with_params_of(outer: optim.Optimizer, new: optim.Optimizer) -> optim.Optim
 
 def _anchor_for(anchor: nn.Parameter | None, x: Tensor) -> nn.Parameter:
     """Return the anchor of a parameter: the present one, to which outer optimizer state belongs, or a new one."""
-    wide = _at_least_fp32(x)
+    wide = at_least_fp32(x.detach())
     if anchor is not None and (anchor.shape, anchor.dtype, anchor.device) == (x.shape, wide.dtype, x.device):
         return anchor
     return nn.Parameter(wide.clone())
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))

@@ -241,8 +241,8 @@ class LocalSteps:
             **anchor,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state; it takes effect at the next `start` or `step`, on all workers."""
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load_state_dict` cannot load `state`. Changes nothing."""
         missing = {"h", "delay", "phase", "lost", "anchor", "buffers", "outer", "fragments"} - state.keys()
         if missing:
             raise ValueError(f"not a state of LocalSteps: missing {', '.join(sorted(missing))}")
@@ -256,7 +256,11 @@ class LocalSteps:
                 f"LocalSteps: saved with h={state['h']}, delay={state['delay']} and averages on their way, now h={now.h}, "
                 f"delay={now.delay}; resume with the same values, or call local.sync(model) before saving"
             )
-        self._phase, self._rounds.lost = state["phase"] % now.h, state["lost"]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state; it takes effect at the next `start` or `step`, on all workers."""
+        self.check_state_dict(state)
+        self._phase, self._rounds.lost = state["phase"] % self.schedule.h, state["lost"]
         self._resumed = copy.deepcopy(dict(state)) if state["anchor"] else None
 
     def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:

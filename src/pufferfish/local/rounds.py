@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..compression.exchange import Transport
 from ..distributed.workers import Workers
+from .all_finite import all_finite
 from .anchor import Anchor
 from .flight import Flight, Means
 from .fragment import Fragment
@@ -116,7 +117,7 @@ class Rounds:
                 self.anchor.copy_to(fragment.names, tensors, mixing)
         if not all(finite):
             self.lost += 1
-            source = "another worker" if _finite(tensors) else "this worker"
+            source = "another worker" if all_finite(tensors.values()) else "this worker"
             warnings.warn(
                 f"LocalSteps, average {self.transport.meter.steps}: the model of {source} is not finite; all workers "
                 "return to the last averaged model",
@@ -143,11 +144,7 @@ class Rounds:
 
     def _all_finite(self, means: Sequence[Means]) -> list[bool]:
         """Whether each mean is finite, on all workers of the replica: each may hold another shard."""
-        bad = torch.tensor([not _finite(mean) for mean in means], dtype=torch.float32)
+        bad = torch.tensor([not all_finite(mean.values()) for mean in means], dtype=torch.float32)
         for workers in self.inside if means else ():
             bad = workers.max(bad)
         return [not flag for flag in bad.tolist()]
-
-
-def _finite(tensors: Mapping[str, Tensor]) -> bool:
-    return bool(torch.stack([x.isfinite().all() for x in tensors.values()]).all())

@@ -12,6 +12,7 @@ from ...compression import Engine, Meter, NoCompression, Settings
 from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.engine import Step
 from ...compression.settings import Methods
+from ...compression.state import updates_by_rate
 from ...layers.names import own_name, unwrap
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
@@ -75,7 +76,10 @@ class ElasticGradients(ElasticExchange):
 
     @torch.no_grad()
     def average(self, model: nn.Module) -> None:
-        """Replace the gradients by their means over the replicas. Call it after the backward pass, before the update."""
+        """Replace the gradients by their means over the replicas. Call it after the backward pass, before the update.
+
+        A parameter that has no gradient on any replica gets none.
+        """
         if self._state is None:
             raise ValueError("ElasticGradients: call gradients.start(model, optimizer) before the first step")
         self._state.model, self._stale = model, False
@@ -98,7 +102,7 @@ class ElasticGradients(ElasticExchange):
             self.engine.state.steps = count
         step.commit()
         for name, p in _trained(model).items():
-            p.grad = means[name]
+            p.grad = means.get(name)
 
     def _exchange(self, params: Mapping[str, nn.Parameter]) -> tuple[Step, dict[str, Tensor]]:
         unused = self._stale or all(p.grad is None for p in params.values())
@@ -112,13 +116,17 @@ class ElasticGradients(ElasticExchange):
         self.engine.arrange(gradients)
         assert self._state is not None
         names = {id(p): name for name, p in params.items()}
-        units = gradient_units(names, self._state.optimizers) if self.engine.keeps_units else ()
-        step = self.engine.begin(*units)
+        by_rate = [optimizer for optimizer in self._state.optimizers if updates_by_rate(optimizer)]
+        keeps_units = self.engine.keeps_units or self.engine.state.has_error
+        step = self.engine.begin(*(gradient_units(names, by_rate) if keeps_units else ()))
         step.add(gradients)
         step.finish(means)
         average_of_contributors_(means, self._settings, size, contributors)
-        self._replicas.confirm(digest(means))
-        return step, means
+        flags = bytes(p.grad is not None and not unused for p in params.values())
+        everyone = zip(*self._replicas.confirm(digest(means), flags), strict=True)
+        # An optimizer leaves parameters without a gradient alone; zeros would still decay them.
+        used = [name for name, theirs in zip(params, everyone, strict=True) if any(theirs)]
+        return step, {name: means[name] for name in used}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, to start the whole job again."""
@@ -139,11 +147,11 @@ class ElasticGradients(ElasticExchange):
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Continue like another replica, with the error feedback of this one."""
         assert self._state is not None
-        self.engine.state.move(0, 1)  # without parts that depend on the number of replicas
-        same = self._state.ranks == state["shared"]["ranks"]
-        own = self.engine.state_dict()["own"] if same else {}
+        self.engine.state.release_divided(self._replicas.manager.num_participants())
+        mine, same = self.engine.state_dict(), self._state.ranks == state["shared"]["ranks"]
+        here = {"worker": mine["worker"], "size": mine["size"], "own": mine["own"] if same else {}}
         self._state.load_state_dict(state["shared"])
-        self.engine.load_state_dict({**state["engine"], "worker": 0, "size": 1, "own": own}, {})
+        self.engine.load_state_dict(state["engine"] | here, {})
         self._stale = True
 
 

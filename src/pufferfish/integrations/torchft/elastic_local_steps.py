@@ -314,7 +314,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         before = {name: x.clone() for name, x in self._anchor.tensors().items()}
         changed = {n for n, x in tensors.items() if not own or not torch.equal(before[n], x.to(before[n]))}
         for fragment, theirs in zip(self._rounds.fragments, local["fragments"], strict=True):
-            fragment.engine.state.move(0, 1)  # without parts that depend on the number of replicas
+            fragment.engine.state.release_divided(self._replicas.manager.num_participants())
             mine = fragment.engine.state_dict()
             keep = own and not changed & set(fragment.names)
             theirs |= {"since": fragment.since if keep else 0, "flight": None}

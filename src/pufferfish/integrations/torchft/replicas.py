@@ -187,10 +187,16 @@ class Replicas:
             )
         raise LostReplica("the replicas differ in their state")
 
-    def confirm(self, result: bytes) -> None:
-        """Check that all replicas have completed the exchange with the same result."""
-        if len(set(self.transport.gather_bytes(result))) > 1:
+    def confirm(self, result: bytes, flags: bytes = b"") -> list[bytes]:
+        """Check that all replicas have completed the exchange with the same result, and return the flags of each.
+
+        Args:
+            flags: sent along; as many on all replicas.
+        """
+        answers = self.transport.gather_bytes(result + flags)
+        if len({answer[: len(result)] for answer in answers}) > 1:
             raise LostReplica("the replicas differ in the result of the exchange")
+        return [answer[len(result) :] for answer in answers]
 
     def commit(self, error: LostReplica | None = None) -> bool:
         """End the round. True: it counts, apply its result. False: begin it again."""

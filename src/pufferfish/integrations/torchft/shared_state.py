@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from ...checkpoint.checkpoint_files import load_model_state, model_state
-from ...checkpoint.expected_structure import is_sharded, known_plan
+from ...checkpoint.expected_structure import known_plan
+from ...checkpoint.sharded_tensors import is_sharded
 from ...distributed.job import Job
 from ...layers.names import unwrap
 from ...lowrank.checks import check_plan
