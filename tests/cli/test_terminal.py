@@ -47,6 +47,8 @@ def test_plans_fit_and_add_up(name: str) -> None:
         plan = pf.plan(REFERENCES[name].build(), 0.25, measure=False)
     text = on_terminal(*plan_parts(plan))
     assert max(map(len, text.splitlines())) <= 80
+    tables = [line for line in str(plan).splitlines() if "  " in line]  # text is not wrapped
+    assert max(map(len, tables)) <= 80
     assert numbers(text, "parameters") == numbers(plan_table(plan), "parameters")
     rows = folded_rows(plan.entries)
     assert sorted(e.name for row in rows for e in row.entries) == sorted(e.name for e in plan.entries)

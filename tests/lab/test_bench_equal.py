@@ -182,6 +182,37 @@ def test_equal_bytes(tmp_path: Path) -> None:
     assert "clock" not in shown
 
 
+FROZEN = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    return model
+
+def data():
+    return (torch.ones(128, 8), torch.arange(128) % 4), (torch.ones(8, 8), torch.arange(8) % 4)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_gradients_of_frozen_parameters_are_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    settings = BenchSettings(
+        task=str(tmp_path / "frozen.py"),
+        methods=("bf16",),
+        epochs=2,
+        per_host=2,
+        simulate=True,
+        equal="bytes",
+    )
+    assert bench(settings, tmp_path / "bench") == []
+    dense = read_run(tmp_path / "bench" / BenchRun("dense", 0).name).results
+    assert dense["bytes"] == dense["updates"] * 4 * (64 * 4 + 4)  # two workers: 2 · 1/2
+    assert length(tmp_path / "bench", "bf16", "bytes")["relative"] == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.timeout(60)
 def test_time_predicted_for_a_link(tmp_path: Path) -> None:
     """On a link so slow that nothing else takes time, equal time is equal bytes."""

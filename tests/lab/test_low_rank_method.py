@@ -10,6 +10,10 @@ import pytest
 import torch
 
 import pufferfish as pf
+from pufferfish.cli import main
+from pufferfish.lab.bench.bench_runs import BenchRun
+from pufferfish.lab.bench.bench_settings import load_settings
+from pufferfish.lab.bench.models_to_time import untimed_methods
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.low_rank_change import build_model_change
@@ -166,3 +170,23 @@ def test_momentum_of_the_method_replaces_that_of_the_optimizer(tmp_path: Path) -
         (1, 0.9, True),
     ]
     assert train(TASK, given) is not None  # refused with both
+
+
+def test_a_plan_in_a_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run and its timed steps have the layers of the plan; a plan for another model is refused by name."""
+    monkeypatch.chdir(tmp_path)
+    pf.plan(TASK.build(), 0.5, keep=["fc1", "fc3"]).save("plan.json")
+    method = "pufferfish(at=0,plan=plan.json)"
+    words = ["bench", "digits:mlp,width=16", "--epochs", "1", "--rounds", "1", "--methods", method]
+    assert main([*words, "--out", "out"]) == 0
+    shown = capsys.readouterr()
+    assert method in shown.out
+    run = read_run(tmp_path / "out" / BenchRun(method, 0).name)
+    assert run.settings["plan"].startswith("plan.json@")
+    assert [layer["name"] for layer in run.layers if layer["rank"] is not None] == ["fc2"]
+    assert untimed_methods(load_settings(tmp_path / "out"), tmp_path / "out") == []
+    pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), 0.5).save("plan.json")
+    assert main([*words, "--out", "other"]) == 1
+    assert "plan.json is a plan for another model" in capsys.readouterr().err

@@ -110,8 +110,32 @@ def test_a_method_that_sends_nothing_takes_its_computation(tmp_path: Path) -> No
 
 def test_a_run_without_its_dense_step_has_no_time(tmp_path: Path) -> None:
     method = next(m for m in one_device(tmp_path).methods if m.name == "pufferfish")
-    assert run_seconds(method, None, 0.1) is None
-    assert run_seconds(method, 0.2, 0.1) == pytest.approx(40 * 0.2 + 60 * 0.1)
+    assert run_seconds(method, {"pufferfish": 0.1}) is None
+    assert run_seconds(method, {"pufferfish": 0.1, "dense": 0.2}) == pytest.approx(40 * 0.2 + 60 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "warm_up"),
+    [
+        ("pufferfish", {"dense", "powersgd-4"}, "dense"),
+        ("pufferfish+powersgd-4", {"dense", "powersgd-4"}, "powersgd-4"),
+        ("pufferfish+powersgd-4", {"dense", "bf16"}, None),
+        ("auto(share=0.5)+diloco-30+int4", {"dense", "diloco-30+int4"}, "diloco-30+int4"),
+        ("pufferfish+bf16@lars=1.6", {"bf16", "bf16@lars=1.6"}, "bf16@lars=1.6"),
+        ("pufferfish@sam", {"dense", "dense@sam"}, "dense@sam"),
+        ("pufferfish@sam", {"dense"}, None),
+        ("pufferfish+bf16 (a/b)", {"bf16", "bf16 (a/b)"}, "bf16 (a/b)"),
+        ("pufferfish+bf16 (a/b)", {"bf16", "bf16 (c)"}, "bf16"),
+    ],
+)
+def test_updates_before_the_switch_have_the_exchange_of_the_method(
+    name: str, others: set[str], warm_up: str | None, tmp_path: Path
+) -> None:
+    results = {"accuracy": 0.9, "updates": 100, "updates_before_change": 40}
+    write_run(tmp_path / "a", name, 0, results=results)
+    ((method,),) = (comparison.methods for comparison in compare_runs(find_runs([tmp_path])))
+    steps = {name: 1.0} | dict.fromkeys(others, 2.0) | ({warm_up: 3.0} if warm_up else {})
+    assert run_seconds(method, steps) == (40 * 3.0 + 60 if warm_up else None)
 
 
 def line(tmp_path: Path, part: str, name: str, accuracy: float, lr: float = 0.4, **more: object) -> str:

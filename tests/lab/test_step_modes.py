@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,25 @@ def train_in(rank: int, size: int, folder: str, mode: str) -> None:
     method = training_method("pufferfish+powersgd-2")
     given = RunSettings(method, recipe, Path(folder), mode=mode, quiet=True, accumulate=2)
     assert train(task, given) is not None
+
+
+def test_every_run_of_a_process_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although torch compiles a limited number of models of one class, which is 2 here."""
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(folder.name)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    folders = [tmp_path / str(width) for width in (4, 5, 6, 7)]
+    # Not by monkeypatch, whose undo deletes the setting: torch's configuration does not restore its default then.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for folder in folders:
+            task = find_task(f"digits:mlp,width={folder.name}")
+            recipe = replace(task.recipe("short"), epochs=1)
+            train(task, RunSettings(training_method("dense"), recipe, folder, mode="compile", quiet=True))
+    assert set(compiled) == {folder.name for folder in folders}
 
 
 @pytest.mark.slow

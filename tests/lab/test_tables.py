@@ -106,13 +106,16 @@ def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_missing_data_concerns_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+@pytest.mark.parametrize("error", [ValueError, ImportError, OSError])
+def test_missing_data_concerns_one_table(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     called: list[str] = []
 
     def bench(settings: BenchSettings, root: Path, **more: Any) -> int:
         called.append(settings.task)
         if settings.task.startswith("enwik8"):
-            raise ValueError("enwik8: no data")
+            raise error("enwik8: no data")
         return 0
 
     monkeypatch.setattr(tables, "run_bench", bench)

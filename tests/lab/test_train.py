@@ -230,14 +230,22 @@ def test_fewer_validations(tmp_path: Path) -> None:
         plateau.check(task, 1)
 
 
-@pytest.mark.parametrize(("lr", "method"), [(1e30, "dense"), (1e30, "pufferfish"), (1e18, "pufferfish")])
+@pytest.mark.parametrize(
+    ("lr", "method", "save_every"),
+    [(1e30, "dense", None), (1e30, "pufferfish", 15), (1e18, "pufferfish", None)],
+)
 def test_a_run_that_diverges(
-    lr: float, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lr: float, method: str, save_every: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends after that epoch, with a score, and does not fail at the switch or at its last spectra."""
+    """It ends after that epoch, with a score, and does not fail at the switch or at its last spectra.
+
+    The same command then gives the same results.
+    """
     task = find_task("digits:mlp,width=16")
     recipe = replace(task.recipe("short"), epochs=4, lr=lr, warm_up=0.0, switch_at=2)
-    given = RunSettings(training_method(method), recipe, tmp_path / "run", validate_every=4)
+    given = RunSettings(
+        training_method(method), recipe, tmp_path / "run", validate_every=4, save_every=save_every
+    )
     results = train(task, given)
     assert results is not None
     updates = task.steps(task.load(None), recipe.batch)
@@ -245,7 +253,13 @@ def test_a_run_that_diverges(
     run = read_run(tmp_path / "run")
     assert run.finished is not None
     assert [step for _, step, _ in run.metrics["valid/accuracy"]] == [updates]
-    assert f"inf or NaN in the weights after {updates} updates; training ends here" in capsys.readouterr().err
+    message = f"inf or NaN in the weights after {updates} updates; training ends here"
+    assert capsys.readouterr().err.count(message) == 1
+    assert train(task, given) is not None
+    assert capsys.readouterr().err == f"resumed after update {updates} of {4 * updates}\n{message}\n"
+    again = read_run(tmp_path / "run")
+    assert (again.results, again.layers) == (run.results, run.layers)
+    assert repr(again.metrics) == repr(run.metrics)  # NaN is not equal to itself
 
 
 def test_spectra_of_weights_that_are_not_finite() -> None:
@@ -311,6 +325,10 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--optimizer", "adamw"], "pass --lr, too"),
         (["digits", "--optimizer", "sam", "--precision", "fp16"], "use --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not support"),
+        (
+            ["digits", "--method", "auto(frobenius=0.1)", "--optimizer", "lamb", "--lr", "0.01"],
+            "--optimizer lamb: it scales weight decay by its trust ratio",
+        ),
         (["digits", "--batch", "0"], "train: --batch 0: must be at least 1"),
         (["digits", "--epochs", "0"], "train: --epochs 0: must be at least 1"),
         (["digits", "--lr", "-1"], "train: --lr -1: must be a positive number"),
@@ -318,8 +336,13 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--out", "/dev/null/run"], "/dev/null is not a writable folder"),
         (["digits", "--out", "/proc/run"], "--out /proc/run: /proc is not a writable folder"),
         (["digits", "--accumulate", "3"], "cannot be split equally over 1 workers and 3 passes"),
+        (
+            ["multi30k", "--accumulate", "2"],
+            "--accumulate 2: batches of multi30k differ in their number of tokens",
+        ),
         (["digits", "--save-every", "0"], "--save-every 0"),
         (["digits", "--held", "-1"], "--held -1"),
+        (["digits", "--held", "0.1"], "--held 0.1: the task digits takes a number of images, not a fraction"),
         (["wikitext2", "--held", "5"], "its own validation data"),
         (
             ["digits", "--mode", "graph", "--device", "cpu"],
@@ -384,6 +407,18 @@ def test_the_warm_up_keeps_its_share(epochs: int, at: int) -> None:
         assert own.override() == own
 
 
+@pytest.mark.parametrize("words", [["short,switch_at=2", "--epochs", "6"], ["short,switch_at=2,epochs=6"]])
+def test_a_given_switch_is_not_scaled(words: list[str]) -> None:
+    """In `train` and in a bench."""
+    _, given = train_settings(
+        _parser().parse_args(["train", "digits", "--device", "cpu", "--recipe", *words])
+    )
+    assert (given.recipe.epochs, given.recipe.switch_at) == (6, 2)
+    epochs = 6 if "--epochs" in words else None
+    bench = BenchSettings(task="digits", methods=(), recipe=words[0], epochs=epochs)
+    assert bench.resolve()[1] == given.recipe
+
+
 def test_the_line_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """80 columns show the whole progress line."""
     seen: list[str] = []
@@ -435,11 +470,56 @@ def test_another_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     for other, message in (
         (["--epochs", "2"], "epochs 1, not 2"),
         (["--epochs", "1", "--method", "auto"], "dense"),
+        (["--epochs", "1", "--seed", "1"], "seed 0, not 1"),
+        (["--epochs", "1", "--precision", "bf16"], "precision fp32, not bf16"),
+        (["--epochs", "1", "--simulate", "--workers", "2"], "simulated False, not True"),
     ):
         assert main([*words, *other]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert "choose another --out" in error
+
+
+def test_another_simulated_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other workers or another network are another run, since its times were predicted for them."""
+    words = [
+        "train",
+        "digits:mlp,width=4",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--simulate",
+    ]
+    assert main([*words, "--workers", "2", "--network", "10mbit"]) == 0
+    first = read_run(tmp_path)
+    capsys.readouterr()
+    for other, message in (
+        (["--workers", "4", "--network", "10mbit"], "workers 2, not 4"),
+        (["--workers", "2", "--network", "1gbit"], "network 10mbit, not 1gbit"),
+    ):
+        assert main([*words, *other]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "choose another --out" in error
+    assert main([*words, "--workers", "2", "--network", "10mbit"]) == 0
+    again = read_run(tmp_path)
+    assert (again.workers, again.link, again.predicted) == (first.workers, first.link, first.predicted)
+
+
+def test_another_network_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """The run starts over, with times predicted for that network."""
+    words = ["train", "digits:mlp,width=64", "--device", "cpu", "--epochs", "1", "--out", str(tmp_path)]
+    words += ["--simulate", "--workers", "2", "--network"]
+    assert main([*words, "1mbit"]) == 0
+    slow = read_run(tmp_path).predicted["seconds_a_step"]
+    shutil.rmtree(tmp_path / "checkpoints")
+    about = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(about | {"finished": None}))
+    assert main([*words, "10gbit"]) == 0
+    assert read_run(tmp_path).predicted["seconds_a_step"] < slow / 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")

@@ -198,6 +198,14 @@ def test_falls_back(simulate: int | None, tmp_path: Path, capfd: pytest.CaptureF
     assert torch.cuda.current_stream() == stream
 
 
+def test_simulated_local_steps_fall_back(tmp_path: Path) -> None:
+    """Every worker goes on with its own random numbers."""
+    for mode in ("eager", "auto"):
+        given = settings(Reads(), "diloco-3", tmp_path / mode, mode=mode, simulate=2)
+        assert train(Reads(), replace(given, quiet=True)) is not None
+    close(tmp_path / "eager", tmp_path / "auto", 1e-3)
+
+
 def test_a_graph_that_was_asked_for_and_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no CUDA graph can capture an update: .* use --mode auto"):
         train(Reads(), settings(Reads(), "dense", tmp_path, mode="graph"))

@@ -198,7 +198,35 @@ def test_timeline_follows_the_order_of_backward() -> None:
     assert [share for share, _ in curve] == [0, 0.75, 1]  # the last layer's gradient is ready first
     assert [when for _, when in curve] == sorted(when for _, when in curve)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not model._forward_hooks
     assert GradientTimeline(model).curve() == ((0, 0), (1, 1))
+
+
+def test_timeline_starts_with_the_backward_pass() -> None:
+    """The gradient of the head comes first, but most of the backward pass has gone by then."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            time.sleep(0.1)
+            return gradient
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": Slow.apply(super().forward(x))}  # type: ignore[no-untyped-call]
+
+    model = Net(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
+    with GradientTimeline(model) as timeline:
+        for _ in range(4):
+            model(torch.ones(1, 8))["logits"].sum().backward()
+            time.sleep(0.05)  # between passes, which does not count
+    share, when = timeline.curve()[1]
+    assert share == 0.75
+    assert 0.9 < when < 1
 
 
 @pytest.mark.gpu

@@ -227,6 +227,16 @@ def diagnosis_is_consistent(rank: int, size: int) -> None:
     assert len(set(same)) == 1
 
 
+def diagnosis_knows_the_settings_of_the_hook(rank: int, size: int) -> None:
+    make_probe_fast()
+    for settings in ({"smallest": 20_000}, {"smallest": 0, "scope": "global"}):
+        ddp, optimizer = ddp_and_optimizer()
+        hook = pf.compress(ddp, pf.compression.TopK(0.01), optimizer=optimizer, **settings)
+        with diagnose(ddp, steps=1, show=False, methods=()) as found:
+            train(ddp, optimizer, 5, rank)
+        assert found.wire_bytes == hook.meter.wire_bytes / hook.meter.steps
+
+
 def errors_reach_all_workers(rank: int, size: int) -> None:
     ddp, optimizer = ddp_and_optimizer()
     with pytest.raises(ValueError, match="no optimizer step"), diagnose(ddp, show=False):
@@ -283,6 +293,7 @@ CASES = (
     diagnosis_has_no_side_effects,
     compressed_diagnosis_has_no_side_effects,
     diagnosis_is_consistent,
+    diagnosis_knows_the_settings_of_the_hook,
     errors_reach_all_workers,
 )
 

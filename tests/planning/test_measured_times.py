@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.layers import SharedInput
 from pufferfish.layers.fused_product import MIN_ROWS
+from pufferfish.planning.table import plan_table
 from pufferfish.planning.timing import Mode, Together
 
 #: Milliseconds of a layer, dense and low-rank.
@@ -285,7 +286,7 @@ def test_the_fused_kernel_is_used_where_it_is_faster(fake: FakeTimes) -> None:
     assert [e.fused for e in plan] == [True, False]  # the kernel takes multiples of 16
     assert [e.ms for e in plan] == [(2.0, 0.5), (2.0, 1.0)]
     assert [mode for *_, mode in fake.measured] == ["eager"] * 3
-    shown = {line.split()[0]: line for line in str(plan).splitlines()[1:3]}
+    shown = {line.split()[0]: line for line in plan_table(plan).splitlines()[1:3]}
     assert "fused kernel" in shown["0"]
     assert "fused" not in shown["1"]
     fake.measured.clear()

@@ -113,3 +113,20 @@ def test_recurrent_layers_are_not_slower_by_default(tmp_path: Any, monkeypatch: 
     assert all(e.ms for e in plan)
     assert bool(plan.ranks) == (plan.entries[0].ms[1] < plan.entries[0].ms[0])  # type: ignore[index]
     assert len(pf.plan(model, 0.25, example=lambda m: m[0](x)[0], link=1e3).ranks["0"]) == 2
+
+
+class ReadsAValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 if x.sum().item() < 1e9 else 0.5)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_is_undone() -> None:
+    """Eager code goes on: on the same stream, with generators that draw."""
+    model, x = nn.Sequential(nn.Linear(64, 64), ReadsAValue(), nn.Dropout()).cuda(), X.cuda()
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="captur"):
+        measure_step(model, x, "graph")
+    assert torch.cuda.current_stream() == stream
+    assert 0 < measure_step(model, x, "eager") < 1000
+    assert nn.functional.dropout(x).isfinite().all()

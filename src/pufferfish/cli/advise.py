@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         metavar="A,B",
-        help="compression methods to try (default: bf16,int8,topk-0.01,powersgd-4)",
+        help="methods to try (default: bf16,int8,topk-0.01,powersgd-4; with one worker per machine also the local "
+        "steps diloco-30,streaming-30x4,sparseloco-30)",
     )
     add(
         "--device", choices=("cpu", "cuda"), help="device (default: cuda if available; cpu on emulated hosts)"

@@ -14,8 +14,8 @@ pass, before→after; bytes, the layer's share of all gradient bytes afterwards.
 A shape "256×64 in 4" is four blocks (groups, gates, experts), each factorized.
 Ranks that are computed are rounded to multiples of 16; see --multiple.
 
-A built-in model without options gets the Pufferfish paper's hybrid plan:
-rank ratio 0.25, ranks not rounded, the paper's full-rank layers kept.
+A built-in model keeps the paper's full-rank layers unless --keep is given, and
+its ranks are not rounded unless --multiple is given.
 
 With --device cuda the layers are timed, and those that would be slower stay
 dense: give --measure the mode that the job runs in. Times are kept in the
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--override", nargs="+", metavar="PATTERN=R", help="rank R for matching layers")
     add("--embed", metavar="R", help="rank R for embeddings, which stay dense by default")
     add("--frozen", action="store_true", help="also factorize weights that do not require a gradient")
-    add("--multiple", type=whole, metavar="N", help="round computed ranks to a multiple of N (default: 16)")
+    add(
+        "--multiple",
+        type=whole,
+        metavar="N",
+        help="round computed ranks to a multiple of N (default: 16; built-in models: 1)",
+    )
     saving = "keep layers dense that would save less than this fraction of their parameters"
     add("--min-saving", type=number, default=0.0, metavar="F", help=saving)
     modes = "time the layers, dense and low-rank, in this mode (default: eager); those that would be slower stay dense"
@@ -64,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..lab.tasks.plan_by_name import plan_by_name
-    from ..planning.table import plan_parts
+    from ..planning.table import plan_parts, plan_table
 
     check_output_file(arguments.out)
     measured = arguments.measure or (arguments.device.startswith("cuda") and not arguments.no_measure)
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out:
         plan.save(arguments.out)
     if arguments.json or arguments.wide:
-        print(plan.to_json() if arguments.json else plan)
+        print(plan.to_json() if arguments.json else plan_table(plan))
         for remark in remarks:
             print(f"\n{remark}", file=sys.stderr if arguments.json else sys.stdout)
     else:

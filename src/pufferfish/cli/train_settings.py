@@ -22,6 +22,7 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
     from ..lab.tasks import find_task
     from ..lab.tasks.text import with_tokenizer
     from ..lab.train import RunSettings
+    from ..lab.train.build_optimizer import with_optimizer
     from ..lab.train.training_method import training_method
 
     task: Any = find_task(with_tokenizer(arguments.task, arguments.data))
@@ -32,10 +33,14 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
             )
         if arguments.held < 0:
             raise ValueError(f"--held {arguments.held:g}: must not be negative")
+        if isinstance(task.held, int) and not arguments.held.is_integer():
+            raise ValueError(
+                f"--held {arguments.held:g}: the task {task.name} takes a number of images, not a fraction"
+            )
         task = replace(task, held=type(task.held)(arguments.held))
     method = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
-    default = task.recipe(arguments.recipe)
-    recipe = _changed_recipe(arguments, default)
+    default = _recipe(arguments, task)
+    recipe = with_optimizer(default, arguments.optimizer or default.optimizer, arguments.lr)
     name = method if recipe.optimizer == default.optimizer else f"{method},{recipe.optimizer}"
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.simulate and not arguments.workers:
@@ -57,17 +62,14 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
     )
 
 
-def _changed_recipe(arguments: argparse.Namespace, recipe: Recipe) -> Recipe:
-    """`recipe` with the values of the command line."""
-    from ..lab.train.build_optimizer import with_optimizer
-
+def _recipe(arguments: argparse.Namespace, task: Task) -> Recipe:
+    """The task's recipe with the epochs and the batch of the command line; checks `--lr`, too."""
     for name in ("epochs", "batch"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
     if arguments.lr is not None and not 0 < arguments.lr < float("inf"):
         raise ValueError(f"--lr {arguments.lr:g}: must be a positive number")
-    changed = recipe.override(epochs=arguments.epochs, batch=arguments.batch)
-    return with_optimizer(changed, arguments.optimizer or recipe.optimizer, arguments.lr)
+    return task.recipe(arguments.recipe, epochs=arguments.epochs, batch=arguments.batch)
 
 
 def worker_layout(arguments: argparse.Namespace) -> tuple[str | None, int, int]:

@@ -139,7 +139,7 @@ class Breakdown:
             self._mark("forward")
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        for x in _tensors(output):
+        for x in output_tensors(output):
             if x.requires_grad:
                 x.register_hook(self._on_backward_start)
         self._sample_ddp()
@@ -207,9 +207,10 @@ class Breakdown:
             self._sample_due = True
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def output_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in the output of a model: in containers and dataclasses, too."""
     for x in pytree.tree_leaves(output):
         if isinstance(x, Tensor):
             yield x
         elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-            yield from _tensors([getattr(x, f.name) for f in dataclasses.fields(x)])
+            yield from output_tensors([getattr(x, f.name) for f in dataclasses.fields(x)])

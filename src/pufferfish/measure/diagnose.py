@@ -78,7 +78,7 @@ def diagnose(
         raise ValueError(f"diagnose: steps={steps} and total_steps={total_steps} must be 1 or more")
     diagnosis = Diagnosis()
     times = _LimitedBreakdown(model, optimizer, steps)
-    with GradientTimeline(unwrap(model)) as timeline, times:
+    with GradientTimeline(model) as timeline, times:
         yield diagnosis
     workers = Workers(times.ddp.process_group if times.ddp else None, times.device, "diagnose")
     _fill(diagnosis, workers, times, timeline, methods, measure, total_steps)
@@ -204,7 +204,7 @@ def _current_work(times: _LimitedBreakdown, size: int) -> Work:
         return work
     if times.hook is not None:
         parameters = trainable_parameters(unwrap(times.model))
-        traffic = dry_run(times.hook.method, parameters, size, steps=1)
+        traffic = dry_run(times.hook.engine.settings, parameters, size, steps=1)
         plain = with_ddp_messages(work, parameters)
         return replace(plain, messages=traffic.messages, overlaps=traffic.overlaps)
     log = times.ddp._get_ddp_logging_data()

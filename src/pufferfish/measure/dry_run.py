@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Traffic:
 
 
 def dry_run(
-    method: Methods,
+    method: Methods | Settings,
     like: Mapping[str, Tensor],
     size: int,
     *,
@@ -49,7 +49,7 @@ def dry_run(
     global random state is not used.
 
     Args:
-        method: compression method, or one per parameter pattern.
+        method: compression method, one per parameter pattern, or all settings; their `hierarchy` is that of `per_node`.
         like: tensors with the shapes and dtypes of the gradients, by name.
         device: where to run (default: that of the tensors).
         steps: number of timed steps after the first (default: 3 to 20, for about 0.1 s). Times are trimmed means.
@@ -70,7 +70,8 @@ def dry_run(
     means = {name: torch.empty_like(g) for name, g in gradients.items()}
     worker = OneWorker(size // per_node)
     machine = _OneOfMachine(per_node, worker, gradients) if per_node > 1 else None
-    engine = Engine(Settings(method), machine or worker)
+    settings = replace(method, hierarchy="flat") if isinstance(method, Settings) else Settings(method)
+    engine = Engine(settings, machine or worker)
     engine.arrange(gradients, engine.overlap_bytes)
     timings: dict[str, list[float]] = {"encode": [], "decode": []}
     messages: tuple[tuple[str, int], ...] = ()

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.names import unwrap
 from ..optim.carry import Optimizers
 from .breakdown import Breakdown
 from .clock import pause, trimmed_mean
@@ -36,7 +35,7 @@ def measure_compute(
     >>> work.backward > 0, work.messages
     (True, ())
     """
-    with GradientTimeline(unwrap(model)) as timeline:
+    with GradientTimeline(model) as timeline:
         for _ in range(3):  # the timeline records the second
             step()
     timings: dict[str, list[float]] = {name: [] for name in (*COMPUTE_PARTS, "exchange")}

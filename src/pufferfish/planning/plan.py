@@ -323,9 +323,9 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
     def __str__(self) -> str:
-        from .table import plan_table  # only printing needs it
+        from .table import plan_text  # only printing needs it
 
-        return plan_table(self)
+        return plan_text(self)
 
 
 def check_is_plan(plan: object, function: str) -> None:

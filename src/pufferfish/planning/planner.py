@@ -65,9 +65,11 @@ def plan(
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     >>> print(pf.plan(model, rank=0.25, keep=["2"]))
-    layer  type    shape    rank        weights  share of bytes  why dense
-    0      Linear  256×256    64  65,536→32,768           92.1%
-    2      Linear  10×256      –          2,560            7.2%  kept by pattern '2'
+    layer  shape    rank        weights  bytes  note
+    0      256×256    64  65.5 k→32.8 k  92.1%
+    2      10×256      –         2.56 k   7.2%     1
+    <BLANKLINE>
+    1: kept by pattern '2'
     <BLANKLINE>
                              before    after
     parameters               68,362   35,594  1.92× smaller

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers.base import CALL_HOOKS, HOOKS
+from ..layers.base import CALL_HOOKS, HOOKS, kept_as_they_are
 
 #: Every model has modules of these packages, so their hooks need not belong to the model.
 _COMMON = {"torch", __name__.partition(".")[0]}
@@ -28,7 +28,7 @@ def private_copy(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor] | Non
     >>> private_copy(layer)(torch.zeros(1, 4)).shape
     torch.Size([1, 2])
     """
-    memo: dict[int, Any] = {}
+    memo = kept_as_they_are(model)
     for module in model.modules():
         memo |= {id(getattr(module, name)): OrderedDict() for name in HOOKS}
         for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):

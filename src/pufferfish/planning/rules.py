@@ -251,7 +251,7 @@ def as_rule(rank: RankLike, option: str = "rank") -> Rule:
 def stable_rank(spectrum: Tensor) -> float:
     """Compute ‖W‖_F² / σ_max² from singular values, largest first; 0 for a zero matrix."""
     squares = spectrum.double().square()
-    return float(squares.sum() / squares[0]) if squares[0] > 0 else 0.0
+    return float(squares.sum() / squares[0]) if len(squares) and squares[0] > 0 else 0.0
 
 
 def largest_rank(matrix: Matrix, min_saving: float) -> int:

@@ -1,4 +1,4 @@
-"""`plan_table`: a plan as text."""
+"""A plan as text: `plan_text` for 80 columns, `plan_table` with every layer and column."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from .measured_times import speedup
 from .plan import LITTLE, Entry, Plan
 
 
+def plan_text(plan: Plan, width: int = 80) -> str:
+    """Format a plan in tables of at most `width` columns: repeated blocks are one row, and reasons are numbered notes."""
+    parts = plan_parts(plan)
+    return "\n\n".join(str(part.fitted(width)) if isinstance(part, Table) else part for part in parts)
+
+
 def plan_table(plan: Plan) -> str:
-    """Format the layers, the totals before and after, and remarks on what the plan does not cover."""
+    """Format one row per layer with all columns, the totals, and remarks on what the plan does not cover."""
     parts = [_layers(plan), str(_totals(plan)), _expected(plan), *_remarks(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
 def plan_parts(plan: Plan) -> list[str | Table]:
-    """The same in a form that fits a terminal: repeated blocks are one row, and reasons are numbered notes."""
+    """The tables and paragraphs of `plan_text`, for a terminal of any width."""
     layers, notes = _folded_layers(plan)
     parts: list[str | Table] = [layers, notes, _totals(plan), _expected(plan), *_remarks(plan)]
     return [part for part in parts if part]

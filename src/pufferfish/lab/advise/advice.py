@@ -218,8 +218,8 @@ class Advice:
             low, high = min(self.rank_seconds), max(self.rank_seconds)
             shortest, longest = (format_seconds(f(self.rank_seconds.values())) for f in (min, max))
             yield (
-                f"The ranks that the model needs are known only at the switch: with {low:g} to {high:g} of the full rank, a "
-                f"low-rank step takes between {shortest} and {longest}."
+                f"The ranks that the model needs are known only at the switch: with {low:g} to {high:g} of the full rank, "
+                f"and without compression or hierarchy, a low-rank step takes between {shortest} and {longest}."
             )
         checked = f" {self.checked}; their speedups are measured." if self.checked else ""
         kind = "95 % intervals" if self.rounds >= 6 else "from the lowest to the highest"

@@ -118,7 +118,7 @@ class BenchSettings:
         """The task and the recipe; raises ValueError for settings that do not fit together."""
         methods = [bench_method(method) for method in self.methods]
         task = find_task(self.task)
-        recipe = task.recipe(self.recipe).override(epochs=self.epochs, batch=self.batch)
+        recipe = task.recipe(self.recipe, epochs=self.epochs, batch=self.batch)
         for method in methods:
             method.recipe(recipe)
         if recipe.batch % self.workers:

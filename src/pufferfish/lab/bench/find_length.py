@@ -118,7 +118,7 @@ def _relative_time(
 def _relative_bytes(settings: BenchSettings, run: Run, data: Any) -> float:
     """Bytes of the run relative to the dense run, which is counted as in training: as a ring all-reduce."""
     ring = 2 * (settings.workers - 1) / settings.workers
-    gradients = sum(p.nbytes for p in settings.resolve()[0].build().parameters())
+    gradients = sum(p.nbytes for p in settings.resolve()[0].build().parameters() if p.requires_grad)
     return float(run.results["bytes"] / (ring * gradients * _dense_updates(settings, data)))
 
 

@@ -13,19 +13,19 @@ def network_table(comparison: Comparison, links: Sequence[str] = LINKS) -> Table
 
     None for runs of several workers, and without a dense run, whose updates low-rank runs begin with.
     """
-    dense = next((method for method in comparison.methods if method.name == DENSE), None)
-    if any(run.workers > 1 for run in comparison.runs) or dense is None:
+    several = any(run.workers > 1 for run in comparison.runs)
+    if several or DENSE not in {method.name for method in comparison.methods}:
         return None
-    if step_seconds(dense, HOSTS, links[0]) is None:
+    steps = {link: {m.name: step_seconds(m, HOSTS, link) for m in comparison.methods} for link in links}
+    if steps[links[0]][DENSE] is None:
         return None
     rows = []
     for method in comparison.methods:
         row, size = [Cell(method.name)], trained_parameters(method)
         row.append(Cell() if size is None else Cell(format_bytes(BF16_BYTES * size), BF16_BYTES * size))
         for link in links:
-            step = step_seconds(method, HOSTS, link)
-            total = None if step is None else run_seconds(method, step_seconds(dense, HOSTS, link), step)
-            row += [Cell() if x is None else Cell(format_seconds(x), x) for x in (step, total)]
+            times = steps[link][method.name], run_seconds(method, steps[link])
+            row += [Cell() if x is None else Cell(format_seconds(x), x) for x in times]
         rows.append(row)
     heads = [f"{what}, {link}" for link in links for what in ("step", "run")]
     notes = [

@@ -1,13 +1,14 @@
 """`step_seconds`, `run_seconds`: times of a method on a link of another speed, by the cost model."""
 
 import statistics
+from collections.abc import Mapping
 
 from ...measure import CostModel, Link, Work
 from ...measure.breakdown import PARTS
 from ...measure.link import WIRE_FACTOR
 from ...measure.step_messages import ddp_bucket_bytes
 from ..network.link_shape import LATENCY, LinkShape
-from .comparison import Comparison, MethodRuns
+from .comparison import DENSE, Comparison, MethodRuns
 from .tables import step_parts
 
 #: Hosts for which runs of a single worker are predicted.
@@ -52,12 +53,19 @@ def step_seconds(method: MethodRuns, size: int, link: str | None) -> float | Non
     return _predict(compute, sent / WIRE_FACTOR["all_reduce"](size), link, size, overlaps=not waits)
 
 
-def run_seconds(method: MethodRuns, dense: float | None, step: float) -> float | None:
-    """Seconds of all updates of a run; those outside of its low-rank phase are dense. None if the runs do not say it."""
-    totals = []
+def run_seconds(method: MethodRuns, steps: Mapping[str, float | None]) -> float | None:
+    """Seconds of all updates of a run. Those outside of its low-rank phase take a step of the dense model, with its exchange.
+
+    Args:
+        steps: seconds of a step by method.
+
+    Returns:
+        None if the runs do not say it, or if there are no runs of the dense model with that exchange and optimizer.
+    """
+    step, dense, totals = steps.get(method.name), steps.get(_warm_up_name(method, steps)), []
     for run in method.finished:
         updates = run.results.get("updates")
-        if updates is None or run.results.get("trainings"):
+        if step is None or updates is None or run.results.get("trainings"):
             return None
         before = run.results.get("updates_before_change", 0)
         if "low_rank_updates" in run.results:
@@ -66,6 +74,19 @@ def run_seconds(method: MethodRuns, dense: float | None, step: float) -> float |
             return None
         totals.append(before * (dense or 0.0) + (updates - before) * step)
     return statistics.median(totals) if totals else None
+
+
+def _warm_up_name(method: MethodRuns, names: Mapping[str, object]) -> str:
+    """The method with the dense model, and the exchange and optimizer of `method`: those are the same before the switch.
+
+    Names are MODEL+EXCHANGE@OPTIMIZER (FOLDER), see `bench_method` and `compare_runs`. A single worker exchanges nothing.
+    """
+    name, bracket, folder = method.name.partition(" (")
+    _, at, optimizer = name.rpartition("@")
+    exchange = name.partition("+")[2] if any(run.workers > 1 for run in method.runs) else ""
+    dense = exchange or (f"{DENSE}@{optimizer}" if at else DENSE)
+    beside = dense + bracket + folder
+    return beside if beside in names else dense
 
 
 def predicted_step(seconds: float, parameters: float, link: str, size: int = HOSTS) -> float:

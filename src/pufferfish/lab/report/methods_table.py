@@ -20,7 +20,7 @@ with σ = {SIGMA:.2g}. "bits per element" is what one of {{}} workers passes to 
 collectives. The columns on the right are compression ratios: bytes on the wire
 of an fp32 ring all-reduce divided by those of the method (below 1: the method
 sends more). The ratio of Threshold depends on the gradients, that of low-rank
-methods on the shape. Accordion is in its low-communication phase."""
+methods on the shape. Accordion is in its phase of light compression (`low`)."""
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:

@@ -88,7 +88,8 @@ def pareto_notes(comparison: Comparison) -> list[str]:
     if any(run.workers > 1 for run in comparison.runs):
         lines.append(
             f"Times on a link are predicted by the cost model for {size} workers from the step's computation and the bytes that it "
-            "sends; those of the bench's own link may differ from the measured ones. One device: computation only."
+            "sends; those of the bench's own link may differ from the measured ones. One device: computation only. Updates before the switch take a step of the dense "
+            "model with the same exchange; without runs of it there is no training time."
         )
     else:
         lines.append(
@@ -123,7 +124,7 @@ def _costs(comparison: Comparison) -> list[tuple[str, str, str, dict[str, float 
     for link in (None, *LINKS):
         where = "one device" if link is None else _SPEEDS[link]
         steps = {m.name: step_seconds(m, size, link) for m in methods}
-        runs = {m.name: run_seconds(m, steps.get(DENSE), s) for m in methods if (s := steps[m.name])}
+        runs = {m.name: run_seconds(m, steps) for m in methods if steps[m.name]}
         whole = runs.get(DENSE) is not None or (bool(runs) and None not in runs.values())
         costs: dict[str, float | None] = dict(runs) if whole else steps
         what = "training time" if whole else "step time"

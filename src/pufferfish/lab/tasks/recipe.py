@@ -77,8 +77,11 @@ class Recipe:
         switch_at = self.switch_at and max(round(self.switch_at * epochs / self.epochs), 1)
         return replace(self, epochs=epochs, batch=self.batch if batch is None else batch, switch_at=switch_at)
 
-    def changed(self, text: str) -> Recipe:
-        """Return a copy with the values of a text such as `optimizer=muon,rank=0.33`; epochs as in `override`.
+    def changed(self, text: str, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
+        """Return a copy with the values of a text such as `optimizer=muon,rank=0.33`.
+
+        With other epochs, `switch_at` is scaled as in `override`, unless the text sets it. `epochs` and `batch` take
+        precedence over those of the text.
 
         >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).changed("epochs=6,nesterov=true,clip=none").switch_at
         2
@@ -93,6 +96,8 @@ class Recipe:
             if name not in kinds:
                 raise ValueError(f"{part!r} is not a value of a recipe; choose from {', '.join(kinds)}")
             values[name] = _parse_value(kinds[name], part, value)
+        given = {"epochs": epochs, "batch": batch}
+        values |= {name: value for name, value in given.items() if value is not None}
         scaled = self.override(epochs=values.get("epochs"), batch=values.get("batch"))
         return replace(scaled, **values)
 

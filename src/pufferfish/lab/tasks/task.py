@@ -31,7 +31,7 @@ class Task(ABC):
     higher_is_better: bool = True
     #: What the "test" split is: "test" data, or the "validation" data where there is no other.
     final_data: str = "test"
-    #: Whether all training batches have the same shapes, as a CUDA graph requires.
+    #: Whether all training batches have the same shapes, as a CUDA graph and `accumulate` require.
     static_shapes: ClassVar[bool] = True
     #: Files that `pufferfish fetch` can download.
     dataset: ClassVar[Dataset | None] = None
@@ -103,13 +103,13 @@ class Task(ABC):
     ) -> dict[str, float]:
         """Figures of a whole split, including `self.metric`. The model's training mode is restored afterwards."""
 
-    def recipe(self, text: str) -> Recipe:
-        """Recipe by name, also with other values: `short,rank=0.33,optimizer=muon`."""
+    def recipe(self, text: str, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
+        """Recipe by name, also with other values: `short,rank=0.33,optimizer=muon`; see `Recipe.changed`."""
         name, _, changes = text.partition(",")
         if name not in self.recipes:
             raise ValueError(f"{self.name} has no recipe {name!r}; choose from {', '.join(self.recipes)}")
         try:
-            return self.recipes[name].changed(changes)
+            return self.recipes[name].changed(changes, epochs=epochs, batch=batch)
         except ValueError as error:
             raise ValueError(f"recipe {text!r}: {error}") from None
 

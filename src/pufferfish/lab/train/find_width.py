@@ -117,7 +117,7 @@ def _by_time(
     def timed_run(module: nn.Module) -> TimedRun:
         gc.collect()  # runs refer to themselves, and keep their models until they are found
         components = build_components(task, settings, data, workers.rank, workers.size, device, module)
-        if any("compile" in mode for mode in components.modes.candidates):
+        if components.modes.compiles:
             torch.compiler.reset()  # torch compiles a limited number of models of one class
         return TimedRun(components, steps)
 

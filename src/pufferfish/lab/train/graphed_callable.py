@@ -1,11 +1,12 @@
 """`GraphedCallable`: a function on tensors of fixed shapes, captured in a CUDA graph and replayed."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...planning.timing import undo_failed_capture
 
 #: Eager calls before the capture, in which libraries and optimizers create their state. They do real work.
 WARM_UP = 3
@@ -65,33 +66,18 @@ class GraphedCallable:
         self._inputs, self._carried = [x.clone() for x in inputs], [x.clone() for x in carried]
         numbers = [group["lr"] for group in self._groups]
         self._rates = [torch.tensor(float(x), device=inputs[0].device) for x in numbers]
-        graph, default = torch.cuda.CUDAGraph(), torch.cuda.default_generators[inputs[0].device.index]
+        graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
         for group, rate in zip(self._groups, self._rates, strict=True):
             group["lr"] = rate  # a number would be captured as a constant
         try:
-            with _recovers(graph, [default, *self._generators]), torch.cuda.graph(graph):
+            with undo_failed_capture(graph, self._generators), torch.cuda.graph(graph):
                 self._result = self._function(self._inputs, self._carried)
+        except Exception as error:
+            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(f"no CUDA graph can capture an update: {line}; use --mode auto") from error
         finally:
             for group, number in zip(self._groups, numbers, strict=True):
                 group["lr"] = number
         self._graph = graph
-
-
-@contextlib.contextmanager
-def _recovers(graph: torch.cuda.CUDAGraph, generators: Sequence[Any]) -> Iterator[None]:
-    """Undo what a failed capture leaves behind in torch, so that eager updates can go on."""
-    stream, states = torch.cuda.current_stream(), [generator.clone_state() for generator in generators]
-    try:
-        yield
-    except Exception as error:
-        # torch ends a capture before it restores the stream, the allocator and the generators; if that fails, none is.
-        torch.cuda.set_stream(stream)
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-        for generator, state in zip(generators, states, strict=True):
-            generator.graphsafe_set_state(state)
-        cause = error.__context__ or error  # the end of the capture raises too, and says less
-        line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        raise ValueError(f"no CUDA graph can capture an update: {line}; use --mode auto") from cause

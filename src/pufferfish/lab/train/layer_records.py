@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.names import named_modules
+from ...local.all_finite import all_finite
 from ...planning.plan import Plan
 from ...planning.svd import spectrum
-from .all_finite import all_finite
 
 #: Singular values recorded for each layer, evenly spaced from the first to the last.
 MAX_VALUES = 64

@@ -33,6 +33,8 @@ class LowRankChange(ModelChange):
         self._dense_spectra: dict[str, Tensor] = {}
         if frobenius:
             FrobeniusDecay(components.model, components.optimizer, frobenius)
+            for replica in components.replicas:
+                FrobeniusDecay(replica.module, replica.optimizer, frobenius)
 
     @property
     def checkpoint_parts(self) -> dict[str, Any]:

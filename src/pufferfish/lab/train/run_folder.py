@@ -41,13 +41,22 @@ def has_unfinished_run(settings: RunSettings) -> bool:
 
 def check_same_run(task: Task, settings: RunSettings) -> None:
     """Raise ValueError if the folder holds a run with other settings."""
-    folder, record = settings.folder, _record(task, settings)
+    folder = settings.folder
     if not list_checkpoints(folder / "checkpoints") or not (folder / RUN_FILE).exists():
         return
     check_same_task(task, folder)
-    saved = {"mode": settings.mode} | read_run(folder).settings  # runs of earlier versions have no mode
-    for name in ("method", "accumulate", "plan", "mode", "simulated", "recipe", "equal_length"):
-        old, new = saved.get(name), json.loads(json.dumps(record.get(name)))
+    run = read_run(folder)
+    saved = {"mode": settings.mode} | run.settings | {"seed": run.seed}  # earlier versions have no mode
+    given = _record(task, settings) | {"seed": settings.seed}
+    names = [
+        "method", "seed", "precision", "accumulate", "plan", "mode", "simulated", "recipe", "equal_length",
+    ]  # fmt: skip
+    if settings.simulate:  # a real job may continue with another number of workers, on another network
+        saved |= {"workers": run.workers, "network": run.link and run.link["asked"]}
+        given |= {"workers": settings.simulate, "network": settings.network}
+        names += ["workers", "network"]
+    for name in names:
+        old, new = saved.get(name), json.loads(json.dumps(given.get(name)))
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):

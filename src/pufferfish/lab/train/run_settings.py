@@ -97,6 +97,11 @@ class RunSettings:
             raise ValueError(
                 f"--validate-every {self.validate_every}: the schedule plateau depends on every validation; use 1"
             )
+        if self.accumulate > 1 and not task.static_shapes:
+            raise ValueError(
+                f"--accumulate {self.accumulate}: batches of {task.name} differ in their number of tokens, so the mean over "
+                "passes is not the mean over the batch; remove --accumulate"
+            )
         if self.recipe.optimizer == "sam" and self.precision == "fp16":
             raise ValueError(
                 "--optimizer sam: fp16's loss scaler does not support two passes; use --precision bf16"
@@ -104,6 +109,11 @@ class RunSettings:
         if self.recipe.optimizer == "sam" and self.simulate:
             raise ValueError(
                 "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
+            )
+        if self.recipe.optimizer == "lamb" and self.method.low_rank and self.method.low_rank.frobenius:
+            raise ValueError(
+                "--optimizer lamb: it scales weight decay by its trust ratio, so frobenius cannot undo the factors' own; remove "
+                "frobenius"
             )
         if self.method.local is not None and self.precision == "fp16":
             raise ValueError(

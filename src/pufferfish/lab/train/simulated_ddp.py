@@ -145,6 +145,8 @@ class WorkerGenerators:
             yield
         finally:
             if self._default is not None:
+                # A failed capture has given the default generator another state.
+                self.device[worker].graphsafe_set_state(self._default.graphsafe_get_state())
                 self._default.graphsafe_set_state(default)
             self._host[worker] = torch.get_rng_state()
             torch.set_rng_state(host)

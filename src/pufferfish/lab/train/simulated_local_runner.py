@@ -86,11 +86,7 @@ class SimulatedLocalRunner(StepRunner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state. Models follow in `resumed`, when all of them have the saved structure."""
-        if len(state["workers"]) != len(self._workers):
-            raise ValueError(
-                f"the run was saved with {len(state['workers'])} simulated workers, each with a model of its own; resume with "
-                f"--workers {len(state['workers'])}"
-            )
+        assert len(state["workers"]) == len(self._workers)  # check_same_run refuses another number
         self._loaded = state
         self._generators.load_state_dict(state["streams"])
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compression import Simulated
+from ...local.all_finite import all_finite
 from ...local.anchor import Anchor
 from ...local.averaged_tensors import averaged_buffers, check_model, trainable_parameters
 from ...local.fragment import move_engine_states, settings_for
 from ...local.split_by_depth import split_by_depth
-from .all_finite import all_finite
 from .local_method import LocalMethod
 
 Means = dict[str, Tensor]

@@ -25,6 +25,11 @@ class StepModes:
     refused: Mapping[str, str]
     capturable: bool
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a model may be compiled in some candidate."""
+        return any("compile" in mode for mode in self.candidates)
+
 
 def step_modes(task: Task, settings: RunSettings, processes: int) -> StepModes:
     """Return the mode of the settings, or the candidates of "auto".

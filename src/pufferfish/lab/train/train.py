@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...distributed.workers import Workers
@@ -13,6 +14,7 @@ from .find_width import with_width
 from .process_group import process_group
 from .run_folder import check_same_run
 from .run_settings import RunSettings
+from .step_modes import step_modes
 from .training_run import TrainingRun
 from .worker_device import worker_device
 
@@ -43,6 +45,8 @@ def train(
         workers.run_on_first(lambda: check_same_run(task, settings))  # before anything takes time
         data = workers.run_on_all(lambda: _load_data(task, settings, world_size))
         settings = with_width(task, settings, data, workers, device)
+        if step_modes(task, settings, world_size).compiles:
+            torch.compiler.reset()  # torch compiles a limited number of models of one class
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:
             results = run.train()

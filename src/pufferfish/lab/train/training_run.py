@@ -3,7 +3,6 @@
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +12,12 @@ from ...checkpoint import Checkpoint
 from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
+from ...local.all_finite import all_finite
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
-from .all_finite import all_finite
 from .build_step_runner import build_step_runner
+from .byte_counter import ByteCounter
 from .console import Console
 from .low_rank_change import build_model_change
 from .macs_per_row import macs_per_row
@@ -38,8 +38,7 @@ LOG_EVERY = 20
 _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
-    "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "phase_sent": "phase_start_bytes",
-    "elapsed": "simulated_seconds", "peak": "peak_bytes", "round": "round_bytes",
+    "best": "best_score", "factor": "lr_factor", "phase": "phase_start", "elapsed": "simulated_seconds",
 }  # fmt: skip
 
 
@@ -83,14 +82,9 @@ class TrainingRun:
         self.last_save = time.monotonic()
         self.step, self.diverged = 0, False  # updates done; whether the weights are not finite
         self.best_score, self.lr_factor = _WORST_SCORE, 1.0  # of validation; of the plateau schedule
-        self.earlier_bytes = 0.0  # sent before the last restart
-        self.ddp_bytes = 0.0  # sent since then if nothing is compressed
-        self.phase_start, self.phase_start_bytes = 0, 0.0  # updates and bytes before the model's last change
-        # Bytes sent in one update and in one round of local steps, at most, since the model's last change.
-        self.peak_bytes, self.round_bytes = 0.0, 0.0
-        self.recent_bytes: deque[float] = deque(
-            maxlen=settings.method.local.h if settings.method.local else 1
-        )
+        self.ddp_bytes = 0.0  # sent by this process if nothing is compressed
+        self.bytes = ByteCounter(self._sent, settings.method.local.h if settings.method.local else 1)
+        self.phase_start = 0  # updates before the model's last change
         self.phase_waited = 0.0  # seconds of waiting for local steps that belong to no timed step
         self.predicted_step: float | None = None  # seconds, for simulated workers
         self.simulated_seconds = 0.0
@@ -109,8 +103,9 @@ class TrainingRun:
         done = self.step = at.position["step"] if at else 0
         if at:
             self.runner.resumed(self.change)
-            for key, name in (_POSITION | {"sent": "earlier_bytes"}).items():
+            for key, name in _POSITION.items():
                 setattr(self, name, at.position.get(key, getattr(self, name)))
+            self.bytes.load(at.position)
             lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
             self.console.info(f"resumed after update {done} of {self.total_steps}{lost}")
         elif has_unfinished_run(self.settings):
@@ -125,11 +120,15 @@ class TrainingRun:
         with sigint_as_sigterm(), self._open_log(done if at else None) as log:
             self.change.untimed = log.paused
             if self.settings.simulate:
-                known = log.data["predicted"].get("seconds_a_step")
+                known = log.data["predicted"].get("seconds_a_step") if at else None
                 self.predicted_step = known or log_predicted_step(self.components, log, self.console, done)
+            if at and done % self.steps_per_epoch == 0:
+                self.diverged = self._weights_diverged()
             if done % self.steps_per_pass:
                 self.runner.begin_epoch(*divmod(done, self.steps_per_pass))
             for epoch in range(done // self.steps_per_epoch, self.change.epochs):
+                if self.diverged:
+                    break
                 start = done % self.steps_per_epoch
                 if start == 0:
                     self._change_model(epoch, log)
@@ -140,9 +139,8 @@ class TrainingRun:
                     log.close(finished=False)
                     return None
                 done = self.step
-                if self.diverged:
-                    self.console.info(f"inf or NaN in the weights after {done} updates; training ends here")
-                    break
+            if self.diverged:
+                self.console.info(f"inf or NaN in the weights after {done} updates; training ends here")
             training_seconds = log.training_seconds
             with log.paused():
                 return self._results(log, training_seconds)
@@ -175,24 +173,23 @@ class TrainingRun:
         self.model.train()
         self.step = epoch * self.steps_per_epoch + start
         ring = 2 * (self.world_size - 1) / self.world_size  # of a tensor's bytes in a ring all-reduce
-        ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters())
+        ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
         self.timer.tick()
         for i in range(start, self.steps_per_epoch):
             if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
                 self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
-            self.recent_bytes.append(self._wire_bytes())
-            loss = self.runner.update(lr)
+            with self.bytes.update():
+                loss = self.runner.update(lr)
+                self.ddp_bytes += ddp_bytes_per_step
             self.change.after_step()
             self.timer.tick()
             self.step += 1
             self._advance_simulated_time(log)
-            self.ddp_bytes += ddp_bytes_per_step
-            self._count_bytes()
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
                 lr = float(self.optimizer.param_groups[0]["lr"])
-                row = {"loss": float(loss), "lr": lr, "bytes": self._wire_bytes()}
+                row = {"loss": float(loss), "lr": lr, "bytes": self.bytes.total}
                 log.log(step=self.step, epoch=self.step / self.steps_per_epoch, **row)
                 if not math.isfinite(row["loss"]):
                     text = f"training loss {row['loss']} at update {self.step}: check the data, or lower --lr"
@@ -210,11 +207,6 @@ class TrainingRun:
         self.timer.pause()
         return True
 
-    def _count_bytes(self) -> None:
-        now, recent = self._wire_bytes(), self.recent_bytes
-        self.peak_bytes = max(self.peak_bytes, now - recent[-1])
-        self.round_bytes = max(self.round_bytes, now - recent[0])
-
     def _advance_simulated_time(self, log: TrainingLog) -> None:
         if self.predicted_step is not None:
             self.simulated_seconds += self.predicted_step
@@ -229,9 +221,7 @@ class TrainingRun:
         if last:
             self._sync()
         with log.paused():
-            weights, local = [*self.module.parameters()], self.settings.method.local
-            # Local steps return to their last average.
-            self.diverged = self.workers.run_on_first(lambda: not (local or all_finite(weights)))
+            self.diverged = self._weights_diverged()
             if last or self.diverged or (epoch + 1) % self.settings.validate_every == 0:
                 self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
@@ -240,22 +230,28 @@ class TrainingRun:
                 self.last_save = time.monotonic()
         return not stop
 
+    def _weights_diverged(self) -> bool:
+        """Whether weights of worker 0 are not finite, at the end of an epoch. Local steps return to their last average."""
+        weights, local = [*self.module.parameters()], self.settings.method.local
+        return self.workers.run_on_first(lambda: not (local or all_finite(weights)))
+
     def _sync(self) -> None:
         """Average what local steps have not averaged yet."""
         before = self.runner.waited
         self.runner.sync()
-        self.recent_bytes.clear()  # a round in the middle has more bytes
+        self.bytes.end_round()
         self.phase_waited += self.runner.waited - before
 
     def _save_due(self, epoch: int) -> bool:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
-        always = epoch + 1 == self.change.epochs or self.settings.save_every is not None
+        last = self.diverged or epoch + 1 == self.change.epochs
+        always = last or self.settings.save_every is not None
         due = self.last_save + self.settings.save_seconds
         return self.workers.run_on_first(lambda: always or time.monotonic() > due)
 
     def _show_progress(self, epoch: int, loss: float) -> None:
         position = f"epoch {epoch + 1}/{self.change.epochs}, update {self.step}/{self.total_steps}"
-        sent, left = format_bytes(self._wire_bytes()), format_seconds(self._seconds_left())
+        sent, left = format_bytes(self.bytes.total), format_seconds(self._seconds_left())
         # A narrow terminal cuts the end, so the most interesting part comes first.
         self.console.progress(f"{left} left, {position}: training loss {loss:.4f}, {sent} sent")
 
@@ -267,16 +263,16 @@ class TrainingRun:
 
     def _position(self) -> dict[str, float]:
         """Further state of the run for a checkpoint."""
-        return {key: getattr(self, name) for key, name in _POSITION.items()} | {"sent": self._wire_bytes()}
+        return {key: getattr(self, name) for key, name in _POSITION.items()} | self.bytes.state()
 
     def _change_model(self, epoch: int, log: TrainingLog) -> None:
         if not self.change.begin_epoch(epoch):
             return
         self.runner.model_changed()
         self.timer.reset()
-        self.peak_bytes = self.round_bytes = 0.0
+        self.bytes.model_changed()
         self.phase_waited = self.runner.waited
-        self.phase_start, self.phase_start_bytes = self.step, self._wire_bytes()
+        self.phase_start = self.step
         if self.change.schedule_position(self.step)[0] < self.step:  # the schedule starts over
             self.best_score, self.lr_factor = _WORST_SCORE, 1.0
         self.console.info(self.change.summary)
@@ -312,17 +308,17 @@ class TrainingRun:
 
     def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
         results = self._evaluate("test") | self.change.results(log)
-        phase_bytes, phase_steps = self._wire_bytes() - self.phase_start_bytes, self.step - self.phase_start
-        results |= {"bytes_a_step": phase_bytes / max(phase_steps, 1), "bytes": self._wire_bytes()}
         results |= {
             "updates": self.step,
             "updates_before_change": self.phase_start,
-            "peak_bytes": self.peak_bytes,
+            "bytes": self.bytes.total,
+            "bytes_a_step": self.bytes.since_change / max(self.step - self.phase_start, 1),
+            "peak_bytes": self.bytes.peak,
         }
         local = self.settings.method.local
         if local is not None:
             results |= {
-                "bytes_a_round": self.round_bytes,
+                "bytes_a_round": self.bytes.round,
                 "exchange_updates": max(local.delay, 1),
             }
         if not self.settings.simulate:
@@ -345,10 +341,10 @@ class TrainingRun:
         log.result(**results)
         return results
 
-    def _wire_bytes(self) -> float:
-        """Bytes that this worker has sent; plain DDP is counted as a ring all-reduce of the gradients."""
+    def _sent(self) -> float:
+        """Bytes that this process has sent; plain DDP is counted as a ring all-reduce of the gradients."""
         if self.settings.method.local is not None:
-            return self.earlier_bytes + self.runner.wire_bytes
+            return self.runner.wire_bytes
         if isinstance(self.hook, DDPHook | SimulatedDDP) and self.settings.method.compress is not None:
-            return self.earlier_bytes + self.hook.meter.wire_bytes
-        return self.earlier_bytes + self.ddp_bytes
+            return self.hook.meter.wire_bytes
+        return self.ddp_bytes
