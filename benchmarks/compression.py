@@ -3,7 +3,8 @@
     python benchmarks/compression.py [--models resnet50 gpt] [--rounds 5] [--methods 'PowerSGD(4)' file.py:Mine]
 
 One process, so that nothing is exchanged; a DDP model with the parameters of ResNet-50 or of a GPT (d 768, 12 layers) whose
-backward pass is cheap; the time from the hook's call to its finished future. Methods take turns, medians over the rounds.
+backward pass is cheap; the time from the hook's call to its finished future. A method, one copy of the gradients and what else
+it is compared with take turns, medians over the rounds.
 All gradients in one bucket, for torch's PowerSGD hook runs on gloo in no other way. Passes: how many copies of the gradients
 fit into the time; ratios depend on the CPU and its memory, so name both with a figure. PowerSGD's arithmetic: its five passes
 over memory (add, three products, one product subtracted) as plain torch calls, with no norms, messages or checks. Then what
@@ -37,7 +38,10 @@ from pufferfish.compression.parse_method import parse_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.planning.table import format_table
 
+COPY = "one copy"
 TORCH = "torch's PowerSGD hook, rank 4"
+TOPK = "torch.topk of the magnitudes, 1 %"
+METER = "the meter's own calls"
 METHODS = [
     "NoCompression", "BFloat16", "BlockInt8", "BlockFP8", "Int4", "Int2", "LoCo", "SparseLoCo", "PowerSGD(4)",
     "AlternatingPowerSGD(4)", "TopK(0.01)", "TopK(0.01, sample=0.01)", "RandomK(0.01)", "BlockRandomK(0.01)", "DGC(0.999)",
@@ -93,41 +97,47 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
         model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
     bag = Bag(model, device)
     size = sum(p.numel() for p in bag.parameters())
-    hooks = {repr(method): hooked(bag, method, device) for method in methods} | {
-        TORCH: hooked(bag, None, device)
-    }
     flat = torch.cat([g.flatten() for g in bag.gradients])
     target, packed = torch.empty_like(flat), pack(flat[: size // 8 * 8] >= 0, 1)
     large = [g.flatten() for g in bag.gradients if g.dim() > 1]
     parts: dict[str, Callable[[], object]] = {
-        "one copy": lambda: target.copy_(flat),
+        COPY: lambda: target.copy_(flat),
         "the passes of PowerSGD's arithmetic, rank 4": plain_powersgd(bag.gradients, rank=4),
-        "torch.topk of the magnitudes, 1 %": lambda: [g.abs().topk(max(1, len(g) // 100)) for g in large],
+        TOPK: lambda: [g.abs().topk(max(1, len(g) // 100)) for g in large],
         "signs packed": lambda: pack(flat[: size // 8 * 8] >= 0, 1),
         "signs unpacked": lambda: unpack(packed, 1),
-        "the meter's own calls": lambda: metered(device),
+        METER: lambda: metered(device),
     }
-    works = {what: (lambda work=work: seconds(device, work)) for what, work in parts.items()} | hooks
-    times: dict[str, list[float]] = {what: [] for what in works}
-    for _ in range(rounds + 3):  # torch's hook compresses from its third step on
-        for what, work in works.items():
-            times[what].append(work())
-    medians = {what: statistics.median(found[3:]) for what, found in times.items()}
-    copy, chosen = medians["one copy"], medians["torch.topk of the magnitudes, 1 %"]
+    works = {what: (lambda work=work: seconds(device, work)) for what, work in parts.items()}
+    works[TORCH] = hooked(bag, None, device)
+    medians = in_turns(works, rounds)
     rows = [[f"{name}, {size:,} parameters", "ms", "passes"]]
-    rows += [[what, f"{1e3 * t:.2f}", f"{t / copy:.1f}"] for what, t in medians.items()]
-    text = [format_table(rows, left=(0,)), ""]
-    for what, t in medians.items():
-        if what.startswith("PowerSGD"):
-            text.append(f"{what} takes {t / medians[TORCH]:.2f}× the time of torch's hook")
-        if what.startswith("TopK"):
-            text.append(f"{what} takes {t / chosen:.2f}× the time of torch.topk")
-        if what.startswith("signs"):
-            text.append(f"{what}: {t / copy:.2f}× the time of one copy")
-    cheapest = min(hooks, key=medians.__getitem__)
-    share = 100 * medians["the meter's own calls"] / medians[cheapest]
+    rows += [[what, f"{1e3 * t:.2f}", f"{t / medians[COPY]:.1f}"] for what, t in medians.items()]
+    text = [
+        f"{what}: {medians[what] / medians[COPY]:.2f}× the time of one copy"
+        for what in medians
+        if "signs" in what
+    ]
+    cheapest, least = "", float("inf")
+    for method in methods:  # one at a time: each keeps copies of all gradients
+        what = repr(method)
+        beside = {"PowerSGD": TORCH, "TopK": TOPK}.get(type(method).__name__, COPY)
+        turns = in_turns(
+            {what: hooked(bag, method, device), COPY: works[COPY], beside: works[beside]}, rounds
+        )
+        rows.append([what, f"{1e3 * turns[what]:.2f}", f"{turns[what] / turns[COPY]:.1f}"])
+        if beside != COPY:
+            text.append(f"{what} takes {turns[what] / turns[beside]:.2f}× the time of {beside}")
+        cheapest, least = min((cheapest, least), (what, turns[what]), key=lambda pair: pair[1])
+    share = 100 * medians[METER] / least
     text.append(f"metering is {share:.2f} % of {cheapest}'s hook, which is a part of a training step")
-    return "\n".join(text)
+    return "\n".join([format_table(rows, left=(0,)), "", *text])
+
+
+def in_turns(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, after three rounds: torch's hook compresses from its third step on."""
+    times = [{what: work() for what, work in works.items()} for _ in range(rounds + 3)]
+    return {what: statistics.median(turn[what] for turn in times[3:]) for what in works}
 
 
 def plain_powersgd(gradients: list[Tensor], rank: int) -> Callable[[], object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Factors(torch.optim.Optimizer):
             U, V = torch.stack(Us), torch.stack(Vs)
             M_U, M_V = self._directions(Us), self._directions(Vs)
             if self.tangent:
-                S, T = inverse_root(V @ V.mT), inverse_root(U.mT @ U)
+                S, T = inverse_root(V), inverse_root(U.mT)
                 step_U, step_V = orth(M_U @ S) @ S, T @ orth(T @ M_V)
             else:
                 bound = (norm2(U) + norm2(V) + 1).view(-1, 1, 1)
@@ -69,7 +70,8 @@ class Factors(torch.optim.Optimizer):
 
     def _directions(self, params: tuple[nn.Parameter, ...]) -> Tensor:
         for p in params:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         means, grads = [self.state[p]["momentum_buffer"] for p in params], [p.grad for p in params]
         torch._foreach_lerp_(means, grads, 0.05)
         return torch.stack(torch._foreach_lerp(grads, means, 0.95))
@@ -79,8 +81,21 @@ def orth(G: Tensor) -> Tensor:
     return orthogonalize(G, *NEWTON_SCHULZ).float()
 
 
-def inverse_root(G: Tensor, steps: int = 16) -> Tensor:
-    """G^-½ of a stack of positive matrices, by matrix products only (a CUDA graph captures no factorization)."""
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Matrix products of fp32 in fp32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@full_precision()  # TF32 loses the small eigenvalues of ill-conditioned matrices
+def inverse_root(X: Tensor, steps: int = 16) -> Tensor:
+    """(X Xᵀ)^-½ of a stack of matrices, by matrix products only (a CUDA graph captures no factorization)."""
+    G = X @ X.mT
     eye = torch.eye(G.shape[1], device=G.device)
     G = G + 1e-3 * G.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1) * eye
     size = G.norm(dim=(1, 2), keepdim=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -85,6 +86,9 @@ RULES = {
     "q and k dense": Rule(dense=("*.q", "*.k")),
     "first block dense": Rule(dense=("blocks.0.*",)),
     "ranks of q, k halved": Rule(weights={"*.q": 0.5, "*.k": 0.5}),
+    "equal shares": Rule(
+        weights={"*.attention.*": 0.625}
+    ),  # every matrix keeps the same share of its weights
     "ranks of attention halved": Rule(weights={"*.attention.*": 0.5}),
     "ranks of attention quartered": Rule(weights={"*.attention.*": 0.25}),
     "ranks of attention doubled": Rule(weights={"*.attention.*": 2.0}),
@@ -133,18 +137,13 @@ class Run:
             return float(torch.stack(losses).mean()) / math.log(2)
 
     def _train(self, steps: int) -> None:
-        if self.device.type == "cuda":
-            done = min(
-                4, steps
-            )  # capturing runs the step three times for real, and a first one builds the state
-            self._step()
-            if steps > 4:
-                step = capture_cuda_graph(self._step)
-                for _ in range(steps - done):
-                    step()
-        else:
-            for _ in range(steps):
-                self._step()
+        step = self._step
+        if self.device.type == "cuda" and steps > 4:
+            step()  # builds the optimizers' state
+            step = capture_cuda_graph(step)  # which runs it three times for real
+            steps -= 4
+        for _ in range(steps):
+            step()
 
     def _step(self) -> None:
         # `index_select`, because indexing by a tensor without dimensions waits for the GPU.
@@ -280,15 +279,18 @@ def show(file: Path) -> None:
         rates = sorted({row["lr"] for row in rows})
         bits: dict[str, dict[float, dict[int, float]]] = {}
         for row in rows:
-            bits.setdefault(row["rule"], {}).setdefault(row["lr"], {})[row["seed"]] = row["bits"]
+            # A run that diverged is the worst; comparisons with NaN are false.
+            score = row["bits"] if math.isfinite(row["bits"]) else math.inf
+            bits.setdefault(row["rule"], {}).setdefault(row["lr"], {})[row["seed"]] = score
         weights = {row["rule"]: row["weights"] for row in rows}
         best = {rule: min(own.values(), key=lambda seeds: seeds[min(seeds)]) for rule, own in bits.items()}
         table = [["rule", "weights in blocks", *(f"{rate:g}" for rate in rates), "seeds", "above narrow"]]
         for rule, own in bits.items():
-            found = [estimate([*own.get(rate, {}).values()]) for rate in rates]
-            above = estimate(paired_differences(best[rule], best.get("narrow", {})))
+            means = [f"{fmean(own[rate].values()):.4f}" if rate in own else "" for rate in rates]
+            differences = paired_differences(best[rule], best.get("narrow", {}))
+            above = estimate(differences) if all(map(math.isfinite, differences)) else None
             table.append([
-                rule, f"{weights[rule]:,}", *(f"{x.mean:.4f}" if x else "" for x in found), f"{len(best[rule])}",
+                rule, f"{weights[rule]:,}", *means, f"{len(best[rule])}",
                 format_estimate(above, 4, sign=True) if above and rule != "narrow" else "",
             ])  # fmt: skip
         print(format_table(table, left=(0,)) + "\n")
@@ -315,6 +317,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     a.device_name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     data = torch.frombuffer(bytearray(gzip.decompress(a.data.read_bytes())), dtype=torch.uint8)
+    needed = 10 * a.held * (a.context + 1)
+    if len(data) < needed:
+        ask.error(
+            f"{a.data} has {len(data):,} bytes; the last tenth is for validation, so --held {a.held} with --context {a.context} "
+            f"needs {needed:,}"
+        )
     data = data.to("cuda" if cuda else "cpu")
     about = settings(a)
     done = {(row["rule"], row["lr"], row["seed"]) for row in rows_of(a.out) if row["settings"] == about}

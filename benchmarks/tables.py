@@ -258,7 +258,7 @@ def run(parts: Parts, given: argparse.Namespace) -> int:
                 each.settings, root, data=given.data, beside=given.beside, minutes=left, expected=each.seconds or None,
                 lines=lines(given.results, table, name),
             )  # fmt: skip
-        except (ValueError, ImportError) as error:  # missing data or packages concern one table
+        except (ValueError, ImportError, OSError) as error:  # missing data or packages concern one table
             print(f"{table}, {name}: {error}", file=sys.stderr)
             code = 1
         codes.append(code)
