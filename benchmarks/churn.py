@@ -55,6 +55,7 @@ METHODS = {
     "plain": "diloco-20",
     "streaming": "streaming-20x4(delay=4)",
     "sparseloco": "sparseloco-20",
+    "sparseloco+checkpoints": "sparseloco-20",  # each replica saves its state after every round
 }
 #: Where a kill can hit.
 PHASES = ("training", "exchange", "flight", "switch", "joining")
@@ -177,7 +178,12 @@ def work(folder: Path, number: int, lighthouse: str, address: str) -> None:
     switch = pf.Switch(rank=0.25, keep=REFERENCES["gpt"].keep, when=pf.AtStep(job.switch_at))
     local = Observed(folder, number, replicas, job)
     local.note()
+    saved = pf.Checkpoint(
+        folder / f"checkpoint-{number}", model, optimizer, switch=switch, compressor=local,
+        every=job.h if job.method.endswith("+checkpoints") else None,
+    )  # fmt: skip
     local.wait_for(folder / "begin")
+    saved.resume()
     local.start(model, optimizer, switch=switch)
     while local.position < job.updates:
         at = local.position
@@ -198,6 +204,7 @@ def work(folder: Path, number: int, lighthouse: str, address: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         local.step(model)
+        saved.step(step=local.position)
     local.sync(model)
     local.write(end=digest(dict(model.named_parameters())).hex(), loss=validate(model, text[-VALIDATION:]),
                 position=local.position, low_rank=bool(switch.low_rank))  # fmt: skip

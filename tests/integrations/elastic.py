@@ -205,7 +205,17 @@ class Training:
             "anchor": {name: x.detach().tolist() for name, x in anchor.items()},
             "model": {name: x.tolist() for name, x in self.model.state_dict().items()},
             "optimizer": sorted({k for s in self.optimizer.state.values() for k in s}),
+            "error_feedback": 0.0 if local is None else error_feedback(local),
         }
+
+
+def error_feedback(local: ElasticLocalSteps) -> float:
+    """Largest element of what this replica has not sent."""
+    engines = [fragment["engine"] for fragment in local.state_dict()["fragments"]]
+    return max(
+        [float(x["error"].abs().max()) for e in engines for x in e["own"].values() if "error" in x],
+        default=0.0,
+    )
 
 
 def replica(name: str, lighthouse: str, job: Job, accident: Accident | None, conn: Connection) -> None:

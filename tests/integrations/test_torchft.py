@@ -401,6 +401,51 @@ def test_a_whole_job_starts_again_from_checkpoints(tmp_path: Path) -> None:
         all_do(two, "until", 16)
 
 
+@pytest.mark.parametrize("saved_at", [8, pytest.param(4, marks=SLOW)])
+def test_a_killed_replica_returns_with_its_own_checkpoint(tmp_path: Path, saved_at: int) -> None:
+    """Of the last round of all, or of an earlier one. It keeps its error feedback, and continues with the others."""
+    with cluster(Job(method=TopK(0.1))) as c:
+        killed, a, b = three = [c.add(name) for name in "cab"]
+        all_do(three, "start")
+        all_do(three, "until", saved_at)
+        killed.tell("save", tmp_path)
+        killed.answer()
+        all_do(three, "until", 8)
+        killed.process.kill()
+        back = c.add("c")
+        back.tell("resume", tmp_path)
+        back.answer()
+        back.tell("start")
+        c.wait_for_joiner()
+        all_do([a, b], "until", 12)
+        joined = back.answer()
+        found = all_do([a, b, back], "until", 20)
+    assert joined["position"] == 12
+    assert joined["error_feedback"] > 0
+    assert found[0]["size"] == 3
+
+
+@pytest.mark.slow
+def test_a_replica_that_returns_with_other_arguments_is_refused(tmp_path: Path) -> None:
+    with cluster(job := Job()) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        all_do([a, b], "until", 4)
+        a.tell("save", tmp_path)
+        a.answer()
+        other = c.add("c", job=Job(momentum=0.9, method=PowerSGD(2)))
+        other.tell("resume", tmp_path)
+        other.answer()
+        other.tell("start")
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 8)
+        with pytest.raises(ValueError, match="differs from the others in its arguments"):
+            other.answer()
+        found = [one.answer() for one in (a, b)]
+    close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
+
+
 def test_the_state_server_waits_for_the_state_and_refuses_others() -> None:
     server, other = StateServer("127.0.0.1"), StateServer("127.0.0.1")
     got: list[Any] = []

@@ -99,6 +99,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         self.position = 0
         self._synced = 0  # position at which all fragments were last averaged, and applied, together
         self._joined = False  # whether this replica has completed a round
+        self._returns = False  # whether it joins with a state of its own, which it has loaded
         self._due: list[int] = []  # the fragments of the round that begins
         self._flying: tuple[Flight, _Average] | None = None
         replicas.share_state(self._shared_state, self._adopt)
@@ -107,8 +108,10 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         return self._replicas.transport
 
     def _begin(self, state: SharedState) -> None:
+        self._returns = self._resumed is not None
         LocalSteps.start(self, state.model)
         self._round([])
+        self._returns = False
 
     @torch.no_grad()
     def step(self, model: nn.Module) -> bool:
@@ -246,7 +249,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     def _exchange(self, average: _Average) -> None:
         """Exchange the differences. An error is kept, for `_finish`."""
         try:
-            contributors = self._replicas.agree(average.facts, average.shared, any(average.since))
+            contributors = self._replicas.agree(
+                average.facts, average.shared, any(average.since), self._returns
+            )
             for fragment, differences in zip(average.fragments, average.differences, strict=True):
                 means = {name: torch.empty_like(x) for name, x in differences.items()}
                 fragment.engine.arrange(differences)
@@ -295,6 +300,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             "position": self.position,
             "synced": self._synced,
             "due": self._due,
+            "returns": self._returns,
             "shared": shared,
             "local": local,
         }
@@ -303,13 +309,13 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Continue like another replica.
 
-        A replica that has completed rounds keeps its inner optimizer and error feedback, and what it has trained of fragments
-        that the others have not averaged meanwhile.
+        A replica that has completed rounds, before or after it was started, keeps its inner optimizer and error feedback, and
+        what it has trained of fragments that the others have not averaged meanwhile.
         """
         assert self._anchor is not None
         assert self._state is not None
         local, ranks = state["local"], state["shared"]["ranks"]
-        own = self._joined and bool(self._due) and self._state.ranks == ranks
+        own = self._joined and bool(self._due or self._returns) and self._state.ranks == ranks
         tensors = {**local["anchor"], **local["buffers"]}
         before = {name: x.clone() for name, x in self._anchor.tensors().items()}
         changed = {n for n, x in tensors.items() if not own or not torch.equal(before[n], x.to(before[n]))}
@@ -325,3 +331,4 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         LocalSteps.start(self, self._state.model)
         self._anchor.copy_to(changed, self._local_tensors(self._state.model))
         self.position, self._synced, self._due = state["position"], state["synced"], list(state["due"])
+        self._returns = state["returns"]  # of the other replica; if it trains, so does this one from here on

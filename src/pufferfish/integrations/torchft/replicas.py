@@ -162,21 +162,24 @@ class Replicas:
             _log.warning("Replicas: %d in round %d, %d before", self.size, self.round, self._size_before)
         self._size_before = self.size
 
-    def agree(self, facts: str, shared: bytes, contributes: bool) -> int:
+    def agree(self, facts: str, shared: bytes, contributes: bool, returns: bool = False) -> int:
         """Compare what must be equal on all replicas, and return how many of them contribute to this round.
 
         Args:
             facts: what this replica is about to do. If most replicas do something else, ValueError is raised.
             shared: digest of the state that all replicas share. One that differs from most is replaced in the next round.
+            returns: whether this replica starts from a checkpoint of its own, or from a replica that does. The others may be
+                elsewhere in the loop, so it gets their state instead of an error, and does not count among them.
         """
         own = hashlib.sha256(facts.encode()).digest() + shared
-        answers = self.transport.gather_bytes(own + bytes([contributes]))
-        counts = Counter(answer[:-1] for answer in answers)
-        most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
-        if len(counts) == 1:
+        answers = self.transport.gather_bytes(own + bytes([contributes, returns]))
+        if len({answer[:-2] for answer in answers}) == 1:
             self._forget_rendezvous()
-            return sum(answer[-1] for answer in answers)
-        if own[32:] != most[32:]:
+            return sum(answer[-2] for answer in answers)
+        running = [answer for answer in answers if not answer[-1]]
+        counts = Counter(answer[:-2] for answer in running or answers)
+        most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
+        if own[32:] != most[32:] or (own != most and returns and running):
             self.manager.load_state_dict(
                 {**self.manager.state_dict(), "step": 0}
             )  # behind, so it gets a state
