@@ -350,12 +350,12 @@ class Cluster:
         self.replicas.append(remote)
         return remote
 
-    def wait_for_joiner(self) -> None:
-        """Wait until a replica has asked the Lighthouse for a round, while the others are elsewhere."""
+    def wait_for_joiner(self, count: int = 1) -> None:
+        """Wait until replicas have asked the Lighthouse for a round, while the others are elsewhere."""
         end = time.monotonic() + LIMIT
         while time.monotonic() < end:
             with urlopen(f"http://127.0.0.1:{self.port}/status", timeout=LIMIT) as page:
-                if b"[1/1 participants healthy]" in page.read():
+                if f"[{count}/{count} participants healthy]".encode() in page.read():
                     return
         raise TimeoutError("no replica joins")
 

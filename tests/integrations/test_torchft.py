@@ -426,6 +426,28 @@ def test_a_killed_replica_returns_with_its_own_checkpoint(tmp_path: Path, saved_
 
 
 @pytest.mark.slow
+def test_new_replicas_do_not_follow_one_that_returns(tmp_path: Path) -> None:
+    """Its state is as recent as that of the others, so that new ones may get it; but the others are further in the round."""
+    with cluster(Job()) as c:
+        killed, a = two = [c.add(name) for name in "ba"]
+        all_do(two, "start")
+        all_do(two, "until", 4)
+        killed.tell("save", tmp_path)
+        killed.answer()
+        killed.process.kill()
+        back, *new = three = [c.add(name) for name in "bcd"]
+        back.tell("resume", tmp_path)
+        back.answer()
+        for one in three:
+            one.tell("start")
+        c.wait_for_joiner(3)
+        a.tell("until", 8)
+        found = [one.answer() for one in (a, *three)]
+        assert {status["position"] for status in found} == {8}
+        all_do([a, back, *new], "until", 12)
+
+
+@pytest.mark.slow
 def test_a_replica_that_returns_with_other_arguments_is_refused(tmp_path: Path) -> None:
     with cluster(job := Job()) as c:
         a, b = c.add("a"), c.add("b")
