@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from .folder_owner import FolderOwner
 from .rng_state import rng_state, seed_rng, set_rng_state
 from .sharded_tensors import is_sharded
 from .sigterm import Sigterm
+from .stateful_parts import check_is_stateful, check_parts, class_name, load_parts, state_dicts
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,7 @@ class Checkpoint:
             f"scheduler {i}" if i else "scheduler": x for i, x in enumerate(schedulers)
         }
         self._worker_parts = {"compressor": compressor, "data": data}
-        for name, x in (self._job_parts | self._worker_parts).items():
-            if x is not None and not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
-                raise TypeError(f"{name} is a {type(x).__name__} without state_dict and load_state_dict")
+        check_is_stateful(self._job_parts | self._worker_parts)
         self.every, self.keep = every, keep
         self._calls = 0
         self._workers = Workers.of_job("Checkpoint", side_group=True)
@@ -268,8 +267,8 @@ class Checkpoint:
                 "ranks": ranks_of(inner),
                 "plan": plan and plan.to_json(),
                 "averages": len(self.also),
-                "parts": _state_dicts(self._job_parts | {"switch": self.switch}),
-                "classes": {name: _class_name(x) for name, x in self._job_parts.items()},
+                "parts": state_dicts(self._job_parts | {"switch": self.switch}),
+                "classes": {name: class_name(x) for name, x in self._job_parts.items()},
             },
         } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
         # Every worker saves and reads its shards in any case.
@@ -280,7 +279,7 @@ class Checkpoint:
             "buffers": differing_state(inner, model_per_worker) if worker else {},
             "averages": [differing_state(x, model_per_worker) for x in (self.also if worker else [])],
             "optimizers": optimizers if worker and own else None,
-            "parts": _state_dicts(self._worker_parts | own_parts),
+            "parts": state_dicts(self._worker_parts | own_parts),
         }
         return write_files(hidden, worker, job_states, worker_state)
 
@@ -317,7 +316,8 @@ class Checkpoint:
         }
         own_averages = worker_state.get("averages") or [{} for _ in averages]
         parts = saved.training["parts"] | worker_state["parts"]
-        self._check_parts(saved, parts)
+        passed = self._job_parts | self._worker_parts
+        check_parts(saved.path, passed, parts, saved.training.get("classes", {}))
 
         def apply() -> Resumed:
             if self.switch is not None and parts["switch"] is not None:
@@ -333,63 +333,19 @@ class Checkpoint:
             with warnings.catch_warnings():
                 if saved.worker_state is None:  # `reset` says it once, for all workers
                     warnings.filterwarnings("ignore", ".*starts with empty error feedback")
-                for name, x in self._saved_parts(parts).items():
-                    try:
-                        x.load_state_dict(parts[name])
-                    except (LookupError, AttributeError, TypeError, ValueError) as error:
-                        message = f"{path}: {name}: {type(error).__name__}: {error}"
-                        raise ValueError(f"{message}; pass the {name} that was saved") from error
+                load_parts(saved.path, passed, parts)
             # Last, because loading may draw random numbers.
             if saved.worker_state is not None:
                 set_rng_state(worker_state["random"], _gpus(inner))
             else:
                 seed_rng(f"{digest} {worker} of {size}")
-            passed = self._job_parts | self._worker_parts | {"switch": self.switch}
-            return Resumed(saved.training["position"], saved.path, saved.not_restored(passed, parts, size))
+            lost = saved.not_restored(passed | {"switch": self.switch}, parts, size)
+            return Resumed(saved.training["position"], saved.path, lost)
 
         return apply
-
-    def _saved_parts(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parts that have a saved state."""
-        parts = self._job_parts | self._worker_parts
-        return {name: x for name, x in parts.items() if x is not None and states.get(name) is not None}
-
-    def _check_parts(self, saved: SavedCheckpoint, states: Mapping[str, Any]) -> None:
-        """Raise ValueError if a part cannot load its saved state, as far as that is known without loading it."""
-        classes = saved.training.get("classes", {})
-        for name, x in self._saved_parts(states).items():
-            now = _class_name(x)
-            if classes.get(name, now) != now:
-                raise ValueError(
-                    f"{saved.path}: {name} was saved as {classes[name]}, but is {now}; pass the same class"
-                )
-            if name == "scaler" and not states[name] and x.state_dict():  # GradScaler refuses the empty state
-                raise ValueError(
-                    f"{saved.path}: the scaler was saved disabled, but is enabled; disable it, or leave out scaler="
-                )
-            if hasattr(x, "check_state_dict"):
-                try:
-                    x.check_state_dict(states[name])
-                except ValueError as error:
-                    raise ValueError(f"{saved.path}: {name}: {error}") from None
-
-
-def _class_name(x: Any) -> str:
-    """Return the class of a part; for a scheduler of schedulers with theirs.
-
-    >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters())
-    >>> _class_name(optim.lr_scheduler.ChainedScheduler([optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]))
-    'ChainedScheduler(ExponentialLR)'
-    """
-    inner = [_class_name(scheduler) for scheduler in getattr(x, "_schedulers", ())]
-    return type(x).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 
 def _gpus(model: nn.Module) -> list[torch.device]:
     """GPUs that hold the model. The current device may be another one."""
     found = {p.device for p in model.parameters() if p.device.type == "cuda"}
     return sorted(found, key=lambda device: device.index or 0)
-
-
-def _state_dicts(parts: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if x is None else x.state_dict() for name, x in parts.items()}
