@@ -1,11 +1,13 @@
-"""Seconds a step over slow links: ResNet-18 (CIFAR shapes) on 4 emulated hosts, dense and low-rank, compressed or not.
+"""Seconds a step over slow links: ResNet-18 (CIFAR shapes) or a GPT on 4 emulated hosts, dense and low-rank, compressed or not.
 
-    python benchmarks/network.py [--links 100mbit 1gbit] [--hosts 4] [--batch 8] [--rounds 5] [--methods dense bf16 …]
+    python benchmarks/network.py [--model gpt] [--links 100mbit 1gbit] [--hosts 4] [--batch 8] [--rounds 5] [--methods dense …]
 
 Every host is a network namespace with a torchrun agent of its own and one single-threaded worker; links are shaped both ways
 and measured first. All methods take turns in every round, in the same processes; medians over the rounds, and speed-ups as
 medians of each round's ratios. "alone" is the same step without any exchange, so that the difference is what the network
-costs. Low rank is the paper's hybrid at ratio 0.25, made by a switch as in a run. Needs root, or user namespaces.
+costs. Low rank is made by a switch as in a run: the paper's hybrid of ResNet-18 at ratio 0.25; the GPT (d 384, 6 layers, 10.8 M
+parameters, 128 tokens a row) at ratio 0.3125, its first block dense. "narrow" is a dense GPT with the low-rank one's number of
+parameters. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -16,32 +18,81 @@ import os
 import platform
 import statistics
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import pufferfish as pf
 from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.advise.timing_rounds import Round, speedups, steps_per_round, timing_rounds
-from pufferfish.lab.models import REFERENCES
+from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
+from pufferfish.lab.train.find_width import closest_width
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.planning.table import format_table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
 METHODS = ["dense", TORCH, "bf16", "powersgd-4", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd-4"]
-RESNET = REFERENCES["resnet18"]
+#: A narrower dense model, with the compression that follows it.
+NARROW = "narrow"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch and its optimizer."""
+
+    build: Callable[[float], nn.Module]  # with a width
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    rank: float
+    keep: tuple[str, ...]
+    multiple: int
+
+    def plan(self, model: nn.Module) -> pf.Plan:
+        return pf.plan(model, rank=self.rank, keep=self.keep, multiple=self.multiple)
+
+    def narrow_width(self) -> float:
+        """Width of the dense model that has as many parameters as the low-rank one."""
+        with torch.device("meta"):
+            wanted = self.plan(self.build(1.0)).after.parameters
+            return closest_width(
+                lambda width: sum(p.numel() for p in self.build(width).parameters()) / wanted, tries=12
+            )[0]
+
+
+def images(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
+
+
+def text(rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (rows, 129))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+CASES = {
+    "resnet18": Case(
+        lambda width: REFERENCES["resnet18"].build(), images,
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), 0.25, REFERENCES["resnet18"].keep, 1,
+    ),
+    "gpt": Case(
+        lambda width: GPT(vocabulary=256, d=384, layers=6, heads=6, context=128, width=width), text,
+        lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4), 0.3125, REFERENCES["gpt"].keep, 16,
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--links", nargs="+", default=["100mbit", "1gbit"])
     ask.add_argument("--hosts", type=int, default=4)
-    ask.add_argument("--batch", type=int, default=8, help="images of each worker")
+    ask.add_argument("--model", choices=CASES, default="resnet18")
+    ask.add_argument("--batch", type=int, default=8, help="rows of each worker")
     ask.add_argument("--rounds", type=int, default=5)
     ask.add_argument("--methods", nargs="+", default=METHODS)
     ask.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -50,12 +101,13 @@ def main() -> None:
         work(given)
         return
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, pufferfish "
-          f"{pf.__version__}, {given.hosts} hosts, batch {given.batch} each\n")  # fmt: skip
+          f"{pf.__version__}, {given.model}, {given.hosts} hosts, batch {given.batch} each\n")  # fmt: skip
     for link in given.links:
         with Network(given.hosts, link) as network, tempfile.TemporaryDirectory() as folder:
             got = network.measure()
             out = Path(folder) / "times.json"
-            words = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--methods", *given.methods]
+            words = ["--model", given.model, "--batch", str(given.batch), "--rounds", str(given.rounds)]
+            words += ["--methods", *given.methods]
             code = network.launch([__file__, "--worker", str(out), *words], env={"OMP_NUM_THREADS": "1"})
             if code:
                 raise SystemExit(f"the workers failed with exit code {code}")
@@ -67,7 +119,7 @@ def work(given: argparse.Namespace) -> None:
     """What one process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    racing = {name: contender(name, given.batch) for name in given.methods}
+    racing = {name: contender(name, CASES[given.model], given.batch) for name in given.methods}
     rounds = list(timing_rounds(racing, given.rounds, steps_per_round(racing)))
     if dist.get_rank() == 0:
         given.worker.write_text(json.dumps(rounds))
@@ -76,18 +128,20 @@ def work(given: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def contender(name: str, batch: int) -> TimedModel:
+def contender(name: str, case: Case, rows: int) -> TimedModel:
     """A model as the method trains it."""
-    chosen = training_method("dense" if name == TORCH else name)
+    narrow = name.startswith(NARROW)
+    plain = "dense" if name in (TORCH, NARROW) else name.removeprefix(NARROW + "+")
+    chosen = training_method(plain)
     torch.manual_seed(0)
-    model = RESNET.build()
-    low = None if chosen.model == "dense" else pf.plan(model, rank=0.25, keep=RESNET.keep, multiple=1)
-    x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+    model = case.build(case.narrow_width() if narrow else 1.0)
+    low = None if chosen.model == "dense" else case.plan(model)
+    x, y = case.batch(rows)
     made = TimedModel(
         chosen,
         model,
-        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
-        lambda net: nn.functional.cross_entropy(net(x), y),
+        case.optimizer,
+        lambda net: nn.functional.cross_entropy(net(x).flatten(0, -2), y.flatten()),
         transform=None
         if low is None
         else lambda net, own: pf.Switch(low, when=pf.AtStep(0)).step(net, own, step=0),
