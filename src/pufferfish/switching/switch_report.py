@@ -113,7 +113,7 @@ class Report:
         if self.loss is not None:
             lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
         if self.max_jump is not None:
-            lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
+            lines.append(f"max_jump {100 * self.max_jump:.3g}%: {self._raised()}")
         elif lowered := [e for e in self.plan if e.asked and e.matrix]:
             kept = sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix)
             share = kept / sum(e.before for e in lowered)
