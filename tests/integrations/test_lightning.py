@@ -109,6 +109,11 @@ def test_equals_a_plain_loop(when: Any, accumulate: int, tmp_path: Path) -> None
     assert "on_load_checkpoint" not in vars(net)
 
 
+def test_a_run_that_ends_before_the_switch_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the run ended before the switch \(when=AtEpoch\(n=9\)\)"):
+        make(pf.Switch(rank=0.25, when=pf.AtEpoch(9)), tmp_path).fit(Net(), loader())
+
+
 def test_averaged_weights(tmp_path: Path) -> None:
     """EMA beside a plain loop, and resumed before and after the switch."""
 

@@ -369,6 +369,11 @@ def test_automatic_switch_in_one_epoch_and_on_a_stream(tmp_path: Path) -> None:
     assert SwitchCallback(trainer, pf.Switch(back=pf.AtEpoch(2))).by == "epoch"
 
 
+def test_a_run_that_ends_before_the_switch_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"train: the run ended before the switch \(when=AtEpoch\(n=9\)\)"):
+        train(make(Net(), tmp_path), pf.Switch(rank=0.25, when=pf.AtEpoch(9)))
+
+
 def test_weights_from_before_the_switch_are_not_published(tmp_path: Path) -> None:
     trainer = make(Net(), tmp_path)
     trainer.args.push_to_hub = True  # later than the Trainer asks the Hub

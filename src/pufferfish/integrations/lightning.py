@@ -1,6 +1,7 @@
 """Lightning: a callback that runs the switch between two updates, on one device or under DDP."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.job import find_ddp
 from ..lowrank.factorize import merge_
-from ..switching.moments import AtStep, RanksSettle
+from ..switching.moments import AtStep, RanksSettle, moment_text
 from ..switching.switch import Switch
 
 try:
@@ -125,6 +126,11 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         """Whether a moment of the switch is a number of updates, and not a share of the run."""
         when, back = self.switch.when, self.switch.settings.back
         return any(isinstance(moment, AtStep) for moment in (when, getattr(when, "latest", None), back))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.switch.report is None and trainer.is_global_zero:
+            when = moment_text(self.switch.when)
+            warnings.warn(f"SwitchCallback: the run ended before the switch (when={when})", stacklevel=2)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The process that started the workers loads the result into its dense module, ignoring other keys.
