@@ -229,9 +229,35 @@ def a_shard(rank: int, size: int) -> None:
         guard(loss)
 
 
+def a_shard_of_a_rebuilt_model(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=mesh)
+
+    model = build()
+    shard(model)
+    guard = FiniteGuard(model)
+    switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
+    new, _ = switch.rebuild(model, None, build=build, shard=shard, step=0)
+    loss = backward(new)
+    assert guard(loss)
+    if rank == 1:
+        new.get_parameter("0.up.weight").grad.to_local()[0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"the gradient of 0\.up\.weight is not finite on rank 1"):
+        guard(loss)
+
+
 @pytest.mark.timeout(120)  # the hang guard
 @pytest.mark.parametrize(
-    "case", [a_loss_on_one_worker, an_averaged_gradient, a_gradient_under_no_sync, a_shard]
+    "case",
+    [
+        a_loss_on_one_worker,
+        an_averaged_gradient,
+        a_gradient_under_no_sync,
+        a_shard,
+        a_shard_of_a_rebuilt_model,
+    ],
 )
 def test_all_workers_get_the_same_answer(case: Callable[[int, int], None]) -> None:
     in_processes(case, 2)

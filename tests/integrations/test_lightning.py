@@ -15,7 +15,12 @@ import pytorch_lightning
 import torch
 import torch.distributed as dist
 from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -102,6 +107,47 @@ def test_equals_a_plain_loop(when: Any, accumulate: int, tmp_path: Path) -> None
     same(net.layers, by_hand(other, accumulate))
     assert (switch.report is None) == (other.report is None) == (when == pf.AtStep(99))
     assert "on_load_checkpoint" not in vars(net)
+
+
+def test_a_run_that_ends_before_the_switch_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"the run ended before the switch \(when=AtEpoch\(n=9\)\)"):
+        make(pf.Switch(rank=0.25, when=pf.AtEpoch(9)), tmp_path).fit(Net(), loader())
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    """EMA beside a plain loop, and resumed before and after the switch."""
+
+    def run(folder: str, **resume: Any) -> Net:
+        net, switch = Net(), pf.Switch(rank=0.25, when=pf.AtStep(5))
+        saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+        make(switch, tmp_path, EMAWeightAveraging(decay=0.9), saves).fit(net, loader(), **resume)
+        return net
+
+    net = run("whole")
+    model, data, switch = build(), samples(), pf.Switch(rank=0.25, when=pf.AtStep(5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9), use_buffers=True
+    )
+    for step in range(EPOCHS * SAMPLES // BATCH):
+        switch.step(model, optimizer, step=step, also=[ema])
+        i = step * BATCH % SAMPLES
+        x, y = zip(*data[i : i + BATCH], strict=True)
+        nn.functional.cross_entropy(model(torch.stack(x)), torch.tensor(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+        if i + BATCH == SAMPLES:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    same(net.layers, ema.module)  # at the end the module has the averaged weights
+    for step in (4, 8):
+        same(net, run(str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt", weights_only=True))
+
+    swa = Net()
+    averaging = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    make(pf.Switch(rank=0.25, when=pf.AtStep(5)), tmp_path, averaging).fit(swa, loader())
+    assert type(swa.layers[0]) is pf.layers.LowRankLinear
+    assert all(p.isfinite().all() for p in swa.parameters())
 
 
 def test_the_other_package_and_mixed_precision(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from adapters import BATCH, EPOCHS, SAMPLES, Register, same, tensorboard
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
@@ -217,6 +224,36 @@ def test_load_best_model_of_gpt2_in_mixed_precision(tmp_path: Path) -> None:
     torch.testing.assert_close(dense(ids).logits, trainer.model.eval()(ids).logits, rtol=0.05, atol=0.05)
 
 
+def tiny_mixture() -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_experts_are_read_from_dense_checkpoints(best: bool, tmp_path: Path) -> None:
+    """Files have one tensor for each expert, and the model one for all: the Trainer's own names do not match."""
+    options = {"save_strategy": "steps", "save_steps": 4}
+    if best:  # the first checkpoint, of a run that ends before the switch
+        best_first = {"eval_steps": 4, "metric_for_best_model": "loss", "greater_is_better": True}
+        options |= {"eval_strategy": "steps", "load_best_model_at_end": True} | best_first
+    trainer = make(tiny_mixture(), tmp_path / "whole", TOKENS, **options)
+    train(trainer, pf.Switch(rank=0.25, when=pf.AtStep(99 if best else 6)))
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    if best:
+        assert trainer.state.best_global_step == 4
+        same(trainer.model, MixtralForCausalLM.from_pretrained(checkpoint))
+        return
+    for step in (4, 8):
+        resumed = make(tiny_mixture(), tmp_path / "again", TOKENS)
+        folder = str(tmp_path / "whole" / f"checkpoint-{step}")
+        train(resumed, pf.Switch(rank=0.25, when=pf.AtStep(6)), folder)
+        same(trainer.model, resumed.model)
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     def switch() -> pf.Switch:
         return pf.Switch(rank=0.25, when=pf.AtStep(6))
@@ -330,6 +367,11 @@ def test_automatic_switch_in_one_epoch_and_on_a_stream(tmp_path: Path) -> None:
         assert switch.report is not None
         assert switch.report.position.step == -(-trainer.state.max_steps // 3)
     assert SwitchCallback(trainer, pf.Switch(back=pf.AtEpoch(2))).by == "epoch"
+
+
+def test_a_run_that_ends_before_the_switch_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"train: the run ended before the switch \(when=AtEpoch\(n=9\)\)"):
+        train(make(Net(), tmp_path), pf.Switch(rank=0.25, when=pf.AtEpoch(9)))
 
 
 def test_weights_from_before_the_switch_are_not_published(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """factorize_, reshape_ and merge_: a failure in any layer changes nothing."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +186,33 @@ def test_a_users_own_type_that_refuses_changes_nothing(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="not with me"):
         pf.factorize_(model, pf.plan(model))
     assert snapshot(model, None) == before
+
+
+@pytest.mark.parametrize("way", ["factorize_", "reshape_", "load"])
+def test_an_optimizer_that_is_left_behind(way: str, tmp_path: Path) -> None:
+    """It would silently train none of the replaced weights."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    done = pf.factorize_(trained := build(), pf.plan(trained, rank=0.25))
+    pf.save(trained, tmp_path / "small")
+
+    def change(model: nn.Module, *optimizer: optim.Optimizer) -> None:
+        if way == "load":
+            pf.load(model, tmp_path / "small")
+        else:
+            getattr(pf, way)(model, done if way == "reshape_" else pf.plan(model, rank=0.25), *optimizer)
+
+    model = build()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    remedy = "create it after load" if way == "load" else "pass it as optimizer=, or create it afterwards"
+    with pytest.warns(UserWarning, match=rf"0\.weight is replaced .* \(SGD\) holds it .*; {remedy}"):
+        change(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        change(build())
+        model = build()
+        if way != "load":
+            change(model, optimizer := optim.SGD(model.parameters(), lr=0.1))
+            assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}

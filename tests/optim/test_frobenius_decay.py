@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -537,6 +536,34 @@ def sharded_and_replicated(rank: int, size: int) -> None:
                 torch.testing.assert_close(whole, q, rtol=1e-9, atol=1e-9, msg=lambda m, n=label: f"{n}: {m}")
 
 
+def rebuilt_by_the_switch(rank: int, size: int) -> None:
+    """The decay of a dense model continues with the factors of the model that replaces it."""
+    mesh = init_device_mesh("cpu", (size,))
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, mesh=mesh)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 16), nn.Flatten(), nn.Linear(64, 5)).double()
+
+    model, alone = build(), build()
+    shard(model)
+    optimizer, other = (optim.AdamW(m.parameters(), 1e-2, weight_decay=OWN) for m in (model, alone))
+    FrobeniusDecay(model, optimizer, LAMBDA)
+    FrobeniusDecay(alone, other, LAMBDA)
+    plan = pf.plan(alone, rank=3)
+    switch, beside = (pf.Switch(plan, when=pf.AtStep(1)) for _ in range(2))
+    for step in range(3):
+        model, _ = switch.rebuild(model, optimizer, build=build, shard=shard, step=step)
+        beside.step(alone, other, step=step)
+        our_step(model, optimizer, step)
+        our_step(alone, other, step)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.timeout(240)  # the hang guard
-def test_ddp_and_fsdp2(tmp_path: Path) -> None:
-    in_processes(sharded_and_replicated, 2)
+@pytest.mark.parametrize("case", [sharded_and_replicated, rebuilt_by_the_switch])
+def test_ddp_and_fsdp2(case: Callable[[int, int], None]) -> None:
+    in_processes(case, 2)

@@ -222,6 +222,9 @@ def test_the_automatic_recipe() -> None:
     assert len(moments) == 1
     assert 11 <= moments[0] <= 20
     assert switch.report is not None
+    assert str(switch.report).startswith(
+        f"Switched to low rank at epoch {moments[0]}, as the ranks had settled: "
+    )
     for e in switch.report.plan:
         assert e.rank is None or e.rank % 16 == 0
 
@@ -255,6 +258,11 @@ def test_the_latest_moment() -> None:
     model = build()
     switch = pf.Switch(rank=0.25, when=pf.RanksSettle(latest=pf.AtFraction(0.5)))
     assert [switch.step(model, momentum(model), epoch=e, total=10) for e in range(7)].index(True) == 5
+    said = str(switch.report)
+    assert said.startswith("Switched to low rank at epoch 5, the latest moment; ranks had not settled: ")
+    again = pf.Switch()
+    again.load_state_dict(switch.state_dict())
+    assert str(again.report) == said
 
 
 @pytest.mark.parametrize("compiled", ["torch.compile(model)", "model.compile()"])
@@ -456,6 +464,9 @@ def test_moments_are_checked_at_once() -> None:
         pf.Switch(rank=16, when=3)
     with pytest.raises(TypeError, match=r"back=RanksSettle.* is not a moment"):
         pf.Switch(rank=16, back=pf.RanksSettle())
+    for when, back in [(pf.AtStep(2), pf.AtStep(2)), (pf.AtFraction(0.5), pf.AtFraction(0.3))]:
+        with pytest.raises(ValueError, match=r"back=At.* is not after when=At"):
+            pf.Switch(rank=16, when=when, back=back)
     model = build()
     switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(2), back=pf.AtEpoch(3))
     with pytest.raises(ValueError, match=r"AtEpoch.* needs epoch="):

@@ -16,12 +16,11 @@ from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
 from ..distributed.workers import Workers
-from ..layers.names import unwrap
+from ..layers.names import rebuilt, unwrap
 from ..lowrank.factorize import ranks_of
 from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
-from ..switching.fsdp2 import rebuilt
 from ..switching.switch import Switch
 from .atomic_publish import create_hidden_folder, publish_by_rename
 from .checkpoint_files import (

@@ -116,7 +116,10 @@ class SavedCheckpoint:
         reset = []
         if self.worker_state is None:
             by = f"{self.world_size} worker{'s' * (self.world_size > 1)}"
-            own = {"compressor": "error feedback of the compressor", "data": "data"}
+            feedback = "error feedback of the compressor"
+            if getattr(passed["compressor"], "has_model_per_worker", False):
+                feedback = f"models and optimizers of all workers but worker 0, and {feedback}"
+            own = {"compressor": feedback, "data": "data"}
             lost = {name: text for name, text in own.items() if passed[name] is not None or name == "data"}
             said = [text for name, text in lost.items() if passed[name] is not None]
             reset = [f"{text} (saved by {by}, now {world_size})" for text in ("random numbers", *said)]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.names import own_name, unwrap
+from ..layers.names import own_name, rebuilt, unwrap
 from .job import Job
 
 
@@ -59,6 +59,7 @@ class FiniteGuard:
         Args:
             loss: checked together with the gradients, if given.
         """
+        self.model = rebuilt(self.model)
         workers = Job(self.model, "FiniteGuard").workers
         named = [(own_name(name), p) for name, p in unwrap(self.model).named_parameters()]
         # A byte for each parameter, for the loss of each worker and for the gradients of each worker: 1 is bad.

@@ -1,14 +1,16 @@
 """Lightning: a callback that runs the switch between two updates, on one device or under DDP."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.job import find_ddp
 from ..lowrank.factorize import merge_
-from ..switching.moments import AtStep, RanksSettle
+from ..switching.moments import AtStep, RanksSettle, moment_text
 from ..switching.switch import Switch
 
 try:
@@ -22,6 +24,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
 
     The trainer's loggers get the parameters, energy kept and loss of the switch (`switch.report.metrics`).
     Build the module dense as usual: checkpoints from before and after the switch can be resumed and evaluated.
+    Averaged copies of the callbacks `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` are changed too.
     Strategies that start workers from a running process (`ddp_spawn`, `ddp_fork`, `ddp_notebook`) return merged,
     dense weights to it.
 
@@ -65,7 +68,8 @@ class SwitchCallback(Callback):  # type: ignore[misc]
             type(pl_module).on_load_checkpoint(pl_module, checkpoint)
             saved = checkpoint.get("callbacks", {}).get(self.state_key)
             # Optimizers do not exist yet. A checkpoint without our state comes from a dense run without a switch.
-            Switch().restore_(pl_module, None, saved["switch"] if saved else Switch().state_dict())
+            for model in (pl_module, *_averages(trainer)):
+                Switch().restore_(model, None, saved["switch"] if saved else Switch().state_dict())
 
         pl_module.on_load_checkpoint = restore_structure
 
@@ -109,8 +113,9 @@ class SwitchCallback(Callback):  # type: ignore[misc]
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()  # as Lightning is about to do: these gradients are already used
         changed = self.switch.step(
-            trainer.strategy.model, trainer.optimizers, epoch=epoch, step=step, total=total
-        )
+            trainer.strategy.model, trainer.optimizers, epoch=epoch, step=step, total=total,
+            also=_averages(trainer),
+        )  # fmt: skip
         if changed and self.switch.report is not None:
             # Not by `log`, which drops what falls between two multiples of log_every_n_steps.
             for logger in trainer.loggers:
@@ -122,10 +127,21 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         when, back = self.switch.when, self.switch.settings.back
         return any(isinstance(moment, AtStep) for moment in (when, getattr(when, "latest", None), back))
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.switch.report is None and trainer.is_global_zero:
+            when = moment_text(self.switch.when)
+            warnings.warn(f"SwitchCallback: the run ended before the switch (when={when})", stacklevel=2)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The process that started the workers loads the result into its dense module, ignoring other keys.
         if getattr(trainer.strategy, "_start_method", "popen") != "popen" and self.switch.low_rank:
             merge_(pl_module)
+
+
+def _averages(trainer: Trainer) -> list[nn.Module]:
+    """Averaged copies of the module, which Lightning's callbacks for EMA and SWA keep."""
+    kept = (getattr(callback, "_average_model", None) for callback in trainer.callbacks)
+    return [average for average in kept if isinstance(average, nn.Module)]
 
 
 def _total_steps(trainer: Trainer) -> int | None:

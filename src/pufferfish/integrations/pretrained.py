@@ -5,7 +5,8 @@ The weights are in `pufferfish.safetensors` instead of `model.safetensors`, and 
 usual name it would initialize the factorized layers at random, and only log that.
 
 `factorize_`, `reshape_` and `Switch` import this module where transformers is in use. It extends four methods of
-transformers' classes, which stay the same for dense models and their folders.
+transformers' classes, which stay the same for dense models and their folders, with one exception: the Trainer also reads
+weights that its files have under other names than the model, such as experts.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..layers import LowRank
+from ..layers.names import unwrap
 from ..lowrank.factorize import reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, read_manifest, write_manifest
 from ..lowrank.plan_of import plan_of
@@ -241,6 +243,7 @@ def _extend_trainer(trainer: Any) -> None:
         if _is_after_switch(folder):  # of a model that is not a PreTrainedModel
             _check_is_low_rank(own, folder)
         load_checkpoint(self, resume_from_checkpoint, model)
+        _read_renamed(own, folder)
 
     @functools.wraps(load_best)
     def load_best_model(self: Any) -> None:
@@ -249,9 +252,29 @@ def _extend_trainer(trainer: Any) -> None:
             _read_checkpoint(self.model, folder)
         else:
             load_best(self)
+            _read_renamed(self.model, folder)
 
     trainer._load_from_checkpoint = load_from_checkpoint
     trainer._load_best_model = load_best_model
+
+
+def _read_renamed(model: Any, folder: Path) -> None:
+    """Load the dense weights again if files and model have different names: the Trainer only logs those it does not find.
+
+    Files of a mixture of experts, for example, have one tensor for each expert, and the model has one for all.
+    """
+    model = unwrap(model)
+    files = [folder / name for name in ("model.safetensors", index_name("model"))]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None or not isinstance(model, PreTrainedModel) or is_low_rank(model):
+        return
+    with open_weights(file) as source:
+        if source.shapes.keys() <= model.state_dict().keys():
+            return
+        from .checkpoint_names import in_model_names
+
+        renamed = in_model_names(source, model)
+        model.load_state_dict({name: renamed.get(name) for name in renamed.shapes}, strict=False)
 
 
 def _is_after_switch(folder: Path) -> bool:

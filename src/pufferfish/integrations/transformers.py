@@ -6,6 +6,7 @@ ignores missing weights, so the callback gives the model the structure of the ch
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from ..distributed.job import find_ddp
 from ..layers import LowRank
 from ..lowrank.factorize import ranks_of
 from ..planning.json_file import read_json
+from ..switching.moments import moment_text
 from ..switching.switch import Switch
 from .pretrained import from_pretrained as from_pretrained
 
@@ -164,6 +166,13 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             self._store(state)
 
     on_epoch_end = on_step_end
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.switch.report is None and state.is_world_process_zero:
+            when = moment_text(self.switch.when)
+            warnings.warn(f"train: the run ended before the switch (when={when})", stacklevel=2)
 
     def _step(self, state: TrainerState, epoch: int | None, total: int) -> None:
         model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer

@@ -7,6 +7,8 @@ from torch.optim.swa_utils import AveragedModel
 
 # Name segments added by torch.compile, activation checkpointing and FSDP1.
 _MARKERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+#: Attribute of a model that `Switch.rebuild` has replaced: the new model.
+REBUILT = "_pufferfish_rebuilt"
 
 
 def own_name(name: str) -> str:
@@ -28,6 +30,12 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def rebuilt(model: nn.Module) -> nn.Module:
+    """Return the model that `Switch.rebuild` has put in the place of `model`, or `model` itself."""
+    new: nn.Module = vars(model).get(REBUILT, model)
+    return new
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

@@ -1,6 +1,7 @@
 """Checks made before a model is changed: the plan fits it, no gradient is pending, and no optimizer is missing."""
 
 import gc
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
-from ..optim.carry import accepts
+from ..optim.carry import accepts, check_optimizers
 from ..planning.plan import Plan
 from ..planning.svd import check_values
 
@@ -269,6 +270,22 @@ def check_optimizers_complete(weights: Mapping[int, str], optimizers: list[Optim
         raise ValueError(
             f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
             "optimizers as a list"
+        )
+
+
+def warn_of_other_optimizers(
+    model: nn.Module, plan: Plan, optimizers: list[Optimizer], remedy: str, stacklevel: int = 3
+) -> None:
+    """Warn if an optimizer that was not passed holds a weight that the plan replaces: it would not train the factors."""
+    check_optimizers(optimizers)
+    weights = factorized_weights(model, plan)
+    if not weights or next(model.parameters()).is_meta or not _held_by_others(weights, optimizers):
+        return
+    gc.collect()  # an optimizer without references does not count
+    for name, kind in _held_by_others(weights, optimizers)[:1]:
+        warnings.warn(
+            f"{name} is replaced by two factors, but an existing optimizer ({kind}) holds it and does not train them; {remedy}",
+            stacklevel=stacklevel,
         )
 
 

@@ -23,10 +23,13 @@ from .checks import (
     check_unwrapped,
     find_compiled,
     replaced_parameters,
+    warn_of_other_optimizers,
 )
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
+
+_REMEDY = "pass it as optimizer=, or create it afterwards"
 
 
 def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
@@ -61,6 +64,7 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     check_plan(model, plan, finite=True)
     plan = resolve(plan, model)
     plan.warn_if_little_changes()
+    warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
     return replace_layers_(model, plan, optimizer, svd_factors)
 
 
@@ -108,6 +112,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
             f"{unresolved}: the plan has a rule instead of a rank; pass the plan that factorize_ returned"
         )
     check_plan(model, plan)
+    warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
     return replace_layers_(model, plan, optimizer, nan_factors)
 
 

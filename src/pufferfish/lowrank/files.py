@@ -16,8 +16,8 @@ from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
-from .checks import check_not_sharded
-from .factorize import reshape_, set_parameter
+from .checks import check_not_sharded, warn_of_other_optimizers
+from .factorize import nan_factors, replace_layers_, reshape_, set_parameter
 from .plan_of import plan_of
 from .weight_files import index_name, open_weights
 
@@ -81,7 +81,8 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
     on the meta device, and copied to others.
 
     Args:
-        model: A newly built dense model, or one that already has the low-rank structure.
+        model: A newly built dense model, or one that already has the low-rank structure. Create its optimizer
+            afterwards.
         folder: From `save`, `pufferfish convert` or `save_pretrained` of a low-rank transformers model.
 
     Returns:
@@ -119,7 +120,8 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
                 raise ValueError(f"{folder}: {name} is {there} in the file and {here} in the model")
         values = {key: file.get(name) for key, name in names.items()}
     if dense:
-        reshape_(model, plan)
+        warn_of_other_optimizers(model, plan, [], "create it after load")
+        replace_layers_(model, plan, None, nan_factors)
     now = model.state_dict()
     own = own_keys(now)
     loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}

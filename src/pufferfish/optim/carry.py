@@ -67,7 +67,7 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
         if isinstance(optimizer, _REFUSED):
             raise TypeError(
                 f"{type(optimizer).__name__} does not support a change of parameters; "
-                "do not pass it here, and create a new one afterwards"
+                "delete it first, and create a new one afterwards"
             )
         if held := _held(optimizer):
             raise TypeError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix
-from ..layers.names import named_modules
+from ..layers.names import named_modules, rebuilt
 from .carry import Optimizers, as_list, check_optimizers
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
@@ -139,6 +139,7 @@ class FrobeniusDecay:
         known, listed = self._listed.get(optimizer, ([], []))
         modules = [(x, down(), up()) for x, down, up in listed]
         if ids != known or any(down is None or up is None for _, down, up in modules):
+            self.model = rebuilt(self.model)
             modules = list(_modules(self.model))
             self._listed[optimizer] = ids, [(x, ref(down), ref(up)) for x, down, up in modules]
         return [(x, down.get_parameter("weight"), up.get_parameter("weight")) for x, down, up in modules]

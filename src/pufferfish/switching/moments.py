@@ -185,6 +185,19 @@ def counts_steps(moment: object) -> bool:
     return isinstance(moment, AtStep | AtFraction)
 
 
+def is_after(moment: object, other: object) -> bool:
+    """Whether a moment is later than another one, as far as that is known in advance: moments in different units may be.
+
+    >>> is_after(AtStep(3), AtStep(2)), is_after(AtStep(3), AtStep(3)), is_after(AtEpoch(1), AtStep(9))
+    (True, False, True)
+    """
+    if isinstance(moment, AtEpoch | AtStep) and isinstance(other, type(moment)):
+        return moment.n > other.n
+    if isinstance(moment, AtFraction) and isinstance(other, AtFraction):
+        return moment.share > other.share
+    return True
+
+
 def moment_text(when: object) -> str:
     """Text of a moment that is the same in every process. The `repr` of a function contains its address.
 

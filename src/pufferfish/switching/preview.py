@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,20 @@ def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
-            return float(evaluate(model))
+            return _as_number(evaluate(model))
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _as_number(loss: Any) -> float:
+    try:
+        return float(loss)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise TypeError(
+            f"evaluate returned a {type(loss).__name__}{shape}; return the loss of the held-out batch, one number"
+        ) from None
 
 
 class Trial:
@@ -91,7 +102,7 @@ def _raised(e: Entry, plan: Plan, max_jump: float) -> Entry:
     raised = replace(e, asked=e.asked or e.rank)
     if more > e.rank:
         return raised.with_rank(more)
-    return raised.keep_dense(f"the loss would jump by more than {max_jump:.0%}")
+    return raised.keep_dense(f"the loss would jump by more than {100 * max_jump:.3g}%")
 
 
 @dataclass(frozen=True)

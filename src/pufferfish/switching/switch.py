@@ -274,7 +274,8 @@ class Switch:
             job.workers.check_equal(job.inner.parameters())
         mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
         places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
-        self.report = Report(plan, at, None, self.settings.max_jump, optimizers=places)
+        settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
+        self.report = Report(plan, at, max_jump=self.settings.max_jump, optimizers=places, settled=settled)
         self._decision.gradients.stop()
         if not self._over:
             self._decision.gradients.watch(optimizers)

@@ -33,10 +33,18 @@ class Report:
     max_jump: float | None = None  # the limit of the switch
     merged: Position | None = None  # position at which the model became full-rank again
     optimizers: str = ""  # which optimizer has how many factors, if one of several is Muon
+    settled: bool | None = (
+        None  # whether the ranks had settled, or `latest` was reached; None without `RanksSettle`
+    )
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
-        switched = {"at": vars(self.position), "loss": self.loss, "max_jump": self.max_jump}
+        switched = {
+            "at": vars(self.position),
+            "loss": self.loss,
+            "max_jump": self.max_jump,
+            "settled": self.settled,
+        }
         merged = self.merged and vars(self.merged)
         return {
             "plan": self.plan.to_json(),
@@ -54,7 +62,7 @@ class Report:
         merged = data["merged"] and Position(**data["merged"])
         return Report(
             Plan.from_json(data["plan"]), Position(**switched["at"]), loss, switched["max_jump"], merged,
-            data.get("optimizers", ""),
+            data.get("optimizers", ""), switched.get("settled"),
         )  # fmt: skip
 
     @property
@@ -103,7 +111,13 @@ class Report:
 
     def __str__(self) -> str:
         b, a = self.plan.before, self.plan.after
-        first = f"Switched to low rank at {self.position}: {b.parameters:,} → {a.parameters:,} parameters"
+        why = {
+            None: "",
+            True: ", as the ranks had settled",
+            False: ", the latest moment; ranks had not settled",
+        }
+        at = f"{self.position}{why[self.settled]}"
+        first = f"Switched to low rank at {at}: {b.parameters:,} → {a.parameters:,} parameters"
         back = "" if self.merged is None else f"; merged back to full rank at {self.merged}"
         if not self.plan.ranks:
             first = f"The switch at {self.position} changed no layer: {b.parameters:,} parameters"
@@ -113,7 +127,7 @@ class Report:
         if self.loss is not None:
             lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
         if self.max_jump is not None:
-            lines.append(f"max_jump {self.max_jump:.0%}: {self._raised()}")
+            lines.append(f"max_jump {100 * self.max_jump:.3g}%: {self._raised()}")
         elif lowered := [e for e in self.plan if e.asked and e.matrix]:
             kept = sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix)
             share = kept / sum(e.before for e in lowered)

@@ -11,7 +11,7 @@ from ..optim.rewarm import Rewarm
 from ..planning.plan import Plan, check_is_plan
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
-from .moments import RanksSettle, When, counts_steps
+from .moments import RanksSettle, When, counts_steps, is_after
 
 #: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
 #: 0.02 bits at 92 % of the weights of its blocks, 0.07 at 62 % and 0.14 at 48 %.
@@ -50,6 +50,8 @@ class SwitchSettings:
                 moment is None or callable(moment) or (name == "when" and isinstance(moment, RanksSettle))
             ):
                 raise TypeError(f"Switch: {name}={moment!r} is not a moment such as pf.AtEpoch(80)")
+        if self.back is not None and not is_after(self.back, self.when):
+            raise ValueError(f"Switch: back={self.back} is not after when={self.when}; pass a later moment")
         if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
             raise ValueError(
                 "Switch: max_jump must be a share ≥ 0 of the loss that evaluate= returns; pass both"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...compression.fsdp2_hook import find_fsdp2_hook
 from ...distributed.shared_svd import broadcast_factors, owners
 from ...distributed.workers import Workers
-from ...layers.names import named_modules, own_name, unwrap
+from ...layers.names import REBUILT, named_modules, own_name, unwrap
 from ...lowrank.checks import check_accepted
 from ...lowrank.factorize import reshape_, svd_factors
 from ...optim.carry import Carrier, Optimizers, as_list, check_optimizers
@@ -20,9 +20,6 @@ from ...planning.plan import Plan
 from .outline import buffers, check_finite, check_same_sharding, check_sharded, local, outline, parameters
 from .routes import Factors, NewParameters, Route, find_routes, transfer
 from .sharded_job import in_rounds
-
-#: Attribute of a model that was rebuilt.
-_NEW = "_pufferfish_rebuilt"
 
 
 def rebuild(
@@ -136,12 +133,6 @@ def _move_buffers(old: nn.Module, new: nn.Module) -> None:
                 vars(module)[key] = vars(modules[name]).get(key)
 
 
-def rebuilt(model: nn.Module) -> nn.Module:
-    """Return the model that `rebuild` has put in the place of `model`, or `model` itself."""
-    new: nn.Module = vars(model).get(_NEW, model)
-    return new
-
-
 def _retire(model: nn.Module, new: nn.Module) -> None:
     """Remove all tensors of the old model, and make its forward pass raise."""
 
@@ -153,4 +144,4 @@ def _retire(model: nn.Module, new: nn.Module) -> None:
             tensors.update(dict.fromkeys(tensors))
     for module in {model, unwrap(model)}:
         module.register_forward_pre_hook(refuse, prepend=True)
-        vars(module)[_NEW] = new  # not as a submodule
+        vars(module)[REBUILT] = new  # not as a submodule
