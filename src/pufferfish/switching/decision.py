@@ -18,6 +18,7 @@ from ..lowrank.checks import (
     check_optimizers_complete,
     check_plan,
     check_structure,
+    check_wrapper_passed,
     factorized_weights,
     find_compiled,
 )
@@ -178,6 +179,7 @@ class Decision:
             back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
+        check_wrapper_passed(factorized_weights(job.dense, plan), job.ddp)
         if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
             self.inputs.watch(job.inner, plan)
         return plan
@@ -188,7 +190,9 @@ class Decision:
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
             check_plan(unwrap(average), self._plan, finite=True)
-        check_optimizers_complete(factorized_weights(job.inner, self._plan), optimizers)
+        weights = factorized_weights(job.inner, self._plan)
+        check_optimizers_complete(weights, optimizers)
+        check_wrapper_passed(weights, job.ddp)
         return self._plan
 
     def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
