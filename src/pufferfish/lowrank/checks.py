@@ -287,8 +287,8 @@ def check_wrapper_passed(weights: Mapping[int, str], ddp: DistributedDataParalle
     gc.collect()  # a wrapper without references does not count
     for name in _wrapped_by_others(weights, ddp):
         raise ValueError(
-            f"{name}: the model is wrapped in DistributedDataParallel, which was not passed to the switch and would not "
-            "average the gradients of the new factors; pass the wrapper, not its module"
+            f"{name}: the model is wrapped in DistributedDataParallel, which was not passed and would not average the "
+            "gradients of the new factors; pass the wrapper, not its module"
         )
 
 

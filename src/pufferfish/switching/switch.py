@@ -11,7 +11,7 @@ from torch.optim import Muon, Optimizer
 from ..distributed import shared_svd
 from ..distributed.job import Job
 from ..layers.names import unwrap
-from ..lowrank.checks import check_plan
+from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import merge_layers_, nan_factors, ranks_of, replace_layers_
 from ..optim.carry import Optimizers, as_list
 from ..optim.rewarm import Rewarm, ScaledRate
@@ -338,6 +338,7 @@ class Switch:
                     "the saved run had switched; build the model, call pf.reshape_ with the saved plan, then shard it"
                 )
             check_plan(job.inner, self.report.plan)
+            check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
             replace_layers_(job.inner, self.report.plan, optimizers, nan_factors)
             job.rewrap(self.settings.rewrap)
         elif ranks != saved_ranks:
