@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    if arguments.command in _LONG:
-        say_starting()
-    if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
-        print(f"pufferfish: {warning}", file=sys.stderr)
     show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
+        if arguments.command in _LONG:
+            say_starting()
+        if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
+            print(f"pufferfish: {warning}", file=sys.stderr)
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         with progress_bars():
             return run(arguments) or 0
