@@ -446,9 +446,7 @@ def the_module_of_a_wrapper_is_refused(rank: int, size: int, folder: Path) -> No
     raises_everywhere(ValueError, match, resume)
     assert fresh.report is None
     restore = pf.Switch(rank=8, when=pf.AtStep(0)).restore_
-    raises_everywhere(
-        ValueError, match, lambda: restore(other.module, momentum(other), switch.state_dict())
-    )
+    raises_everywhere(ValueError, match, lambda: restore(other.module, momentum(other), switch.state_dict()))
     assert Checkpoint(folder, other, momentum(other), switch=fresh).resume() is not None
 
 

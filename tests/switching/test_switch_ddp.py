@@ -426,7 +426,9 @@ def the_plan_of_the_first_call_is_applied(rank: int, size: int) -> None:
 def the_module_of_a_wrapper_is_refused_at_the_first_call(rank: int, size: int) -> None:
     ddp = DDP(build(), find_unused_parameters=True)  # without it, torch raises an error after the switch
     optimizer, switch = momentum(ddp), pf.Switch(rank=8, when=pf.AtStep(2))
-    with pytest.raises(ValueError, match=r"0\.weight: the model is wrapped in Dist.*; pass the wrapper, not its"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight: the model is wrapped in Dist.*; pass the wrapper, not its"
+    ):
         switch.step(ddp.module, optimizer, step=0)
     for step in range(4):
         switch.step(ddp, optimizer, step=step)
