@@ -48,6 +48,7 @@ class Decision:
         self._plan: Plan | None = None
         self._started = False
         self._warned = False  # that the plan changes little
+        self._past = False  # warned of a position after the end of the run
         self._observed: int | None = None  # epoch, or step, of the last observation
         self.inputs = _Inputs()
 
@@ -147,6 +148,18 @@ class Decision:
             observe = when.due(at) and at.unit != self._observed
             return observe, when.overdue(at) or when.settled(self.history)
         return self._automatic and self.initial is None, bool(when(at))
+
+    def warn_past_total(self, at: Position) -> None:
+        """Warn once if the run is longer than `total`, as when it counts epochs and the loop passes steps."""
+        if self._past or not at.total or at.unit is None or at.unit <= at.total:
+            return
+        self._past = True
+        unit = "epoch" if at.epoch is not None else "step"
+        warnings.warn(
+            f"Switch: switch.step got {unit}={at.unit} of total={at.total}; pass the length of the run in {unit}s as total=, "
+            "or the switch happens too early",
+            stacklevel=3,
+        )
 
     def _warn_without_total(self, at: Position) -> None:
         when = self.settings.when

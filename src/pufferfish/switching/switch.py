@@ -155,6 +155,7 @@ class Switch:
             True if the model was changed by this call.
         """
         at = Position(epoch=epoch, step=step, total=total)
+        self._decision.warn_past_total(at)
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
         if self._skips(at, optimizers):
@@ -200,6 +201,7 @@ class Switch:
             is always the same object, so that schedulers stay attached.
         """
         at = Position(epoch=epoch, step=step, total=total)
+        self._decision.warn_past_total(at)
         optimizers = as_list(optimizer)
         self._scale_rates(optimizers)
         if self.report is not None:
