@@ -475,5 +475,5 @@ def test_extra_state_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere: no such folder$"):
+    with pytest.raises(ValueError, match=r"nowhere: no such folder$"):
         pf.load(build(), tmp_path / "nowhere")
