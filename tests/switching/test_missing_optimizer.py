@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,17 @@ def test_an_optimizer_inside_another() -> None:
     inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, Wrapped(inside), epoch=0)
     assert {id(p) for p in inside.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_factorize_warns_of_an_optimizer_that_would_not_train_the_factors() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"factorize_: 0\.weight: an optimizer \(SGD\) holds this parameter"):
+        pf.factorize_(model, pf.plan(model, 8))
+    other = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held = torch.optim.SGD(other.parameters(), lr=0.1)
+        pf.factorize_(other, pf.plan(other, 8), held)  # passed
+        pf.factorize_(last := build(), pf.plan(last, 8))  # created afterwards
+    assert len(optimizer.param_groups) == 1

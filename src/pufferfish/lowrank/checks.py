@@ -1,6 +1,7 @@
 """Checks made before a model is changed: the plan fits it, no gradient is pending, no optimizer or wrapper is missing."""
 
 import gc
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -272,6 +273,19 @@ def check_optimizers_complete(weights: Mapping[int, str], optimizers: list[Optim
         raise ValueError(
             f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
             "optimizers as a list"
+        )
+
+
+def warn_optimizers_missing(weights: Mapping[int, str], optimizers: list[Optimizer], function: str) -> None:
+    """Warn if another optimizer holds one of the weights: it will not update the factors."""
+    if not _held_by_others(weights, optimizers):
+        return
+    gc.collect()  # an optimizer without references does not count
+    for name, kind in _held_by_others(weights, optimizers)[:1]:
+        warnings.warn(
+            f"{function}: {name}: an optimizer ({kind}) holds this parameter and will not update the factors that "
+            "replace it; pass it as optimizer=, or create it afterwards",
+            stacklevel=3,
         )
 
 

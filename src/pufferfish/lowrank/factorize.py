@@ -21,8 +21,10 @@ from .checks import (
     check_not_sharded,
     check_plan,
     check_unwrapped,
+    factorized_weights,
     find_compiled,
     replaced_parameters,
+    warn_optimizers_missing,
 )
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
@@ -61,6 +63,9 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     check_plan(model, plan, finite=True)
     plan = resolve(plan, model)
     plan.warn_if_little_changes()
+    optimizers = as_list(optimizer)
+    check_optimizers(optimizers)
+    warn_optimizers_missing(factorized_weights(model, plan), optimizers, "factorize_")
     return replace_layers_(model, plan, optimizer, svd_factors)
 
 
