@@ -138,7 +138,7 @@ def test_a_run_belongs_to_the_text_of_its_file(
     os.mkdir("elsewhere")
     monkeypatch.chdir("elsewhere")  # the folder of the file does not matter
     assert main([words[0], "../mine.py", *words[2:], "../run"]) == 0
-    assert "resumed after update 2 of 2" in capsys.readouterr().err
+    assert "all updates are done: 2 of 2" in capsys.readouterr().err
     Path("mine.py").write_text(
         Path("../mine.py").read_text().replace("nn.Linear(4, 3)", "nn.Linear(4, 3, bias=False)")
     )
