@@ -435,6 +435,21 @@ def other_placements_are_refused(rank: int, size: int, folder: Path) -> None:
     )
 
 
+def the_module_of_a_wrapper_is_refused(rank: int, size: int, folder: Path) -> None:
+    model = DDP(build())
+    optimizer, switch = momentum(model), pf.Switch(rank=8, when=pf.AtStep(0))
+    assert switch.step(model, optimizer, step=0)
+    Checkpoint(folder, model, optimizer, switch=switch).save(step=1)
+    other, fresh = DDP(build()), pf.Switch(rank=8, when=pf.AtStep(0))
+    match = "4.weight: the model is wrapped in Dist.*; pass the wrapper, not its module"
+    resume = Checkpoint(folder, other.module, momentum(other), switch=fresh).resume
+    raises_everywhere(ValueError, match, resume)
+    assert fresh.report is None
+    restore = pf.Switch(rank=8, when=pf.AtStep(0)).restore_
+    raises_everywhere(ValueError, match, lambda: restore(other.module, momentum(other), switch.state_dict()))
+    assert Checkpoint(folder, other, momentum(other), switch=fresh).resume() is not None
+
+
 TWO_WORKERS = [
     ddp_resumes_exactly_with_momentum,
     ddp_resumes_exactly_with_adamw,
@@ -443,6 +458,7 @@ TWO_WORKERS = [
     buffers_of_every_worker_are_restored,
     buffers_of_averages_are_restored,
     a_folder_that_one_worker_does_not_see,
+    the_module_of_a_wrapper_is_refused,
     dense_shards_resume_exactly,
     low_rank_shards_resume_exactly,
     a_loop_with_rebuild_resumes_exactly,

@@ -275,3 +275,13 @@ def test_the_identity_does_not_use_random_numbers(tmp_path: Path) -> None:
     owner = FolderOwner.take(tmp_path)
     assert len(owner.job) == 16
     assert random.getstate() == before
+
+
+def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
+        checkpoint = Checkpoint(path, nn.Linear(2, 2))
+        with pytest.raises(
+            OSError, match=f"{path.name}: cannot create .* \\({reason}\\); choose another one"
+        ):
+            checkpoint.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -183,7 +184,11 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "{files}/with_batch.py", "--link", "1gbit"], "--link needs measured times"),
         (["plan", "{files}/with_batch.py", "--measure", "--link", "fast"], "invalid network 'fast'"),
         (["plan", "{files}/with_batch.py", "--measure", "graph"], "move the model to a CUDA device"),
-        (["plan", "resnet18", "--rank", "1.5"], "for the fixed rank 1 write rank=1"),
+        (["plan", "resnet18", "--rank", "2.0"], "for the fixed rank 2 write --rank=2"),
+        (
+            ["plan", "resnet18", "--rank", "1.5"],
+            "--rank=1.5: a float is a share of the full rank, in (0, 1)\n",
+        ),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),
         (["plan", "resnet18", "--rank", "budget:params=1"], "budget is too small"),
@@ -287,10 +292,25 @@ def test_help_fits_into_80_columns(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+def test_a_second_ctrl_c_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would interrupt the end of the process, when a checkpoint is saved and said to be."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("pufferfish.cli.plan.run", lambda arguments: 130)  # as `train` after the first one
+    monkeypatch.setattr("sys.argv", ["pufferfish", "plan", "lstm"])
+    try:
+        assert main() == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(name: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pufferfish.cli.plan.run", interrupt)
+    assert main(["plan", "lstm"]) == 130
+    assert capsys.readouterr().err == "pufferfish plan: interrupted\n"
+    monkeypatch.setattr("pufferfish.cli.avoid_broken_amx", lambda: interrupt(""))  # before the command begins
     assert main(["plan", "lstm"]) == 130
     assert capsys.readouterr().err == "pufferfish plan: interrupted\n"

@@ -401,10 +401,16 @@ def test_the_code_of_an_advice_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = replace(found, plan_file="mine.json")
     assert "rerun" not in str(found)
     code = next(part for part in found.parts() if str(part).startswith("In your code:"))
-    names = {"pf": pf, "torch": torch}
+    names = {
+        "pf": pf,
+        "torch": torch,
+        "model": torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))),
+    }
     exec(str(code).partition("\n")[2], names)
     assert isinstance(names["switch"], pf.Switch)
-    assert isinstance(names["local"], pf.LocalSteps)
+    local = names["local"]
+    assert isinstance(local, pf.LocalSteps)
+    local.step(names["model"])  # the lines have started it
 
 
 def test_layers_are_chosen_by_time_and_bytes() -> None:

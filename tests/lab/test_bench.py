@@ -320,10 +320,14 @@ def test_the_time_left_is_that_of_the_runs_before() -> None:
     display.show({"done": "a", "seconds": 10.0, "measure": "accuracy", "score": 90.0})
     display.show({"begin": "b", "number": 2, "of": 3})
     display("host0 | epoch 1/2: loss 3")
+    for event in ({"timing": ["a", "b"]}, {"predicting": ["a", "b"]}, {"round": 1, "of": 5}):
+        display.show(event)
     assert shown == [
         "[1/3] a …",
         "[2/3] b, about 20 s left for the runs …",
         "[2/3] b, about 20 s left for the runs: epoch 1/2: loss 3",
+        "measuring computation and compression, to predict these steps …",
+        "round 1 of 5 …",
     ]
 
 

@@ -115,7 +115,7 @@ def test_records_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert sum(x > 0 for x in after) == layer["rank"] < sum(x > 0 for x in before)
     first = dense.results
     assert main([*SMALL, "--out", str(tmp_path / "dense")]) == 0  # it is done
-    assert capsys.readouterr().err == "resumed after update 60 of 60\n"
+    assert capsys.readouterr().err == "all updates are done: 60 of 60\n"
     assert read_run(tmp_path / "dense").results == first
     page = report([tmp_path])
     assert "pufferfish" in page

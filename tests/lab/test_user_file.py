@@ -87,6 +87,10 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(
     assert "Warning" not in said
     forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], None), name="resumed")
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
+    said = capsys.readouterr().err  # with the same numbers of epochs, from 1
+    assert (
+        said.index("epoch 1/3") < said.index("Switched to low rank after epoch 1: ") < said.index("epoch 2/3")
+    )
     again, straight = read_run("run"), read_run("straight")
     for name in ("loss", "valid/accuracy", "bytes"):
         assert values(again, name) == values(straight, name)
@@ -134,7 +138,7 @@ def test_a_run_belongs_to_the_text_of_its_file(
     os.mkdir("elsewhere")
     monkeypatch.chdir("elsewhere")  # the folder of the file does not matter
     assert main([words[0], "../mine.py", *words[2:], "../run"]) == 0
-    assert "resumed after update 2 of 2" in capsys.readouterr().err
+    assert "all updates are done: 2 of 2" in capsys.readouterr().err
     Path("mine.py").write_text(
         Path("../mine.py").read_text().replace("nn.Linear(4, 3)", "nn.Linear(4, 3, bias=False)")
     )

@@ -91,6 +91,11 @@ def test_reshape_refuses_the_same(name: str) -> None:
             lambda p: [optim.lr_scheduler.StepLR(optim.SGD(p, 0.1), 1)],
             "StepLR is not a torch.optim.Optimizer",
         ),
+        (
+            lambda p: optim.lr_scheduler.StepLR(optim.SGD(p, 0.1), 1),
+            "StepLR is not a torch.optim.Optimizer; pass",
+        ),
+        (lambda p: nn.Sequential(nn.Linear(2, 2)), "Sequential is not a torch.optim.Optimizer; pass"),
     ],
 )
 def test_optimizers_that_cannot_follow(optimizer: Callable[[Any], Any], message: str) -> None:

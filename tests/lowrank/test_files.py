@@ -472,3 +472,8 @@ def test_extra_state_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"0\._extra_state: extra state of type dict cannot be saved"):
         pf.save(model, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere: no such folder$"):
+        pf.load(build(), tmp_path / "nowhere")

@@ -1,6 +1,7 @@
 """Patterns, and plans of wrapped models."""
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,14 @@ def test_patterns_name_layers_or_single_matrices() -> None:
         "b": 2,
     }
     assert [e.rank for e in plan if e.layer == "lstm"] == [3, 4, 3, 4]
+
+
+def test_the_name_of_a_module_is_answered_with_the_pattern_of_its_layers() -> None:
+    model = nn.Sequential(OrderedDict(stem=nn.Sequential(nn.Linear(64, 64)), head=nn.Linear(64, 64)))
+    with pytest.raises(ValueError, match=r"are stem\.0, head; for all layers inside stem write 'stem\.\*'$"):
+        pf.plan(model, keep=["stem"])
+    with pytest.raises(ValueError, match=r"are stem\.0, head$"):
+        pf.plan(model, keep=["stm"])
 
 
 @pytest.mark.parametrize("option", ["keep", "only", "overrides"])

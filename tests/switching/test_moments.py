@@ -2,11 +2,14 @@
 
 import functools
 import math
+import warnings
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import pufferfish as pf
 from pufferfish.switching.moments import AtEpoch, AtFraction, AtStep, Position, RanksSettle, moment_text
@@ -132,3 +135,18 @@ def test_texts_have_no_addresses(moment: Any) -> None:
     """Workers compare them."""
     for text in (moment_text(moment), moment_text(RanksSettle(latest=moment))):
         assert " at 0x" not in text
+
+
+def test_a_total_in_another_unit_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = pf.Switch(rank=8, when=pf.AtFraction(0.5))
+    calls = functools.partial(switch.step, model, optimizer, total=3)  # epochs
+    assert [calls(step=step) for step in range(4)] == [False, False, True, False]
+    with pytest.warns(
+        UserWarning, match=r"got step=4 of total=3; pass the length of the run in steps as total="
+    ):
+        calls(step=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calls(step=5)

@@ -423,6 +423,28 @@ def the_plan_of_the_first_call_is_applied(rank: int, size: int) -> None:
         other.step(ddp, optimizer, epoch=1)
 
 
+def the_module_of_a_wrapper_is_refused_at_the_first_call(rank: int, size: int) -> None:
+    ddp = DDP(build(), find_unused_parameters=True)  # without it, torch raises an error after the switch
+    optimizer, switch = momentum(ddp), pf.Switch(rank=8, when=pf.AtStep(2))
+    with pytest.raises(
+        ValueError, match=r"0\.weight: the model is wrapped in Dist.*; pass the wrapper, not its"
+    ):
+        switch.step(ddp.module, optimizer, step=0)
+    for step in range(4):
+        switch.step(ddp, optimizer, step=step)
+        update(ddp, optimizer, step, rank, size)
+    assert all(map(same_everywhere, ddp.parameters()))
+
+
+def a_wrapper_of_the_past_does_not_count(rank: int, size: int) -> None:
+    model = build()
+    old = DDP(model)
+    old.itself = [old]  # only the collector finds out that nobody holds it
+    del old
+    ddp = DDP(model)
+    assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
+
+
 #: With 2 workers, and in the long run with 4. Spectra and SVDs are shared out unequally only among 4.
 CASES = [
     trains_with_momentum,
@@ -445,6 +467,8 @@ CASES = [
     accumulation_and_mixed_precision,
     only_the_first_call_and_the_due_ones_communicate,
     the_plan_of_the_first_call_is_applied,
+    the_module_of_a_wrapper_is_refused_at_the_first_call,
+    a_wrapper_of_the_past_does_not_count,
 ]
 #: Cases in which 4 workers show more: averages of more than two terms, more owners of SVDs than layers.
 FOUR = [trains_with_momentum, automatic, diverged_weights_are_the_same_error_everywhere]

@@ -15,8 +15,10 @@ import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
+from ..distributed.job import find_ddp
 from ..distributed.workers import Workers
 from ..layers.names import rebuilt, unwrap
+from ..lowrank.checks import check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import ranks_of
 from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
@@ -298,6 +300,8 @@ class Checkpoint:
         model, optimizers = expected_structure(
             *structure, unwrap(self.model), self.optimizers, self.switch is not None
         )
+        if model is not unwrap(self.model) and saved.plan is not None:
+            check_wrapper_passed(factorized_weights(unwrap(self.model), saved.plan), find_ddp(self.model))
         weights = saved.weights("model", model)
         count = saved.training["averages"]
         if count != len(self.also):

@@ -62,7 +62,12 @@ class FolderOwner:
     @classmethod
     def take(cls, folder: Path) -> FolderOwner:
         """Take the folder, which is created if missing; ValueError if another job has it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"{folder}: cannot create this folder for checkpoints ({error.strerror}); choose another one"
+            ) from None
         folder = folder.resolve()
         owner = cls._of_process.get(folder)
         if owner is None or not owner._release.alive or not owner._file.exists():

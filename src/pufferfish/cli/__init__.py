@@ -8,6 +8,7 @@ nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
 import argparse
 import difflib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -60,15 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    if arguments.command in _LONG:
-        say_starting()
-    if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
-        print(f"pufferfish: {warning}", file=sys.stderr)
     show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
+        if arguments.command in _LONG:
+            say_starting()
+        if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
+            print(f"pufferfish: {warning}", file=sys.stderr)
         run: Callable[[argparse.Namespace], int | None] = arguments.run
         with progress_bars():
-            return run(arguments) or 0
+            code = run(arguments) or 0
+        if argv is None and code == 130:  # stopped, all is saved: a second ctrl-C must not print a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return code
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:

@@ -1,14 +1,15 @@
-"""Checks made before a model is changed: the plan fits it, no gradient is pending, and no optimizer is missing."""
+"""Checks made before a model is changed: the plan fits it, no gradient is pending, no optimizer or wrapper is missing."""
 
 import gc
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
@@ -17,6 +18,8 @@ from ..layers.names import named_modules, unwrap
 from ..optim.carry import accepts, check_optimizers
 from ..planning.plan import Plan
 from ..planning.svd import check_values
+
+T = TypeVar("T")
 
 
 def check_unwrapped(model: nn.Module, function: str) -> None:
@@ -289,17 +292,44 @@ def warn_of_other_optimizers(
         )
 
 
+def check_wrapper_passed(weights: Mapping[int, str], ddp: DistributedDataParallel | None) -> None:
+    """Raise ValueError if another DDP wrapper holds one of the weights: it would not average the gradients of the factors.
+
+    Args:
+        weights: names of the parameters that will be replaced, by id.
+        ddp: the wrapper that was passed.
+    """
+    if not _wrapped_by_others(weights, ddp):
+        return
+    gc.collect()  # a wrapper without references does not count
+    for name in _wrapped_by_others(weights, ddp):
+        raise ValueError(
+            f"{name}: the model is wrapped in DistributedDataParallel, which was not passed and would not average the "
+            "gradients of the new factors; pass the wrapper, not its module"
+        )
+
+
+def _wrapped_by_others(weights: Mapping[int, str], ddp: DistributedDataParallel | None) -> list[str]:
+    """Names of the weights that a DDP wrapper other than `ddp` holds."""
+    others = [x for x in _live_objects(DistributedDataParallel) if x is not ddp and "_modules" in vars(x)]
+    return [weights[id(p)] for x in others for p in x.parameters() if id(p) in weights]
+
+
 def _held_by_others(weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[tuple[str, str]]:
     """(parameter name, type of optimizer) of every weight that an optimizer not in `optimizers` holds."""
     passed = {id(optimizer.param_groups) for optimizer in optimizers}
-    kinds = _subclasses(Optimizer)
-    # Compare types: isinstance reads `__class__`, which makes lazy objects load what they stand for.
-    others = [x for x in gc.get_objects() if type(x) in kinds]
-    groups = [(x, getattr(x, "param_groups", ())) for x in others]
+    groups = [(x, getattr(x, "param_groups", ())) for x in _live_objects(Optimizer)]
     held = [
         (p, type(x).__name__) for x, own in groups if id(own) not in passed for g in own for p in g["params"]
     ]
     return [(weights[id(p)], kind) for p, kind in held if id(p) in weights]
+
+
+def _live_objects(kind: type[T]) -> list[T]:
+    """All objects of this type, or of one derived from it, that the garbage collector tracks."""
+    kinds = _subclasses(kind)
+    # Compare types: isinstance reads `__class__`, which makes lazy objects load what they stand for.
+    return [x for x in gc.get_objects() if type(x) in kinds]
 
 
 def _subclasses(kind: type) -> set[type]:

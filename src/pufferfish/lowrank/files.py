@@ -167,6 +167,8 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
         The plan, and the file of the weights or their index.
     """
     manifest = folder / MANIFEST
+    if not folder.exists():
+        raise ValueError(f"{folder}: no such folder")
     if not manifest.is_file():
         raise ValueError(
             f"{folder}: {MANIFEST} is missing; this is not a low-rank folder that pufferfish wrote"

@@ -38,6 +38,10 @@ def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
     """Return the optimizers as a list, without the wrappers of trainers."""
     if optimizer is None:
         return []
+    if isinstance(optimizer, nn.Module) or not isinstance(optimizer, optim.Optimizer | Iterable):
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; pass an optimizer, or a list of them"
+        )
     optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
     return [_unwrap(o) for o in optimizers]
 

@@ -222,8 +222,11 @@ def _check_patterns(entries: list[Entry], **options: Iterable[str]) -> None:
             if not any(_matches(e, pattern) for e in entries):
                 names = ", ".join(e.name for e in entries[:6])
                 names += ", …" if len(entries) > 6 else ""
+                inside = f"{pattern}.*"
+                hint = f"; for all layers inside {pattern} write {inside!r}"
                 raise ValueError(
                     f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
+                    + hint * any(_matches(e, inside) for e in entries)
                 )
 
 

@@ -238,7 +238,8 @@ def as_rule(rank: RankLike, option: str = "rank") -> Rule:
         )
     if isinstance(rank, float):
         if not 0 < rank < 1:
-            hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if 1 <= rank < 1e9 else ""
+            whole = 1 <= rank < 1e9 and rank.is_integer()
+            hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if whole else ""
             raise ValueError(f"{option}={rank}: a float is a share of the full rank, in (0, 1){hint}")
         return Ratio(rank)
     if rank < 1:

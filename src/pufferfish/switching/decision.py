@@ -18,6 +18,7 @@ from ..lowrank.checks import (
     check_optimizers_complete,
     check_plan,
     check_structure,
+    check_wrapper_passed,
     factorized_weights,
     find_compiled,
 )
@@ -47,6 +48,7 @@ class Decision:
         self._plan: Plan | None = None
         self._started = False
         self._warned = False  # that the plan changes little
+        self._past = False  # warned of a position after the end of the run
         self._observed: int | None = None  # epoch, or step, of the last observation
         self.inputs = _Inputs()
 
@@ -147,6 +149,18 @@ class Decision:
             return observe, when.overdue(at) or when.settled(self.history)
         return self._automatic and self.initial is None, bool(when(at))
 
+    def warn_past_total(self, at: Position) -> None:
+        """Warn once if the run is longer than `total`, as when it counts epochs and the loop passes steps."""
+        if self._past or not at.total or at.unit is None or at.unit <= at.total:
+            return
+        self._past = True
+        unit = "epoch" if at.epoch is not None else "step"
+        warnings.warn(
+            f"Switch: switch.step got {unit}={at.unit} of total={at.total}; pass the length of the run in {unit}s as total=, "
+            "or the switch happens too early",
+            stacklevel=3,
+        )
+
     def _warn_without_total(self, at: Position) -> None:
         when = self.settings.when
         if isinstance(when, RanksSettle) and when.latest is None and at.total is None:
@@ -178,6 +192,7 @@ class Decision:
             back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
+        check_wrapper_passed(factorized_weights(job.dense, plan), job.ddp)
         if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
             self.inputs.watch(job.inner, plan)
         return plan
@@ -188,7 +203,9 @@ class Decision:
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
             check_plan(unwrap(average), self._plan, finite=True)
-        check_optimizers_complete(factorized_weights(job.inner, self._plan), optimizers)
+        weights = factorized_weights(job.inner, self._plan)
+        check_optimizers_complete(weights, optimizers)
+        check_wrapper_passed(weights, job.ddp)
         return self._plan
 
     def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Muon, Optimizer
 from ..distributed import shared_svd
 from ..distributed.job import Job
 from ..layers.names import unwrap
-from ..lowrank.checks import check_plan
+from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import merge_layers_, nan_factors, ranks_of, replace_layers_
 from ..optim.carry import Optimizers, as_list
 from ..optim.rewarm import Rewarm, ScaledRate
@@ -155,6 +155,7 @@ class Switch:
             True if the model was changed by this call.
         """
         at = Position(epoch=epoch, step=step, total=total)
+        self._decision.warn_past_total(at)
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
         if self._skips(at, optimizers):
@@ -200,6 +201,7 @@ class Switch:
             is always the same object, so that schedulers stay attached.
         """
         at = Position(epoch=epoch, step=step, total=total)
+        self._decision.warn_past_total(at)
         optimizers = as_list(optimizer)
         self._scale_rates(optimizers)
         if self.report is not None:
@@ -339,6 +341,7 @@ class Switch:
                     "the saved run had switched; build the model, call pf.reshape_ with the saved plan, then shard it"
                 )
             check_plan(job.inner, self.report.plan)
+            check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
             replace_layers_(job.inner, self.report.plan, optimizers, nan_factors)
             job.rewrap(self.settings.rewrap)
         elif ranks != saved_ranks:

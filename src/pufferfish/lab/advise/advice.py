@@ -251,6 +251,7 @@ class Advice:
             yield f"switch = pf.Switch(plan, when=pf.AtFraction({self.warm_up:.2g}))"
         if method.local is not None:
             yield f"local = {method.local.as_code()}"
+            yield "local.start(model)  # no DDP wrapper; local.step(model) after every update"
         if method.compress is not None:
             node = ', hierarchy="node"' if hierarchy == "node" else ""
             yield f"hook = pf.compress(ddp, {as_code(method.compress)}, optimizer=optimizer{node})"

@@ -233,16 +233,19 @@ class BenchWorker:
             )  # fmt: skip
             self.on_event({"timing": list(models)})
             steps = steps_per_round(models)
+            if self.workers.size > 1:
+                self.on_event({"predicting": list(models)})
             predicted = predictions(models, self.target_link) if self.workers.size > 1 else {}
             target_link = self.target_link and str(self.target_link)
             common = {"steps": steps, "link": self.link, "target_link": target_link, "predicted": predicted}
             suffix = "" if self.shard.count == 1 else f"-{self.shard.number}of{self.shard.count}"
             rounds = timing_rounds(models, self.settings.rounds, steps, first)
-            for number, timings in enumerate(rounds, first):
+            for number in range(self.settings.rounds):
+                self.on_event({"round": number + 1, "of": self.settings.rounds})
+                timings = next(rounds)
                 if self.workers.rank == 0:
-                    path = self.root / f"timing/round-{number}{suffix}.json"
+                    path = self.root / f"timing/round-{first + number}{suffix}.json"
                     write_json(path, common | {"methods": timings})
-                self.on_event({"round": number - first + 1, "of": self.settings.rounds})
                 if self._stopped():
                     return False
         return True

@@ -108,8 +108,10 @@ class EventDisplay:
         elif "timing" in event:
             self._position = f"timing the steps of {', '.join(event['timing'])}"
             info(f"{self._position} …")
+        elif "predicting" in event:
+            progress("measuring computation and compression, to predict these steps …")
         elif "round" in event:
-            progress(f"round {event['round']} of {event['of']}")
+            progress(f"round {event['round']} of {event['of']} …")
         elif "failed" in event and event["failed"] not in self.failed:
             self.failed.append(event["failed"])
             info(f"{event['failed']} failed: {event['error']}")

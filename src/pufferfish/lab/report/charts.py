@@ -73,10 +73,12 @@ class Charts:
         points, right = [], 0
         for method in comparison.methods:
             predicted, measured = (f("seconds_a_step") for f in (method.predictions, method.results))
-            seeds = [s for s in sorted(predicted.keys() & measured.keys()) if measured[s] > 0 < predicted[s]]
-            for s in seeds:
-                points.append({"method": self._method(method.name), "x": measured[s], "y": predicted[s]})
-                right += abs(predicted[s] / measured[s] - 1) <= BAND
+            pairs = ((measured[s], predicted[s]) for s in sorted(predicted.keys() & measured.keys()))
+            for x, y in dict.fromkeys(
+                pair for pair in pairs if min(pair) > 0
+            ):  # seeds share a bench's rounds
+                points.append({"method": self._method(method.name), "x": x, "y": y})
+                right += abs(y / x - 1) <= BAND
         if not points:
             return None
         axes = {"x": "measured step time", "short": "measured", "y": "predicted step time"}

@@ -35,9 +35,9 @@ def plan_by_name(
         measure: None: layers are measured on a GPU, if there is a batch.
         link: bytes of gradients per second that the workers average.
     """
-    rule = as_rule(parse_rank(rank) if rank else 0.25)
+    rule = as_rule(parse_rank(rank) if rank else 0.25, "--rank")
     rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
-    embed_rule = as_rule(parse_rank(embed), "embed") if embed else None
+    embed_rule = as_rule(parse_rank(embed), "--embed") if embed else None
     weights = any(as_rule(r).needs_weights for r in (rule, *rules.values(), *filter(None, [embed_rule])))
     remarks: list[str] = []
     example: Example | None

@@ -42,7 +42,9 @@ class LowRankChange(ModelChange):
 
     @property
     def summary(self) -> str:
-        return str(self.switch.report or "The model did not become low-rank").splitlines()[0]
+        text = str(self.switch.report or "The model did not become low-rank").splitlines()[0]
+        # A run counts its epochs from 1, a switch from 0: epoch 3 of a switch begins after epoch 3 of the run.
+        return text.replace(" at epoch ", " after epoch ")
 
     def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
         if self.switch.low_rank:

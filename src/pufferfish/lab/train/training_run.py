@@ -107,7 +107,8 @@ class TrainingRun:
                 setattr(self, name, at.position.get(key, getattr(self, name)))
             self.bytes.load(at.position)
             lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
-            self.console.info(f"resumed after update {done} of {self.total_steps}{lost}")
+            text = "resumed after update" if done < self.total_steps else "all updates are done:"
+            self.console.info(f"{text} {done} of {self.total_steps}{lost}")
         elif has_unfinished_run(self.settings):
             self.console.info("no checkpoint yet, starting over")
         method = self.settings.method.compress
