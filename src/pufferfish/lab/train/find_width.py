@@ -19,6 +19,7 @@ from .random_low_rank import random_low_rank_
 from .run_components import build_components
 from .run_settings import RunSettings
 from .timed_run import WARM_UP, TimedRun, time_ratio
+from .worker_device import move_to_device
 
 #: A width whose step time differs by less than this share needs no further search.
 TOLERANCE = 0.02
@@ -121,8 +122,13 @@ def _by_time(
             torch.compiler.reset()  # torch compiles a limited number of models of one class
         return TimedRun(components, steps)
 
-    dense = task.build()
-    low_rank = timed_run(random_low_rank_(dense, plan(dense, rank, keep=task.keep)))
+    dense = move_to_device(task.build(), device)
+    generator = torch.Generator().manual_seed(0)
+    batch = next(task.batches(data, "train", 2, device=device, generator=generator))
+    example = plan(dense, rank, example=lambda model: task.loss(model, batch, settings.recipe), measure=False)
+    # Layers that share an input compute together, as after a switch in training.
+    made = replace(plan(dense, rank, keep=task.keep), shared_inputs=example.shared_inputs)
+    low_rank = timed_run(random_low_rank_(dense, made))
     low_rank.seconds(WARM_UP)
     settings = replace(settings, mode=low_rank.mode)  # of all models that are compared
     width, ratio = closest_width(

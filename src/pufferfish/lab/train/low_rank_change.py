@@ -81,6 +81,7 @@ class LowRankChange(ModelChange):
         found = super().results(log) | {"low_rank_updates": self._low_rank_updates()}
         if report is not None:
             found["low_rank_parameters"] = report.plan.after.parameters
+            found["shared_inputs"] = [list(names) for names in report.plan.shared_inputs]
         return found
 
     def _low_rank_updates(self) -> int:
