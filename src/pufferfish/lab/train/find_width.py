@@ -14,6 +14,7 @@ from ...distributed.workers import Workers
 from ...measure.saved_run import RUN_FILE, read_run_file
 from ...planning.planner import plan
 from ..tasks import Task
+from .macs_per_row import few_rows
 from .narrow_method import NarrowWidth, build_model
 from .random_low_rank import random_low_rank_
 from .run_components import build_components
@@ -123,8 +124,7 @@ def _by_time(
         return TimedRun(components, steps)
 
     dense = move_to_device(task.build(), device)
-    generator = torch.Generator().manual_seed(0)
-    batch = next(task.batches(data, "train", 2, device=device, generator=generator))
+    batch = few_rows(task, settings.recipe, data, device)
     example = plan(dense, rank, example=lambda model: task.loss(model, batch, settings.recipe), measure=False)
     # Layers that share an input compute together, as after a switch in training.
     made = replace(plan(dense, rank, keep=task.keep), shared_inputs=example.shared_inputs)
