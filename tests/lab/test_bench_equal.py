@@ -21,6 +21,7 @@ from pufferfish.lab.bench import BenchSettings, Shard, bench
 from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.find_length import find_length
+from pufferfish.lab.bench.models_to_time import to_final_model
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.network import LinkShape
 from pufferfish.lab.report import report
@@ -28,6 +29,7 @@ from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, timed_run, train
 from pufferfish.lab.train.equal_length import EqualLength
 from pufferfish.lab.train.training_method import training_method
+from pufferfish.layers import LowRankLinear
 from pufferfish.measure import Run, read_run
 
 TASK = "digits:mlp,width=16"
@@ -349,6 +351,23 @@ def test_without_a_run_at_equal_steps(tmp_path: Path) -> None:
     path.write_text(json.dumps(run))
     with pytest.raises(ValueError, match="an earlier version"):
         find_length("pufferfish", settings, tmp_path, data, workers, CPU)
+
+
+def test_the_timed_model_is_the_trained_one(tmp_path: Path) -> None:
+    """Layers that share an input compute together in both."""
+    task = find_task("text:d=64,layers=2,heads=2,context=8")
+    tiny.text(tmp_path)
+    recipe = replace(task.recipe("short"), epochs=2, switch_at=1, batch=4)
+    given = RunSettings(training_method("pufferfish"), recipe, tmp_path / "run", data=tmp_path, quiet=True)
+    train(task, given)
+    change = to_final_model("pufferfish", task, recipe, task.load(tmp_path), given.folder)
+    model = task.build()
+    assert change is not None
+    change(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    q, k, v = (model.get_submodule(f"blocks.1.attention.{name}") for name in "qkv")
+    assert isinstance(q, LowRankLinear)
+    assert q._shared_input is not None
+    assert q._shared_input.layers == (q, k, v)
 
 
 def test_updates_of_sam_are_not_predicted(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.find_width import TIMED, TOLERANCE, closest_width, find_width, with_width
 from pufferfish.lab.train.narrow_method import NarrowMethod, NarrowWidth
+from pufferfish.lab.train.run_components import RunComponents
 from pufferfish.lab.train.timed_run import time_ratio
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
@@ -281,6 +282,34 @@ def test_steps_are_timed_as_they_are_trained(tmp_path: Path) -> None:
     assert 0 < found.width <= 1
     assert f"{count(built(task, found.width)):,} parameters; a step takes" in found.note
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_share_an_input_are_timed_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are trained after the switch."""
+    task = find_task("text:d=64,layers=2,heads=2,context=8")
+    TINY["text"].write(tmp_path)
+    made = settings(tmp_path, "narrow@time", task, data=tmp_path)
+    made = replace(made, recipe=replace(made.recipe, batch=4))
+    timed: list[nn.Module] = []
+
+    class Timed:
+        mode = "eager"
+
+        def __init__(self, components: RunComponents, steps: int) -> None:
+            timed.append(components.module)
+
+        def seconds(self, steps: int) -> float:
+            return 1.0
+
+    monkeypatch.setattr("pufferfish.lab.train.find_width.TimedRun", Timed)
+    monkeypatch.setattr("pufferfish.lab.train.find_width.time_ratio", lambda *_: 1.0)
+    with_width(task, made, task.load(tmp_path), Workers.of_job("test"), CPU)
+    q, k, v = (timed[0].get_submodule(f"blocks.1.attention.{name}") for name in "qkv")
+    assert isinstance(q, pf.layers.LowRankLinear)
+    assert q._shared_input is not None
+    assert q._shared_input.layers == (q, k, v)
 
 
 def test_a_run_keeps_its_width(tmp_path: Path) -> None:

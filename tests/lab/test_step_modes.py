@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import TINY
 from torch import Tensor, nn
 
 from processes import in_processes
@@ -307,6 +308,29 @@ def test_ddp_is_compiled(tmp_path: Path) -> None:
         values = [[value for _, _, value in run.metrics[name]] for run in runs]
         assert values[0] == pytest.approx(values[1], rel=1e-3)
     assert runs[1].results["mode"] == "compile"
+
+
+def test_a_model_is_compiled_once_before_and_once_after_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a whole: the switch looks for layers that share an input before."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    task = find_task("text:d=64,layers=2,heads=2,context=8")
+    TINY["text"].write(tmp_path)
+    recipe = replace(task.recipe("short"), epochs=4, switch_at=2, batch=4)
+    given = RunSettings(
+        training_method("pufferfish"), recipe, tmp_path / "run", data=tmp_path, mode="compile", quiet=True
+    )
+    results = train(task, given)
+    assert results is not None
+    assert len(graphs) == 2
+    assert results["shared_inputs"] == [[f"blocks.1.attention.{name}" for name in "qkv"]]
 
 
 def test_a_bench_runs_in_one_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,15 +77,21 @@ def close(one: Path, other: Path, tolerance: float) -> None:
         for (step, x), (_, y) in zip(*rows, strict=True):
             assert x == pytest.approx(y, rel=tolerance), (name, step)
     assert a.results["parameters"] == b.results["parameters"]
+    assert a.results.get("low_rank_updates") != 0  # None without a switch
 
+
+# Large enough to become low-rank.
+TEXT = find_task("text:d=64,layers=2,heads=2,context=8,dropout=0")
+LLAMA = find_task("text:llama,d=64,layers=2,heads=2,context=8,dropout=0")
+LSTM = find_task("wikitext2:d=64,bptt=5,dropout=0")
 
 CASES = {
     "sgd, dropout": (Dropped(), "pufferfish", {}, 1e-3),
     "accumulate": (Dropped(), "pufferfish", {"accumulate": 2}, 1e-3),
     "simulated": (Dropped(), "pufferfish+powersgd-2", {"simulate": 4}, 1e-3),
     "simulated, accumulate": (Dropped(), "topk-0.1", {"simulate": 2, "accumulate": 2}, 1e-3),
-    "adamw, clip": (tiny.TINY["text"].task, "pufferfish", {}, 1e-2),
-    "carried state": (tiny.TINY["wikitext2"].task, "pufferfish", {}, 1e-2),
+    "adamw, clip": (TEXT, "pufferfish", {}, 1e-2),
+    "carried state": (LSTM, "pufferfish", {}, 1e-2),
     "early bird": (find_task("digits:width=16"), "early-bird-0.5", {}, 0.05),
     "early bird, simulated": (
         find_task("digits:width=16"),
@@ -105,7 +111,13 @@ CASES = {
     "sam, carried state": (tiny.TINY["wikitext2"].task, "dense", {"recipe": {"optimizer": "sam"}}, 1e-2),
     "lars": (Dropped(), "pufferfish", {"recipe": {"optimizer": "lars", "lr": 2.0}}, 1e-3),
     "lamb": (Dropped(), "pufferfish", {"recipe": {"optimizer": "lamb", "lr": 0.02}}, 1e-3),
-    "muon": (tiny.TINY["text"].task, "pufferfish", {"recipe": {"optimizer": "muon"}}, 1e-2),
+    "muon": (TEXT, "pufferfish", {"recipe": {"optimizer": "muon"}}, 1e-2),
+    "muon, Frobenius decay, back": (
+        TEXT,
+        "pufferfish(at=0.25,back=0.75,frobenius=0.1)",
+        {"recipe": {"optimizer": "muon"}},
+        1e-2,
+    ),
     "channels-last, bf16": (find_task("digits:width=16"), "pufferfish", {"precision": "bf16"}, 0.2),
 }
 
@@ -127,9 +139,10 @@ COMPILED = {  # without dropout, for which compiled code draws other random numb
     "sgd": (find_task("digits:mlp,width=16"), "pufferfish", {}, 1e-3),
     "accumulate": (find_task("digits:mlp,width=16"), "pufferfish", {"accumulate": 2}, 1e-3),
     "early bird": (find_task("digits:width=16"), "early-bird-0.5", {}, 0.05),
-    "adamw, clip": (tiny.TINY["text"].task, "pufferfish", {}, 1e-2),
-    "adamw, clip, bf16": (tiny.TINY["text"].task, "pufferfish", {"precision": "bf16"}, 0.05),
-    "llama, bf16": (tiny.TINY["text:llama"].task, "pufferfish", {"precision": "bf16"}, 0.05),
+    "adamw, clip": (TEXT, "pufferfish", {}, 1e-2),
+    "adamw, clip, bf16": (TEXT, "pufferfish", {"precision": "bf16"}, 0.05),
+    "llama, bf16": (LLAMA, "pufferfish", {"precision": "bf16"}, 0.05),
+    "muon, bf16": (TEXT, "pufferfish", {"precision": "bf16", "recipe": {"optimizer": "muon"}}, 0.05),
 }
 
 

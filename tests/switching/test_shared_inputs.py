@@ -95,6 +95,20 @@ def test_compiled_models_are_not_watched():
     assert not hooks(model)
 
 
+def test_hooks_do_not_break_compiled_graphs():
+    """A switch that gets the plain model cannot know that the loop calls it compiled."""
+    model, switch = SelfAttention(), pf.Switch(rank=0.25, when=pf.AtStep(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    switch.step(model, optimizer, step=0)
+    assert hooks(model)
+    compiled(torch.randn(4, 3, 8, 8))
+    assert switch.step(model, optimizer, step=1)
+    assert switch.report.plan.shared_inputs == ()
+    assert not hooks(model)
+    torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 3, 8, 8))
+
+
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
 def test_models_without_linear_layers(kind):
     model = kind([nn.Conv2d(3, 32, 3)]) if kind is nn.ModuleList else kind(nn.Conv2d(3, 32, 3))

@@ -251,6 +251,8 @@ class _Inputs:
         watched_id = id(watched)
 
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # what follows breaks the compiled graph, and a model that calls it in a loop is never compiled
             if id(module) != watched_id or place >= len(self._handles):
                 hooks = module._forward_hooks  # those of a copy of the model
                 for key in [key for key, hook in hooks.items() if hook is record]:

@@ -1,6 +1,7 @@
 """`models_to_time`: the models whose steps are timed, as they are at the end of their runs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,14 @@ def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path
     def switch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         low_rank = low_rank_method.make_plan(unwrap(model), recipe, task.keep)
         if run is not None:
-            layers = read_run(run).layers
-            ranks = {layer["name"]: layer["rank"] for layer in layers if layer["rank"] is not None}
+            trained = read_run(run)
+            ranks = {layer["name"]: layer["rank"] for layer in trained.layers if layer["rank"] is not None}
             low_rank = low_rank.replace(
                 e.with_rank(ranks[e.name]) if e.name in ranks else e.keep_dense("dense in its run")
                 for e in low_rank
             )
+            shared = trained.results.get("shared_inputs", ())
+            low_rank = replace(low_rank, shared_inputs=tuple(map(tuple, shared)))
         if low_rank_method.frobenius:
             FrobeniusDecay(model, optimizer, low_rank_method.frobenius)
         Switch(low_rank, when=AtStep(0)).step(model, optimizer, step=0)

@@ -14,11 +14,13 @@ from ...distributed.workers import Workers
 from ...measure.saved_run import RUN_FILE, read_run_file
 from ...planning.planner import plan
 from ..tasks import Task
+from .macs_per_row import few_rows
 from .narrow_method import NarrowWidth, build_model
 from .random_low_rank import random_low_rank_
 from .run_components import build_components
 from .run_settings import RunSettings
 from .timed_run import WARM_UP, TimedRun, time_ratio
+from .worker_device import move_to_device
 
 #: A width whose step time differs by less than this share needs no further search.
 TOLERANCE = 0.02
@@ -121,8 +123,12 @@ def _by_time(
             torch.compiler.reset()  # torch compiles a limited number of models of one class
         return TimedRun(components, steps)
 
-    dense = task.build()
-    low_rank = timed_run(random_low_rank_(dense, plan(dense, rank, keep=task.keep)))
+    dense = move_to_device(task.build(), device)
+    batch = few_rows(task, settings.recipe, data, device)
+    example = plan(dense, rank, example=lambda model: task.loss(model, batch, settings.recipe), measure=False)
+    # Layers that share an input compute together, as after a switch in training.
+    made = replace(plan(dense, rank, keep=task.keep), shared_inputs=example.shared_inputs)
+    low_rank = timed_run(random_low_rank_(dense, made))
     low_rank.seconds(WARM_UP)
     settings = replace(settings, mode=low_rank.mode)  # of all models that are compared
     width, ratio = closest_width(

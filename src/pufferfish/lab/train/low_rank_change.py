@@ -13,7 +13,9 @@ from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from ..tasks.task import eval_mode
 from .layer_records import layer_records, with_final_spectra
+from .macs_per_row import few_rows
 from .run_components import RunComponents
 
 
@@ -30,6 +32,7 @@ class LowRankChange(ModelChange):
         epochs = components.settings.recipe.epochs
         super().__init__(components.model, epochs=epochs, steps_per_epoch=steps_per_epoch)
         self.switch, self.optimizer, self.replicas = switch, components.optimizer, components.replicas
+        self._components: RunComponents | None = components  # until the first epoch
         self._dense_spectra: dict[str, Tensor] = {}
         if frobenius:
             FrobeniusDecay(components.model, components.optimizer, frobenius)
@@ -54,6 +57,7 @@ class LowRankChange(ModelChange):
         if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
             self.sync()  # it looks at the weights
         if not self.switch.due(self.model, epoch=epoch, total=self.epochs):
+            self._show_inputs()
             return False
         self.sync()
         if not self.switch.low_rank:
@@ -69,6 +73,18 @@ class LowRankChange(ModelChange):
                 switch.step(replica.module, replica.optimizer, step=0)
         return changed
 
+    def _show_inputs(self) -> None:
+        """Run the model once before it is compiled, so that the switch sees which layers share an input.
+
+        The hooks for that are then gone. Otherwise the first validation would remove them, and the model be compiled again.
+        """
+        c, self._components = self._components, None
+        if c is None or not c.modes.compiles:
+            return
+        batch = few_rows(c.task, c.settings.recipe, c.data, c.device)
+        with self.untimed(), eval_mode(c.model) as module, c.settings.autocast:
+            c.task.loss(module, batch, c.settings.recipe)
+
     def log_change(self, log: RunLog, step: int) -> None:
         assert self.switch.report is not None
         log.log(step=step, epoch=step / self.steps_per_epoch, **self.switch.report.metrics)
@@ -83,6 +99,7 @@ class LowRankChange(ModelChange):
         found = super().results(log) | {"low_rank_updates": self._low_rank_updates()}
         if report is not None:
             found["low_rank_parameters"] = report.plan.after.parameters
+            found["shared_inputs"] = [list(names) for names in report.plan.shared_inputs]
         return found
 
     def _low_rank_updates(self) -> int:

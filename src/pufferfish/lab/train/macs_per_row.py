@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rivals.model_change import ModelChange
+from ..tasks import Batch, Recipe, Task
 from .console import Console
 from .run_components import RunComponents
 
@@ -13,12 +14,17 @@ from .run_components import RunComponents
 ROWS = 8
 
 
+def few_rows(task: Task, recipe: Recipe, data: Any, device: torch.device) -> Batch:
+    """A small batch of training data, the same rows for all methods."""
+    generator = torch.Generator().manual_seed(0)
+    return next(task.batches(data, "train", min(ROWS, recipe.batch), device=device, generator=generator))
+
+
 def macs_per_row(components: RunComponents, change: ModelChange, console: Console) -> dict[str, Any]:
     """Return {"macs": …} for the current model; an empty dict, and a message why, where they cannot be counted."""
     task, recipe = components.task, components.settings.recipe
     rows = min(ROWS, recipe.batch)
-    generator = torch.Generator().manual_seed(0)  # the same rows for all methods
-    batch = next(task.batches(components.data, "train", rows, device=components.device, generator=generator))
+    batch = few_rows(task, recipe, components.data, components.device)
 
     def example(model: nn.Module) -> Tensor:
         return task.loss(model, batch, recipe)
