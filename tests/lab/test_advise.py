@@ -383,6 +383,16 @@ def test_local_steps_that_are_faster_but_not_advised_are_named() -> None:
     assert "no method makes the run" in str(_advice({"dense": 1.0, "diloco-30": 1.02}))
 
 
+@pytest.mark.parametrize(("steps", "best"), [(None, "diloco-30"), (3000, "diloco-30"), (2999, "bf16")])
+def test_local_steps_are_not_advised_for_few_averages(steps: int | None, best: str) -> None:
+    found = replace(_advice({"dense": 1.0, "bf16": 1.5, "diloco-30": 9.0}), steps=steps)
+    assert found.best.name == best
+    said = "diloco-30 makes the run 9.00× as fast, but local steps change what is learned"
+    assert (f"{said}: they are recommended only for runs with at least 100 averages." in str(found)) == (
+        best == "bf16"
+    )
+
+
 def test_the_times_of_the_ranks_are_in_order() -> None:
     found = replace(_advice({"dense": 1.0}), rank_seconds={0.125: 2.2, 0.25: 1.8, 0.5: 1.77})
     assert (

@@ -53,6 +53,27 @@ def test_options_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert [name for name, rank in ranks.items() if rank is not None] == ["fc2"]
 
 
+def test_a_run_of_one_epoch_says_that_it_has_no_warm_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "train",
+                "digits:mlp,width=64",
+                "--method",
+                "pufferfish",
+                "--epochs",
+                "1",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
+    assert "Switched to low rank before epoch 1, without a warm-up: " in capsys.readouterr().err
+
+
 def test_a_plan_from_a_file(tmp_path: Path) -> None:
     file, method = tmp_path / "plan.json", f"pufferfish(at=0.5,plan={tmp_path / 'plan.json'})"
     with pytest.raises(FileNotFoundError, match=r"plan\.json"):

@@ -20,8 +20,9 @@ from .method_name import NODE, is_local, parse_method_name, warm_up_name
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
-#: Local steps change what is learned, so they are advised only if they are faster than all other methods by this factor.
-LOCAL_SPEEDUP = 1.5
+#: Local steps change what is learned, so they are advised only if they are faster than all other methods by this factor,
+#: and in runs with at least this many averages. A small GPT with 30 of them loses 0.4 bits per byte (docs/results.md).
+LOCAL_SPEEDUP, MIN_AVERAGES = 1.5, 100
 
 
 @dataclass(kw_only=True)
@@ -52,11 +53,11 @@ class Advice:
     def best(self) -> SpeedupEstimate:
         """The method to use: the simplest of the fastest ones, or "dense" if none is faster by `MIN_SPEEDUP`.
 
-        If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`.
+        If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`, with `MIN_AVERAGES`.
         """
         every_step = [e for e in self._considered if not is_local(e.name)]
-        fastest = max(e.run_speedup for e in self._considered)
-        considered = self._considered
+        considered = [e for e in self._considered if not self._averages_too_rarely(e.name)]
+        fastest = max(e.run_speedup for e in considered)
         if fastest < LOCAL_SPEEDUP * max(e.run_speedup for e in every_step):
             considered, fastest = every_step, max(e.run_speedup for e in every_step)
         simplest = next(e for e in considered if e.run_speedup * TOLERANCE >= fastest)
@@ -196,14 +197,22 @@ class Advice:
             speedups = f"{best.speedup:.2f}× per step, {best.run_speedup:.2f}×{between} for the run"
             yield f"{'Use' if low >= 1 else 'Perhaps use'} {best.name}: {speedups}{hours}.{reason}"
         if local := self._faster_local():
+            condition = f"if they are {LOCAL_SPEEDUP}× as fast as the others"
+            if self._averages_too_rarely(local.name):
+                condition = f"for runs with at least {MIN_AVERAGES} averages"
             yield (
                 f"{local.name} makes the run {local.run_speedup:.2f}× as fast, but local steps change what is learned: they "
-                f"are recommended only if they are {LOCAL_SPEEDUP}× as fast as the others."
+                f"are recommended only {condition}."
             )
         yield from self._trust()
 
+    def _averages_too_rarely(self, name: str) -> bool:
+        """Whether a method makes local steps and the run has too few averages for them."""
+        local = parse_method_name(name)[0].local
+        return local is not None and self.steps is not None and self.steps < MIN_AVERAGES * local.h
+
     def _faster_local(self) -> SpeedupEstimate | None:
-        """The fastest local steps, if they are faster than the advised method but not by enough."""
+        """The fastest local steps, if they are faster than the advised method but are not advised themselves."""
         fastest = max(self._considered, key=lambda e: e.run_speedup)
         local = is_local(fastest.name) and not is_local(self.best.name)
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None

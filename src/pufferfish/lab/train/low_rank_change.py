@@ -47,6 +47,7 @@ class LowRankChange(ModelChange):
     def summary(self) -> str:
         text = str(self.switch.report or "The model did not become low-rank").splitlines()[0]
         # A run counts its epochs from 1, a switch from 0: epoch 3 of a switch begins after epoch 3 of the run.
+        text = text.replace(" at epoch 0:", " before epoch 1, without a warm-up:")
         return text.replace(" at epoch ", " after epoch ")
 
     def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
