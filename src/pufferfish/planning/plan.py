@@ -293,9 +293,12 @@ class Plan:
     def from_data(data: Any) -> Plan:
         """Check and convert the values of `as_data`."""
         version = data.get("pufferfish_plan") if isinstance(data, dict) else None
+        if version is None:
+            raise ValueError("not a plan; pass what plan.save or `pufferfish plan --out` wrote")
         if version != VERSION:
-            other = f" but of version {version}; use the pufferfish version that saved it" if version else ""
-            raise ValueError(f"not a plan of version {VERSION}{other}")
+            raise ValueError(
+                f"not a plan of version {VERSION} but of version {version}; use the pufferfish version that saved it"
+            )
         try:
             return Plan(
                 entries=tuple(Entry.from_json(e) for e in data["entries"]),
