@@ -108,7 +108,7 @@ def test_json_of_another_version() -> None:
         match="not a plan of version 1 but of version 2; use the pufferfish version that saved it",
     ):
         pf.Plan.from_json(json.dumps({**data, "pufferfish_plan": 2}))
-    with pytest.raises(ValueError, match="not a plan; pass what plan.save"):
+    with pytest.raises(ValueError, match=r"not a plan; pass what plan\.save"):
         pf.Plan.from_json(json.dumps({"model": "resnet"}))
 
 

@@ -92,7 +92,8 @@ def notes(comparison: Comparison, left_out: Collection[str] = ()) -> list[str]:
             timed = method.run_seconds() and reference.run_seconds()
             if timed and method.steps() != reference.steps():
                 lines.append(
-                    f"{method.name}: not as many steps as {reference.name}; run times are not compared."
+                    f"{method.name}: not as many steps as {reference.name}; run times are not compared, and the difference "
+                    f"in {metric.words} is not at equal steps."
                 )
         failed = [str(seed_of(run)) for run in method.finished if run.results.get(metric.name, 0.0) is None]
         if failed:
