@@ -17,7 +17,8 @@ At least two other replicas are always left. The job goes on with three (`min_re
 
 Printed: kills, rounds, updates that were made and lost, the longest pauses between two updates of a replica that was itself left alone, and
 the final validation loss. The digests of the anchors of all replicas are compared after each round. Exit status 1 if the job stops, a kill is missing, anchors differ, or
-the loss is further from that of the same seed than seeds differ, and more than 1 %. Needs root, or user namespaces.
+the loss is further from that of the same seed than seeds differ, and more than 1 % (5 % with one seed, which does not show how far
+seeds differ). Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -605,7 +606,8 @@ def verdict(lines: list[dict[str, Any]], kills: int) -> bool:
     same = all(
         line["replicas"] == REPLICAS and not line["different"] and not line["errors"] for line in lines
     )
-    right = same and sum(churn["kills"].values()) == kills and gap <= max(noise, 0.01 * losses[0])
+    allowed = max(noise, (0.01 if len(losses) > 1 else 0.05) * losses[0])
+    right = same and sum(churn["kills"].values()) == kills and gap <= allowed
     print(f"{'held' if right else 'DID NOT HOLD'}: {churn['compared']} rounds compared, {churn['different']} with different anchors; "
           f"loss {churn['loss'] - losses[0]:+.4f} bits per byte, seeds differ by {noise:.4f}")  # fmt: skip
     return right

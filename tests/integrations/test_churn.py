@@ -94,7 +94,9 @@ def test_the_short_form(tmp_path: Path) -> None:
     assert (sum(calm["kills"].values()), calm["lost"], calm["made"]) == (0, 0, 960)
     assert (sum(hit["kills"].values()), hit["stops"], hit["lighthouse"]) == (6, 1, 1)
     assert hit["kills"]["switch"] >= 1
-    assert hit["compared"] == hit["rounds"] == calm["rounds"]
+    assert hit["rounds"] == calm["rounds"]
+    # A round that one replica completes and others do not has one anchor, which the others get: at most one for each accident.
+    assert hit["rounds"] - 8 <= hit["compared"] <= hit["rounds"]
     assert "anchors differ" in done.stdout
     assert kill_orphans() == 0
 
