@@ -6,8 +6,8 @@ Every host is a network namespace with a torchrun agent of its own and one singl
 and measured first. All methods take turns in every round, in the same processes; medians over the rounds, and speed-ups as
 medians of each round's ratios. "alone" is the same step without any exchange, so that the difference is what the network
 costs. Low rank is made by a switch as in a run: the paper's hybrid of ResNet-18 at ratio 0.25; the GPT (d 384, 6 layers, 10.8 M
-parameters, 128 tokens a row) at ratio 0.3125, its first block dense. "narrow" is a dense GPT with the low-rank one's number of
-parameters. Needs root, or user namespaces.
+parameters, 128 tokens a row) at ratio 0.3125, its first block dense. "narrow" is a narrower dense model with the low-rank one's number
+of parameters. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def text(rows: int) -> tuple[Tensor, Tensor]:
 
 CASES = {
     "resnet18": Case(
-        lambda width: REFERENCES["resnet18"].build(), images,
+        lambda width: REFERENCES["resnet18"].build(width=width), images,
         lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), 0.25, REFERENCES["resnet18"].keep, 1,
     ),
     "gpt": Case(

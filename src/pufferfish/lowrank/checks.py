@@ -4,7 +4,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -266,29 +266,23 @@ def check_optimizers_complete(weights: Mapping[int, str], optimizers: list[Optim
         weights: names of the parameters that will be replaced, by id.
         optimizers: those that will be updated.
     """
-    if not _held_by_others(weights, optimizers):
-        return
-    gc.collect()  # an optimizer without references does not count
-    for name, kind in _held_by_others(weights, optimizers):
+    for name, kind in _alive(lambda: _held_by_others(weights, optimizers)):
         raise ValueError(
             f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
             "optimizers as a list"
         )
 
 
-def warn_of_other_optimizers(
-    model: nn.Module, plan: Plan, optimizers: list[Optimizer], remedy: str, stacklevel: int = 3
-) -> None:
+def warn_of_other_optimizers(model: nn.Module, plan: Plan, optimizers: list[Optimizer], remedy: str) -> None:
     """Warn if an optimizer that was not passed holds a weight that the plan replaces: it would not train the factors."""
     check_optimizers(optimizers)
     weights = factorized_weights(model, plan)
-    if not weights or next(model.parameters()).is_meta or not _held_by_others(weights, optimizers):
+    if not weights or next(model.parameters()).is_meta:
         return
-    gc.collect()  # an optimizer without references does not count
-    for name, kind in _held_by_others(weights, optimizers)[:1]:
+    for name, kind in _alive(lambda: _held_by_others(weights, optimizers))[:1]:
         warnings.warn(
             f"{name} is replaced by two factors, but an existing optimizer ({kind}) holds it and does not train them; {remedy}",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
 
@@ -299,10 +293,7 @@ def check_wrapper_passed(weights: Mapping[int, str], ddp: DistributedDataParalle
         weights: names of the parameters that will be replaced, by id.
         ddp: the wrapper that was passed.
     """
-    if not _wrapped_by_others(weights, ddp):
-        return
-    gc.collect()  # a wrapper without references does not count
-    for name in _wrapped_by_others(weights, ddp):
+    for name in _alive(lambda: _wrapped_by_others(weights, ddp)):
         raise ValueError(
             f"{name}: the model is wrapped in DistributedDataParallel, which was not passed and would not average the "
             "gradients of the new factors; pass the wrapper, not its module"
@@ -323,6 +314,14 @@ def _held_by_others(weights: Mapping[int, str], optimizers: list[Optimizer]) -> 
         (p, type(x).__name__) for x, own in groups if id(own) not in passed for g in own for p in g["params"]
     ]
     return [(weights[id(p)], kind) for p, kind in held if id(p) in weights]
+
+
+def _alive(find: Callable[[], list[T]]) -> list[T]:
+    """Return what `find` finds among live objects. Those without references, which wait for a collection, do not count."""
+    if not find():
+        return []
+    gc.collect()
+    return find()
 
 
 def _live_objects(kind: type[T]) -> list[T]:
