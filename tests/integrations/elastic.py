@@ -205,13 +205,16 @@ class Training:
             "anchor": {name: x.detach().tolist() for name, x in anchor.items()},
             "model": {name: x.tolist() for name, x in self.model.state_dict().items()},
             "optimizer": sorted({k for s in self.optimizer.state.values() for k in s}),
-            "error_feedback": 0.0 if local is None else error_feedback(local),
+            "error_feedback": error_feedback(self.exchange),
         }
 
 
-def error_feedback(local: ElasticLocalSteps) -> float:
+def error_feedback(exchange: ElasticLocalSteps | ElasticGradients) -> float:
     """Largest element of what this replica has not sent."""
-    engines = [fragment["engine"] for fragment in local.state_dict()["fragments"]]
+    state = exchange.state_dict()
+    engines = (
+        [fragment["engine"] for fragment in state["fragments"]] if "fragments" in state else [state["engine"]]
+    )
     return max(
         [float(x["error"].abs().max()) for e in engines for x in e["own"].values() if "error" in x],
         default=0.0,

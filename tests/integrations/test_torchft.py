@@ -190,7 +190,7 @@ def test_compressed_averages_survive_a_change_of_the_members(method: Methods) ->
         back.tell("start")
         c.wait_for_joiner()
         all_do([a, b], "until", 20)
-        back.answer()
+        assert back.answer()["error_feedback"] > 0, "a replica that joins gets that of another one"
         found = all_do([a, b, back], "until", 28)
     assert found[0]["size"] == 3
 
@@ -311,7 +311,9 @@ def test_gradients_of_every_step_with_the_switch_and_compression() -> None:
         late.tell("until", 6)
         c.wait_for_joiner()
         all_do([a, b], "until", 6)
-        assert late.answer()["ranks"] == {"2": 12}
+        joined = late.answer()
+        assert joined["ranks"] == {"2": 12}
+        assert joined["error_feedback"] > 0, "a replica that joins gets that of another one"
         found = all_do([a, b, late], "until", 9)
     assert found[0]["size"] == 3
     assert found[0]["model"] == found[2]["model"]

@@ -25,8 +25,8 @@ class ElasticGradients(ElasticExchange):
 
     It takes the place of DDP, and needs neither a wrapper nor a communication hook.
 
-    A replica that joins gets weights, low-rank structure and optimizer state from another one in its first `average`. Its own
-    gradient, computed with other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
+    A replica that joins gets weights, low-rank structure, optimizer state and error feedback from another one in its first
+    `average`. Its own gradient, computed with other weights, is not used. If a replica is lost, the others repeat the exchange with the same gradients.
 
     Args:
         replicas: the replicas of this job.
@@ -141,15 +141,17 @@ class ElasticGradients(ElasticExchange):
 
     def _shared_state(self) -> dict[str, Any]:
         assert self._state is not None
-        engine = self.engine.state_dict() | {"own": {}}  # error feedback is each replica's own
+        engine = engine_state_for(self._replicas.transport, self._settings, self.engine.state_dict())
         return {"shared": self._state.state_dict(), "engine": engine}
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Continue like another replica, with the error feedback of this one."""
+        """Continue like another replica, with the error feedback of this one, if it has any that fits."""
         assert self._state is not None
         self.engine.state.release_divided(self._replicas.manager.num_participants())
         mine, same = self.engine.state_dict(), self._state.ranks == state["shared"]["ranks"]
-        here = {"worker": mine["worker"], "size": mine["size"], "own": mine["own"] if same else {}}
+        here = {"worker": mine["worker"], "size": mine["size"]}
+        if mine["own"] and same:
+            here["own"] = mine["own"]
         self._state.load_state_dict(state["shared"])
         self.engine.load_state_dict(state["engine"] | here, {})
         self._stale = True

@@ -44,8 +44,8 @@ class _Average:
 class ElasticLocalSteps(ElasticExchange, LocalSteps):
     """`pf.LocalSteps` between replicas that may be killed, hang, join and come back while the others continue.
 
-    A replica that joins gets weights, low-rank structure, outer and inner optimizer state and the position from another
-    one. If a replica is lost during an exchange, the others keep what they have trained and repeat the exchange without it. A
+    A replica that joins gets weights, low-rank structure, outer and inner optimizer state, error feedback and the position
+    from another one. If a replica is lost during an exchange, the others keep what they have trained and repeat the exchange without it. A
     replica that was away for some rounds continues from the anchor of the others and keeps its inner optimizer and error feedback.
 
     An average is the mean over the replicas that have made updates since the last one.
@@ -294,7 +294,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         trained = [own_name(n) for n, p in inner.named_parameters(remove_duplicate=False) if p.requires_grad]
         local = super().state_dict()
         for fragment in local["fragments"]:
-            fragment["engine"] |= {"own": {}}  # error feedback is each replica's own
+            fragment["engine"] = engine_state_for(
+                self._replicas.transport, self._settings, fragment["engine"]
+            )
         shared = self._state.state_dict(without={*trained, *self._anchor.buffers})
         return {
             "position": self.position,
@@ -325,7 +327,8 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             keep = own and not changed & set(fragment.names)
             theirs |= {"since": fragment.since if keep else 0, "flight": None}
             theirs["engine"] |= {"worker": self._transport.worker, "size": self._transport.size}
-            theirs["engine"]["own"] = mine["own"] if own else {}
+            if own:
+                theirs["engine"]["own"] = mine["own"]
         self._state.load_state_dict(state["shared"], tensors, own)
         super().load_state_dict(local)
         LocalSteps.start(self, self._state.model)
