@@ -1,0 +1,229 @@
+"""The model is given: full training with compressed gradients, against LoRA, on two pre-trained models.
+
+    python examples/bilingual/bilingual.py --fetch && python examples/continue_lm/continue_lm.py --fetch   # into data/
+    python benchmarks/given.py [STUDY ...] [--data data] [--processes 2]      # run what is missing
+    python benchmarks/given.py [STUDY ...] --show
+
+minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi30k, batch 64 on one worker; accuracy@1 of both
+               directions. Every length is a complete schedule. minilm-E-4: 4 simulated workers of 16 sentence pairs.
+smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
+
+AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
+tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
+the ring algorithms, at the end of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pufferfish as pf
+from pufferfish.compression import Method, Settings
+from pufferfish.lab.harness import Job, Row, Study, main
+from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path += [str(EXAMPLES / "bilingual"), str(EXAMPLES / "continue_lm")]
+import bilingual  # noqa: E402
+import continue_lm  # noqa: E402
+
+DATA = Path(os.environ.get("DATA", "data"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of training a given model."""
+
+    method: Method = pf.compression.BFloat16()
+    plain: int = 0  # uncompressed first updates
+    lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
+    switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
+    frozen: str = ""  # parameters that are not trained
+
+
+FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)
+ARMS = {
+    "full training, bf16": (Arm(), FULL),
+    "block int8": (Arm(pf.compression.BlockInt8()), FULL),
+    "LoCo, 4 bits": (Arm(pf.compression.LoCo()), FULL),
+    "PowerSGD(16)": (Arm(pf.compression.PowerSGD(16)), FULL),
+    "PowerSGD(16), 5 plain": (Arm(pf.compression.PowerSGD(16), plain=5), FULL),
+    "PowerSGD(4)": (Arm(pf.compression.PowerSGD(4)), FULL),
+    "PowerSGD(4), 5 plain": (Arm(pf.compression.PowerSGD(4), plain=5), FULL),
+    "PowerSGD(1)": (Arm(pf.compression.PowerSGD(1)), FULL),
+    "LoRA 64": (Arm(lora=64), LORA),
+    "LoRA 16": (Arm(lora=16), LORA),
+    "LoRA 4": (Arm(lora=4), LORA),
+    "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
+}
+LONG = [name for name in ARMS if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
+
+
+class Bilingual:
+    """MiniLM on Multi30k."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.pairs, self.batch = _pairs(), settings["batch"]
+        self.updates = round(settings["epochs"] * self.pairs["train"][0].shape[1] / self.batch)
+        self.model: nn.Module = bilingual.Encoder(DATA / "minilm")
+
+    def batches(self, generator: torch.Generator, update: int, workers: int) -> list[tuple[Any, ...]]:
+        order = _order(generator, self.pairs["train"][0].shape[1], update * self.batch, self.batch)
+        return [bilingual.take(self.pairs["train"], rows) for rows in order.chunk(workers)]
+
+    def loss(self, model: nn.Module) -> Callable[..., Tensor]:
+        return lambda ids, mask: bilingual.contrast(model, ids, mask)
+
+    def score(self, model: nn.Module, split: str) -> float:
+        return bilingual.accuracy(model, *self.pairs["val" if split == "validation" else "test2016"])
+
+
+class Captions:
+    """SmolLM2-135M on the German sentences of Multi30k."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rows, self.batch, self.updates = _rows(), settings["rows"], settings["updates"]
+        self.model: nn.Module = continue_lm.load_model(DATA)
+
+    def batches(self, generator: torch.Generator, update: int, workers: int) -> list[tuple[Any, ...]]:
+        rows = self.rows["train"][0]
+        return [
+            (rows[i],) for i in _order(generator, len(rows), update * self.batch, self.batch).chunk(workers)
+        ]
+
+    def loss(self, model: nn.Module) -> Callable[..., Tensor]:
+        return lambda tokens: continue_lm.next_token_loss(model, tokens)
+
+    def score(self, model: nn.Module, split: str) -> float:
+        rows, size = self.rows["val" if split == "validation" else "test2016"]
+        rows = rows[:192]
+        return continue_lm.bits_per_byte(model, rows, size * rows[:, 1:].numel())
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], Bilingual | Captions]] = {
+    "minilm": Bilingual,
+    "smollm2": Captions,
+}
+
+
+def run(job: Job) -> Row:
+    """Train one arm to the end of its schedule."""
+    settings, (arm, _) = dict(job.settings), ARMS[job.arm]
+    torch.manual_seed(job.seed)
+    task = TASKS[settings["task"]](settings)
+    model = task.model.to(DEVICE).train()
+    if arm.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear")
+        )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=job.rate, weight_decay=0.0
+    )
+    compressed = Settings(arm.method, seed=job.seed)
+    first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
+    ddp = SimulatedDDP(model, first, settings["workers"], optimizer=optimizer)
+    switch = pf.Switch(rank=arm.switch, when=pf.AtFraction(0.1)) if arm.switch else None
+    warm_up, sent = max(task.updates // 10, 1), 0.0
+    for update in range(task.updates):
+        if update == arm.plain > 0:
+            ddp.simulated.use(compressed)
+        if switch:
+            switch.step(model, optimizer, step=update, total=task.updates)
+        for group in optimizer.param_groups:
+            group["lr"] = job.rate * min(
+                (update + 1) / warm_up, (task.updates - update) / (task.updates - warm_up)
+            )
+        batch = task.batches(torch.Generator().manual_seed(job.seed), update, settings["workers"])
+        sent = wire_bytes(ddp)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            ddp.backward(task.loss(model), batch)
+        if settings["clip"]:
+            nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
+        optimizer.step()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        scores = {split: task.score(model, split) for split in ("validation", "test")}
+    return scores | {
+        "updates": task.updates,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "wire_bytes": wire_bytes(ddp) - sent,
+        "optimizer_bytes": sum(
+            x.nbytes for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
+        ),
+    }
+
+
+def wire_bytes(ddp: SimulatedDDP, workers: int = 4) -> float:
+    """What each of 4 workers would have sent so far, by the ring algorithms."""
+    factor = {
+        "all_reduce": 2 / workers,
+        "all_gather": 1.0,
+        "all_to_all": 1 / workers,
+        "reduce_scatter": 1 / workers,
+    }
+    return sum(factor[kind] * (workers - 1) * given for kind, given in ddp.meter.collective_bytes.items())
+
+
+def _order(generator: torch.Generator, n: int, start: int, count: int) -> Tensor:
+    """The next rows of an endless shuffle, anew for each epoch."""
+    wanted = torch.arange(start, start + count)
+    epochs = [torch.randperm(n, generator=generator) for _ in range(int(wanted[-1]) // n + 1)]
+    return torch.cat(epochs)[wanted]
+
+
+@lru_cache
+def _pairs() -> dict[str, Any]:
+    return {
+        split: (ids.to(DEVICE), mask.to(DEVICE)) for split, (ids, mask) in bilingual.load_pairs(DATA).items()
+    }
+
+
+@lru_cache
+def _rows() -> dict[str, tuple[Tensor, float]]:
+    tokenizer = continue_lm.Tokenizer.from_file(str(DATA / "smollm2/tokenizer.json"))
+    found = {}
+    for split in ("train", "val", "test2016"):
+        text = (DATA / f"multi30k/{split}.de").read_text(encoding="utf-8")
+        rows, size = continue_lm.load_rows(tokenizer, text, 64)
+        found[split] = rows.to(DEVICE), size
+    return found
+
+
+def minilm(epochs: float, arms: list[str], workers: int = 1, seeds: tuple[int, ...] = (0, 1, 2)) -> Study:
+    return Study(
+        name=f"minilm-{epochs:g}" + (f"-{workers}" if workers > 1 else ""), run=run,
+        arms={name: ARMS[name][1] for name in arms}, seeds=seeds, baseline="full training, bf16", score="accuracy@1, %",
+        columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
+        settings={"task": "minilm", "epochs": epochs, "batch": 64, "workers": workers, "clip": 0},
+    )  # fmt: skip
+
+
+def smollm2(updates: int, arms: list[str], seeds: tuple[int, ...] = (0, 1)) -> Study:
+    return Study(
+        name=f"smollm2-{updates}", run=run, arms={name: ARMS[name][1] for name in arms}, seeds=seeds,
+        baseline="full training, bf16", score="bits per byte", higher=False, digits=3,
+        columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
+        settings={"task": "smollm2", "updates": updates, "rows": 4, "workers": 1, "clip": 1.0},
+    )  # fmt: skip
+
+
+STUDIES = [
+    minilm(0.3, list(ARMS)), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
+    smollm2(40, LONG), smollm2(160, LONG),
+    minilm(0.1, LONG), minilm(0.6, LONG, seeds=(0, 1)), minilm(1, LONG, seeds=(0, 1)),
+]  # fmt: skip
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    main(STUDIES, __doc__)
