@@ -236,7 +236,7 @@ def table(lines: list[Line]) -> str:
     rows = [["", "rate", measure, "difference to plain", "wire bytes, fewer", "at the end", "seeds"]]
     for arm in [name for name in arms(1) if name in scores]:
         used = sorted({line["lr"] for line in of[arm].values()})
-        gaps = paired.paired(scores[arm], plain) if arm != "plain" else []
+        gaps = paired.paired_differences(scores[arm], plain) if arm != "plain" else []
         rows.append([
             arm, ", ".join(f"{lr:g}" for lr in used), f"{statistics.mean(scores[arm].values()):.2f}",
             paired.interval(gaps, 2), fewer(arm, "wire"), fewer(arm, "wire_last"), str(len(scores[arm])),
@@ -244,13 +244,13 @@ def table(lines: list[Line]) -> str:
     text = format_table(rows, left=(0,))
     rows = []
     for arm in CLOSE:
-        if gaps := paired.paired(scores.get(arm, {}), plain):
+        if gaps := paired.paired_differences(scores.get(arm, {}), plain):
             rows.append([f"{arm} within {POINTS} points of plain", paired.interval(gaps, 2), close(gaps)])
     for claim in ORDER:
-        if gaps := paired.paired(scores.get(claim.better, {}), scores.get(claim.worse, {})):
+        if gaps := paired.paired_differences(scores.get(claim.better, {}), scores.get(claim.worse, {})):
             rows.append([f"the paper: {claim.text}", paired.interval(gaps, 2), paired.verdict(gaps)])
     for words, one, other in ALIKE:
-        if gaps := paired.paired(scores.get(one, {}), scores.get(other, {})):
+        if gaps := paired.paired_differences(scores.get(one, {}), scores.get(other, {})):
             rows.append([f"the paper: {words}", paired.interval(gaps, 2), alike(gaps)])
     if rows:
         text += "\n\n" + format_table([["claim", "difference", "verdict"], *rows], left=(0, 2))

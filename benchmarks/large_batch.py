@@ -150,7 +150,7 @@ def table(lines: list[Line]) -> str:
     rivals = list(RIVALS)
     for arm in sorted(scores, key=lambda a: (int(a.split()[1]), rivals.index(a.split()[0]))):
         name, batch = arm.split()
-        gaps = [] if name == "sgd" else paired.paired(scores[arm], scores.get(f"sgd {batch}", {}))
+        gaps = [] if name == "sgd" else paired.paired_differences(scores[arm], scores.get(f"sgd {batch}", {}))
         used = sorted({line["lr"] for line in of[arm].values()})
         rows.append([
             name, batch, ", ".join(f"{lr:.4g}" for lr in used), str(next(iter(of[arm].values()))["updates"]),

@@ -206,7 +206,7 @@ def table(lines: list[Line]) -> str:
             key: statistics.mean(one[key] for one in found.values())
             for key in ("parameters", "macs", "score", "epochs", "training_macs")
         }
-        gaps = paired.paired(paired.scored(found), paired.scored(dense)) if arm != "dense" else []
+        gaps = paired.paired_differences(paired.scored(found), paired.scored(dense)) if arm != "dense" else []
         at = sorted({one["changed"] for one in found.values()} - {None})
         times = {seed: one["seconds"] for seed, one in found.items() if one["seconds"] is not None}
         slower = [t / dense[s]["seconds"] for s, t in times.items() if s in dense and dense[s]["seconds"]]

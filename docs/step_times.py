@@ -21,8 +21,8 @@ text { fill: #e6edf3 } .back { fill: #0d1117; stroke: #3d444d } .compute { fill:
 
 
 def table(text: str) -> list[list[str]]:
-    """Cells of the table whose first cell is "s a step", without the line below its head."""
-    lines = text[text.index("| s a step |") :].split("\n\n")[0].splitlines()
+    """Cells of the table whose first cell begins with "s a step", without the line below its head."""
+    lines = text[text.index("| s a step (") :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
 

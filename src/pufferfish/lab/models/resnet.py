@@ -1,6 +1,6 @@
 """Residual networks: ResNet-18 for 32x32 images, ResNet-50 and WideResNet-50-2 for ImageNet.
 
-The ImageNet models name their modules as torchvision does, so its checkpoints load.
+The ImageNet models name their modules as torchvision does; loading its checkpoints is not tested.
 """
 
 from torch import Tensor, nn

@@ -34,7 +34,7 @@ class TranslationData:
 
 @dataclass(frozen=True)
 class Multi30k(Task):
-    """Multi30k German to English, the paper's translation task.
+    """Multi30k German to English, the paper's translation task, but with a BPE vocabulary.
 
     A batch is (source, target, tokens), where `tokens` is the number of target tokens in the global batch divided by the
     number of workers.

@@ -1,0 +1,494 @@
+"""The tables of docs/results.md and README.md, generated from recorded results.
+
+    python benchmarks/claims.py            # prints what differs or is not generated; exit status 1 if anything is
+    python benchmarks/claims.py --write    # writes the tables into the pages
+
+A table stands between `<!-- claims: NAME -->` and `<!-- end -->`, where NAME is a key of `TABLES`. The function of that
+name reads files in benchmarks/results (lines of JSON, or the output of a script) or runs a command, and returns
+Markdown. A table with digits outside of such markers is an error, unless its head says "0.1.0, raw data not kept" (or
+"0.1.0/0.2.0, …").
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pufferfish.cli import main as pufferfish
+from pufferfish.lab.report.formatting import format_estimate
+from pufferfish.lab.report.seed_statistics import Estimate, estimate, paired_differences
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/results.md")
+BLOCK = re.compile(r"<!-- claims: (.*?) -->\n(.*?)<!-- end -->", re.S)
+NOT_KEPT = re.compile(r"0\.\d\.0(/0\.\d\.0)?, raw data not kept")
+
+Line = dict[str, Any]
+Lines = dict[int, Line]  # by seed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--write", action="store_true", help="write the tables into the pages")
+    write = ask.parse_args(arguments).write
+    made = {name: table() for name, table in TABLES.items()}
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    if write:
+        for page, text in texts.items():
+            texts[page] = BLOCK.sub(lambda found: block(found[1], made.get(found[1], found[2].strip())), text)
+            (ROOT / page).write_text(texts[page])
+    found = [problem for page, text in texts.items() for problem in problems(page, text, made)]
+    shown = {name for text in texts.values() for name, _ in BLOCK.findall(text)}
+    found += [f"{name!r} is on no page" for name in TABLES if name not in shown]
+    print("\n".join(found) or f"{len(made)} tables are as their results say")
+    return 1 if found else 0
+
+
+def block(name: str, table: str) -> str:
+    return f"<!-- claims: {name} -->\n\n{table}\n\n<!-- end -->"
+
+
+def problems(page: str, text: str, made: dict[str, str]) -> Iterator[str]:
+    """Tables that differ from what is generated, and tables with digits that are not generated."""
+    for name, table in BLOCK.findall(text):
+        if name not in made:
+            yield f"{page}: claims.py has no table {name!r}"
+        elif table.strip() != made[name]:
+            yield f"{page}: {name!r} differs from its results; run python benchmarks/claims.py --write"
+    rest = BLOCK.sub("", text)
+    if page == "README.md":  # other sections have no results
+        rest = re.split(r"^## ", rest[rest.index("## Results") + 3 :], flags=re.M)[0]
+    for table in re.findall(r"(?:^\|.*(?:\n|$))+", rest, re.M):
+        head, *rows = table.splitlines()
+        if re.search(r"\d", "".join(rows)) and not NOT_KEPT.search(head):
+            yield f"{page}: a table with digits is neither generated nor marked as not kept: {head}"
+
+
+# What the tables share.
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], source: str = "") -> str:
+    lines = [list(head), *map(list, rows)]
+    assert len({len(line) for line in lines}) == 1
+    lines.insert(1, ["---"] * len(lines[0]))
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n{source}" if source else table
+
+
+def arm_table(
+    of: dict[str, Lines],
+    labels: Mapping[str, str],
+    columns: Mapping[str, Callable[[Lines], str]],
+    source: str,
+) -> str:
+    """A row for each arm, in the order of the labels. Every arm of the results must have a label."""
+    assert of.keys() == labels.keys(), of.keys() ^ labels.keys()
+    rows = [[label, *(column(of[arm]) for column in columns.values())] for arm, label in labels.items()]
+    return markdown(["", *columns], rows, source)
+
+
+def read(*files: str) -> list[Line]:
+    return [json.loads(text) for file in files for text in (RESULTS / file).read_text().splitlines()]
+
+
+def by_arm(lines: Iterable[Line]) -> dict[str, Lines]:
+    found: dict[str, Lines] = {}
+    for line in lines:
+        own = found.setdefault(line["arm"], {})
+        assert line["seed"] not in own, f"more than one result: {line}"
+        own[line["seed"]] = line
+    return found
+
+
+def mean(lines: Lines, key: str = "score") -> float:
+    return fmean(line[key] for line in lines.values())
+
+
+def gain(ours: Lines, theirs: Lines, key: str = "score") -> Estimate | None:
+    """Mean difference, paired by seed, with its 95 % interval."""
+    values = ({seed: line[key] for seed, line in lines.items()} for lines in (ours, theirs))
+    return estimate(paired_differences(*values))
+
+
+def difference(ours: Lines, theirs: Lines, key: str = "score", places: int = 2) -> str:
+    found = gain(ours, theirs, key)
+    return format_estimate(found, places, sign=True) if found and ours is not theirs else ""
+
+
+def seeds(lines: Lines) -> str:
+    return str(len(lines))
+
+
+def rate(lines: Lines) -> str:
+    (found,) = {line["lr"] for line in lines.values()}
+    return f"{found:g}"
+
+
+def recorded(*files: str) -> str:
+    """Names of result files, and the versions and devices in their lines."""
+    settings = [line["settings"] for line in read(*files)]
+    about = {(s.get("pufferfish", ""), s["torch"], s["device"]) for s in settings}
+    words = [
+        f"{f'version {ours}, ' * bool(ours)}torch {torch}, {device}" for ours, torch, device in sorted(about)
+    ]
+    return f"From {', '.join(f'`benchmarks/results/{file}`' for file in files)}: {'; '.join(words)}."
+
+
+INDEPENDENT = "an independent script, not in this repository; torch 2.11, H200"
+
+# The tables, in the order of the pages.
+
+MODELS = {
+    "resnet18": "ResNet-18, CIFAR", "vgg19": "VGG-19-BN, CIFAR", "resnet50": "ResNet-50",
+    "wide_resnet50_2": "WideResNet-50-2", "lstm": "LSTM, WikiText-2", "transformer": "Transformer, 6+6 layers",
+}  # fmt: skip
+
+
+@functools.cache
+def planned() -> list[list[str]]:
+    """As `pufferfish plan` prints it: parameters before and after, factors of bytes and MACs."""
+    rows = []
+    for name, label in MODELS.items():
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            pufferfish(["plan", name])
+        parameters, macs, gradient = (
+            next(line for line in output.getvalue().splitlines() if line.startswith(start)).split()
+            for start in ("parameters", "MACs forward", "gradient bytes")
+        )
+        rows.append([label, *parameters[1:3], f"{gradient[-2]} fewer", f"{macs[-2]} fewer"])
+    return rows
+
+
+def plans() -> str:
+    return markdown(
+        ["model", "parameters", "low-rank", "bytes to all-reduce per step", "forward MACs"], planned()
+    )
+
+
+def timed_steps() -> tuple[str, dict[str, Line]]:
+    """From the output of `benchmarks/step.py`: its first line; modes, MACs and limit of each model."""
+    about, *texts = (RESULTS / "h200_step.log").read_text().strip().split("\n\n")
+    mode = re.compile(r"^(eager|graph|compile) +(\S+) +(\S+)  (\S+) as fast$", re.M)
+    limit = re.compile(r"ms \((\d+)%\) of .* limit (\S+), reached (\d+)%")
+    models = {}
+    for text in texts:
+        (found,) = limit.findall(text)
+        model, macs = text.splitlines()[:2]
+        modes = {name: times for name, *times in mode.findall(text)}
+        models[model] = {"modes": modes, "macs": macs.split()[0], "limit": found}
+    return about, models
+
+
+def steps() -> str:
+    about, models = timed_steps()
+    names = {"eager": "eager", "graph": "in a CUDA graph", "compile": "compiled"}
+    rows = []
+    for model, found in models.items():
+        share, limit, reached = found["limit"]
+        for mode, (dense, low, speed) in found["modes"].items():
+            speed = f"**{speed}: slower**" if float(speed[:-1]) < 1 else f"{speed} as fast"
+            last = [found["macs"], f"{share} %", f"{limit}, {reached} %"] if mode == "compile" else [""] * 3
+            rows.append([model, names[mode], dense, low, speed, *last])
+    head = ["model, batch", "mode", "dense, ms", "low-rank, ms", "speed", "fewer MACs", "share of the step"]
+    return markdown([*head, "limit, reached"], rows, f"From `benchmarks/results/h200_step.log`: {about}.")
+
+
+NARROW = {
+    "dense": "dense",
+    "lr:0.25": "low rank, ratio 0.25",
+    "narrow:0.547": "narrow, 0.547 of the width",
+    "lr:0.1": "low rank, ratio 0.1",
+    "narrow:0.366": "narrow, 0.366 of the width",
+}
+SAME_SIZE = {"lr:0.25": "narrow:0.547", "lr:0.1": "narrow:0.366"}
+
+
+def narrow_cnn() -> dict[str, Lines]:
+    return by_arm(read("h200_cifar_narrow.jsonl"))
+
+
+def narrow() -> str:
+    of = narrow_cnn()
+    columns = {
+        "parameters": lambda own: f"{mean(own, 'params'):,.0f}",
+        "seeds 1, 2, 3": lambda own: ", ".join(f"{own[seed]['acc']:.2f}" for seed in (1, 2, 3)),
+        "mean": lambda own: f"{mean(own, 'acc'):.2f} %",
+        "difference from dense": lambda own: difference(own, of["dense"], "acc"),
+        "difference from narrow of the same size": lambda own: difference(
+            own, of[SAME_SIZE.get(own[1]["arm"], own[1]["arm"])], "acc"
+        ),
+    }
+    return arm_table(
+        of, NARROW, columns, f"From `benchmarks/results/h200_cifar_narrow.jsonl`: {INDEPENDENT}."
+    )
+
+
+RULES = {
+    "128 dense 0.008": "dense",
+    "128 narrow 0.008": "narrow: dense, with fewer channels",
+    "128 narrow 0.004": "the same",
+    "128 muon 0.008": "low-rank, the same ratio everywhere",
+    "128 muon 0.016": "the same",
+    "128 ranks of attention halved 0.008": "attention at half the ratio of the feed-forward layers",
+    "128 equal shares 0.008": "the same share of the weights of every matrix (attention at 0.625 of the ratio)",
+    "128 ranks of attention quartered 0.008": "attention at a quarter",
+    "128 ranks of attention doubled 0.008": "attention at twice the ratio",
+    "128 muon, from the start 0.008": "low-rank from the start",
+    "128 muon, dense from 80 % 0.008": "low-rank after a third, dense again for the last fifth",
+    "128 tangent × 2 0.008": "steps measured in the product of the factors, × 2",
+    "128 tangent × 4 0.008": "the same, × 4",
+    "128 bounded × 16 0.008": "Muon's steps divided by the norms of the factors (Spectron), × 16",
+    "64 narrow 0.008": "hidden size 64: narrow",
+    "64 muon 0.008": "hidden size 64: low-rank, the same ratio everywhere",
+}
+
+
+def language_models() -> dict[str, Lines]:
+    """By hidden size, rule and rate."""
+    lines = read("factor_rules.jsonl")
+    return by_arm(line | {"arm": f"{line['settings']['d']} {line['rule']} {line['lr']:g}"} for line in lines)
+
+
+def above_narrow(own: Lines) -> str:
+    """At the better rate of narrow."""
+    narrow = language_models()[f"{next(iter(own.values()))['settings']['d']} narrow 0.008"]
+    return difference(own, narrow, "bits", 4) if own != narrow else ""
+
+
+def factor_rules() -> str:
+    columns = {
+        "weights in blocks": lambda own: f"{mean(own, 'weights'):,.0f}",
+        "rate": rate,
+        "bits per byte": lambda own: f"{mean(own, 'bits'):.4f}",
+        "seeds": seeds,
+        "difference from narrow at 0.008": above_narrow,
+    }
+    return arm_table(language_models(), RULES, columns, recorded("factor_rules.jsonl"))
+
+
+GIVEN = {
+    "full": "full training", "psgd16": "full training, `PowerSGD(16)`", "psgd4": "full training, `PowerSGD(4)`",
+    "psgd1": "full training, `PowerSGD(1)`", "frozenemb": "full training, embeddings frozen",
+    "lora64": "LoRA 64, all linear layers", "lora16": "LoRA 16", "lora4": "LoRA 4",
+    "svd0.5@0.1": "low rank 0.5 after a tenth", "svd0.25@0.1": "low rank 0.25 after a tenth",
+}  # fmt: skip
+#: Matrices of MiniLM and how many of each; the rest of its 22.7 M parameters are vectors, which PowerSGD sends as they are.
+MINILM = {(30522, 384): 1, (512, 384): 1, (384, 384): 6 * 4 + 1, (1536, 384): 6 * 2, (2, 384): 1}
+
+
+def best_runs(method: str, epochs: float) -> Lines:
+    """The runs with the rate that has the best mean validation accuracy."""
+    rates: dict[float, Lines] = {}
+    for line in read("h200_given_minilm.jsonl"):
+        if (line["method"], line["epochs"]) == (method, epochs):
+            rates.setdefault(line["lr"], {})[line["seed"]] = line
+    return max(rates.values(), key=lambda own: mean(own, "val"))
+
+
+def numbers_sent(method: str) -> str:
+    sent = best_runs(method, 0.3)[0]["trainable"]
+    if method.startswith("psgd"):
+        rank = int(method.removeprefix("psgd"))
+        sent -= sum(max(m * n - rank * (m + n), 0) * count for (m, n), count in MINILM.items())
+    return f"{sent / 1e6:.2f} M"
+
+
+def test_accuracy(method: str, epochs: float) -> str:
+    return f"{mean(best_runs(method, epochs), 'test'):.1f} %"
+
+
+def given() -> str:
+    head, rows = (
+        ["", "numbers sent a step"],
+        [[label, numbers_sent(method)] for method, label in GIVEN.items()],
+    )
+    for epochs in (0.3, 2.0):
+        head += ["rate", f"{epochs:g} epochs", "seeds"]
+        for row, method in zip(rows, GIVEN, strict=True):
+            runs = best_runs(method, epochs)
+            row += [rate(runs), test_accuracy(method, epochs), seeds(runs)]
+    assert {line["method"] for line in read("h200_given_minilm.jsonl")} == GIVEN.keys()
+    return markdown(head, rows, f"From `benchmarks/results/h200_given_minilm.jsonl`: {INDEPENDENT}.")
+
+
+TICKETS = {
+    "dense": "dense",
+    "pufferfish": "Pufferfish, ratio 0.25 after 10 epochs",
+    "auto": "`pf.Switch()`, automatic, after 15 epochs: half of the run; the default is a third now",
+    "early-bird 30 %": "Early-Bird, 30 %",
+    "early-bird 50 %": "Early-Bird, 50 %",
+    "early-bird 70 %": "Early-Bird, 70 %",
+    "lottery ticket, 3 rounds": "lottery ticket, 3 rounds",
+    "lottery ticket, 5 rounds": "lottery ticket, 5 rounds",
+}
+
+
+def tickets() -> str:
+    of = by_arm(read("tickets.jsonl"))
+    dense = of["dense"]
+
+    def slower(own: Lines) -> str:
+        """Of the seeds whose run had the GPU to itself."""
+        times = [line["seconds"] / dense[seed]["seconds"] for seed, line in own.items() if line["seconds"]]
+        return f"{fmean(times):.2f}×"
+
+    columns = {
+        "parameters": lambda own: f"{mean(own, 'parameters'):,.0f}",
+        "MACs": lambda own: f"{mean(own, 'macs') / 1e6:.0f} M",
+        "accuracy": lambda own: f"{mean(own):.2f} %",
+        "difference from dense": lambda own: difference(own, dense),
+        "epochs": lambda own: f"{mean(own, 'epochs'):.0f}",
+        "training MACs": lambda own: f"{mean(own, 'training_macs'):.2e}".replace("e+", "e"),
+        "time relative to dense": slower,
+        "seeds": seeds,
+    }
+    return arm_table(of, TICKETS, columns, recorded("tickets.jsonl"))
+
+
+def large_batches() -> str:
+    files = {"first": "large_batch.jsonl", "second": "large_batch-second.jsonl"}
+    rows = []
+    for choice, file in files.items():
+        for line in sorted(read(file), key=lambda line: (int(line["arm"].split()[1]), line["arm"])):
+            optimizer, batch = line["arm"].upper().split()
+            rows.append(
+                [batch, f"{line['updates']}", optimizer, choice, f"{line['lr']:g}", f"{line['score']:.2f} %"]
+            )
+    head = ["batch size", "updates", "optimizer", "choice", "rate", "accuracy"]
+    return markdown(head, rows, recorded(*files.values()))
+
+
+COMPRESSED = {
+    "plain": "plain averages",
+    "int8": "`BlockInt8()`",
+    "powersgd 4": "`PowerSGD(4)`",
+    "top-k 1 %": "`TopK(0.01)`, layer by layer",
+    "top-k 1 %, global": '`TopK(0.01)`, `scope="global"`',
+    "dgc 0.1 %": "`DGC(0.999)`, layer by layer",
+    "dgc 0.1 %, global": '`DGC(0.999)`, `scope="global"`',
+    "dgc 0.1 % at 1.6, earlier": "`DGC(0.999)`, layer by layer, earlier version",
+    "dgc 0.1 %, global at 0.8, earlier": '`DGC(0.999)`, `scope="global"`, earlier version',
+    "dgc 0.1 %, global at 1.6, earlier": "the same",
+    "random-k 1 %, all-reduce": '`RandomK(0.01, "shared")`',
+    "random-k 1 %, all-gather": '`RandomK(0.01, "own")`',
+    "block-random-k 1 %, all-reduce": '`BlockRandomK(0.01, "shared")`',
+    "block-random-k 1 %, all-gather": '`BlockRandomK(0.01, "own")`',
+}
+COMPRESSED_FILES = (
+    "compressed.jsonl",
+    "compressed-dgc-following-0.8.jsonl",
+    "compressed-dgc-following-1.6.jsonl",
+)
+#: "Sparse Communication for Training Deep Networks", Table 1: accuracy with 8 workers, 300 epochs.
+PUBLISHED = {
+    "plain": 94.30, "top-k 1 %": 93.41, "block-random-k 1 %, all-gather": 93.10, "random-k 1 %, all-gather": 92.54,
+    "random-k 1 %, all-reduce": 92.43, "block-random-k 1 %, all-reduce": 90.63,
+}  # fmt: skip
+
+
+def compressed_runs() -> dict[str, Lines]:
+    now, *earlier = COMPRESSED_FILES
+    renamed = [line | {"arm": f"{line['arm']} at {line['lr']:g}, earlier"} for line in read(*earlier)]
+    return by_arm(read(now) + renamed)
+
+
+def fewer(own: Lines, key: str) -> str:
+    return f"{mean(compressed_runs()['plain'], key) / mean(own, key):.1f}×"
+
+
+def compressed() -> str:
+    of = compressed_runs()
+    columns = {
+        "rate": rate,
+        "fewer bytes on the wire": lambda own: fewer(own, "wire"),
+        "at the end": lambda own: fewer(own, "wire_last"),
+        "accuracy": lambda own: f"{mean(own):.2f} %",
+        "difference from plain": lambda own: difference(own, of["plain"]),
+        "seeds": seeds,
+    }
+    return arm_table(of, COMPRESSED, columns, recorded(*COMPRESSED_FILES))
+
+
+def orderings() -> str:
+    """Every pair of the published table; and global top-k, which it found worse."""
+    of = compressed_runs()
+    rows = []
+    for better, worse in [*itertools.combinations(PUBLISHED, 2), ("top-k 1 %", "top-k 1 %, global")]:
+        published = f"{PUBLISHED[better] - PUBLISHED[worse]:+.2f}" if worse in PUBLISHED else "above 0"
+        found = gain(of[better], of[worse])
+        assert found
+        settled = "confirmed" if found.mean > 0 else "the opposite holds"
+        verdict = "one seed" if found.half is None else settled if found.significant else "not settled"
+        rows.append(
+            [COMPRESSED[better], COMPRESSED[worse], published, difference(of[better], of[worse]), verdict]
+        )
+    head = ["better", "worse", "published difference", "here", "verdict"]
+    return markdown(head, rows, recorded("compressed.jsonl"))
+
+
+def span(factors: Iterable[str]) -> str:
+    low, *_, high = sorted(factors, key=lambda factor: float(factor[:-1]))
+    return f"{low} to {high}"
+
+
+def readme() -> str:
+    """The claims of the README, all from the tables above."""
+    models = timed_steps()[1]
+    cnn = models["ResNet-18 CIFAR, batch 512"]["modes"]
+    language = (found["modes"]["compile"][2] for name, found in models.items() if "ResNet" not in name)
+    of, text, compression = narrow_cnn(), language_models(), compressed_runs()
+    low, rival = of["lr:0.25"], of["narrow:0.547"]
+    rows = [
+        ("bytes to all-reduce", f"{span(row[3].split()[0] for row in planned())} fewer",
+         "the six models of the Pufferfish paper, rank ratio 0.25; counted, not trained"),
+        ("step on one GPU, bf16, compiled", f"{span(language)} as fast",
+         "two GPTs and a Llama with the shapes of a 1B model, H200"),
+        ("the same for a CNN", f"{cnn['compile'][2]} as fast; in eager mode **{cnn['eager'][2]}: slower**",
+         "ResNet-18, batch 512, H200"),
+        ("accuracy of low rank after a third of the run, with Frobenius decay",
+         f"{difference(low, of['dense'], 'acc')} points from dense; {difference(low, rival, 'acc')} from a narrower "
+         "dense model of the same size",
+         f"CIFAR-10, ResNet-18, 30 epochs, 3 seeds; {INDEPENDENT}"),
+        ("loss compared with a narrower dense model of the same size",
+         f"**worse**: {above_narrow(text['128 ranks of attention halved 0.008'])} bits per byte; with equal rank "
+         f"ratios, {above_narrow(text['128 muon 0.008'])}",
+         "GPT with hidden size 128, enwik8, short runs, CPU, 3 seeds"),
+        ("accuracy of a dense model with `PowerSGD(4)`",
+         f"{difference(compression['powersgd 4'], compression['plain'])} points, with "
+         f"{fewer(compression['powersgd 4'], 'wire')} fewer bytes",
+         "CIFAR-10, ResNet-18, 30 epochs, 4 simulated workers, 3 seeds, version 0.1.0"),
+        ("fine-tuning, numbers sent a step",
+         "; ".join(f"{label}: {test_accuracy(method, 2.0)}, {numbers_sent(method)}" for method, label in
+                   (("full", "full"), ("psgd4", "full with `PowerSGD(4)`"), ("lora64", "LoRA 64"))),
+         f"MiniLM on Multi30k, 2 epochs, 1 or 2 seeds; {INDEPENDENT}"),
+    ]  # fmt: skip
+    return markdown(["", "result", "measured on"], rows)
+
+
+#: Name between the markers → what stands there.
+TABLES: dict[str, Callable[[], str]] = {
+    "plans": plans,
+    "steps": steps,
+    "narrow": narrow,
+    "factor_rules": factor_rules,
+    "given": given,
+    "tickets": tickets,
+    "large_batches": large_batches,
+    "compressed": compressed,
+    "orderings": orderings,
+    "readme": readme,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
