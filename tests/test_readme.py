@@ -16,6 +16,8 @@ from processes import in_processes, same_everywhere
 from pufferfish.cli import main
 
 README = Path(__file__).parents[1] / "README.md"
+if not README.exists():
+    pytest.skip("README.md is not beside the tests", allow_module_level=True)
 GUIDE = README.parent / "docs" / "lab.md"
 RESULTS = README.parent / "docs" / "results.md"
 

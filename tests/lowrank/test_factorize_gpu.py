@@ -54,7 +54,7 @@ LAYERS = {
 def test_forward_gradients_and_merge_equal_the_cpu(name: str) -> None:
     build, shape = LAYERS[name]
     model = on_gpu(build())
-    plan = pf.plan(model, rank=4)
+    plan = pf.plan(model, only=["0*"], rank=4)  # by name: recurrent layers stay dense on CUDA otherwise
     reference = copy.deepcopy(model).cpu()
     pf.factorize_(model, plan)
     pf.factorize_(reference, plan)
@@ -136,12 +136,15 @@ def test_peak_memory_is_three_copies_of_the_largest_layer() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_packed_sequences_and_autocast(kind: type[nn.RNNBase]) -> None:
     model = on_gpu(kind(32, 48, 2, bidirectional=True))
-    pf.factorize_(model, pf.plan(model, rank=4))
+    assert not pf.plan(model, rank=4).ranks  # slower there
+    pf.factorize_(model, pf.plan(model, overrides={"0*": 4}))
     reference = copy.deepcopy(model).cpu()
     x = torch.randn(6, 3, 32, dtype=torch.float64)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 6, 4]), enforce_sorted=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Before the layer's own filter for it, which is installed once for the process.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         torch.testing.assert_close(model(packed.to("cuda"))[0].data.cpu(), reference(packed)[0].data)
     with torch.autocast("cuda", torch.bfloat16):
         output = model.float()(x.float().cuda())[0]

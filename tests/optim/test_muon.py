@@ -232,6 +232,7 @@ def test_in_a_cuda_graph(dtype: torch.dtype) -> None:
             optimizer.step()
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which writes the parameters and gradients
         with torch.cuda.stream(stream):
             update()
         torch.cuda.current_stream().wait_stream(stream)

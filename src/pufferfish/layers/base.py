@@ -32,6 +32,7 @@ class LowRank(nn.Module, ABC):
     """
 
     ranks: dict[str, int]
+    slower_on_cuda = False  # there `pufferfish.plan` leaves the layer dense unless `only` or `overrides` name it
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__()

@@ -67,6 +67,7 @@ class LowRankRNNBase(LowRank):
     times as long as the arithmetic they save. There low rank reduces communication, not computation.
     """
 
+    slower_on_cuda = True
     gates: int
     input_biases: tuple[str, ...] = ("ih", "hh")  # biases that are added outside the time loop
     _kernel: Callable[..., States]  # torch's fused kernel; returns outputs, then final states

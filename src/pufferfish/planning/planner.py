@@ -102,7 +102,8 @@ def plan(
     profiled = None if example is None else profile(model, example)
     entries, modules = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
     _check_patterns(entries, keep=keep, only=only, overrides=rules)
-    selected = (_select(e, rule, embed_rule, keep, only, rules) for e in entries)
+    slow = {name for name, module in modules.items() if _slower_on_its_device(module)}
+    selected = (_select(e, rule, embed_rule, keep, only, rules, e.layer in slow) for e in entries)
     entries = [each for e in selected for each in _for_each_expert(e)]
     if profiled is None and any(isinstance(e.rule, Budget) and e.rule.unit == "macs" for e in entries):
         raise ValueError("Budget(macs=…) needs example=, a batch to count MACs on")
@@ -237,6 +238,7 @@ def _select(
     keep: tuple[str, ...],
     only: tuple[str, ...],
     rules: Mapping[str, Rule],
+    slow: bool,
 ) -> Entry:
     """Return the entry with its rule, or with the reason it stays dense."""
     if e.reason:
@@ -246,6 +248,8 @@ def _select(
             return e.keep_dense(f"kept by pattern {pattern!r}")
     if only and not any(_matches(e, pattern) for pattern in only):
         return e.keep_dense("not matched by `only`")
+    if slow and not any(_matches(e, pattern) for pattern in (*only, *rules)):
+        return e.keep_dense("low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes")
     if embed is not None and e.matrix is not None and e.matrix.lookup:
         rule = embed
     for pattern, special in rules.items():
@@ -253,6 +257,11 @@ def _select(
     if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix is not None and e.matrix.lookup:
         return e.keep_dense("a lookup has no MACs to save")
     return e.with_rule(rule)
+
+
+def _slower_on_its_device(module: nn.Module) -> bool:
+    kind = low_rank_type(type(module))
+    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in module.parameters())
 
 
 def _shared_inputs(
