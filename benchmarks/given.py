@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Arm:
     """A way of training a given model."""
 
-    method: Method = pf.compression.BFloat16()
+    method: Method = field(default_factory=pf.compression.BFloat16)
     plain: int = 0  # uncompressed first updates
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth

@@ -12,7 +12,7 @@ import torch
 from folders import SHARD, SIZE, TOKENS, equal, llama, logits, names, weights
 
 pytest.importorskip("transformers", minversion="5.22", reason="names of weights differ in older transformers")
-from transformers import (  # noqa: E402
+from transformers import (
     CLIPVisionConfig,
     GPT2Config,
     GPT2LMHeadModel,

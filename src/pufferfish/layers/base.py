@@ -32,7 +32,8 @@ class LowRank(nn.Module, ABC):
     """
 
     ranks: dict[str, int]
-    slower_on_cuda = False  # there `pufferfish.plan` leaves the layer dense unless `only` or `overrides` name it
+    # There `pufferfish.plan` leaves the layer dense unless `only` or `overrides` name it.
+    slower_on_cuda = False
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__()

@@ -249,7 +249,9 @@ def _select(
     if only and not any(_matches(e, pattern) for pattern in only):
         return e.keep_dense("not matched by `only`")
     if slow and not any(_matches(e, pattern) for pattern in (*only, *rules)):
-        return e.keep_dense("low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes")
+        return e.keep_dense(
+            "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
+        )
     if embed is not None and e.matrix is not None and e.matrix.lookup:
         rule = embed
     for pattern, special in rules.items():
