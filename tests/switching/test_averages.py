@@ -11,7 +11,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pufferfish as pf
 from operations import Operations
-from pufferfish.switching.averages import factorize_average_
 
 
 def build() -> nn.Module:
@@ -38,8 +37,7 @@ def test_the_average_of_a_model_that_stood_still_is_that_model() -> None:
     """Where W̄ = W the projection gives back the very factors, in their basis, not in one of its own."""
     live = build()
     average = copy.deepcopy(live)
-    done = pf.factorize_(live, pf.plan(live, 0.25))
-    factorize_average_(average, live, done)
+    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(live, None, epoch=0, also=[average])
     for (name, p), q in zip(live.named_parameters(), average.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 

@@ -9,8 +9,9 @@ from ..distributed.job import Job
 from ..layers import meta_copy
 from ..layers.names import own_name, unwrap
 from ..lowrank.checks import check_plan
-from ..lowrank.factorize import nan_factors, ranks_of, replace_layers_, svd_factors
+from ..lowrank.factorize import ranks_of, svd_factors
 from ..lowrank.plan_of import plan_of
+from ..lowrank.rewrite import Rewrite, nan_factors, replace_layers_
 from ..optim.by_name import group_names, names_by_id
 from ..planning.plan import Plan
 from ..switching.switch import Switch
@@ -75,8 +76,9 @@ def expected_structure(
 def restructure_(average: nn.Module, ranks: Ranks, plan: Plan | None) -> None:
     """Give an averaged copy of the model the structure that `expected_structure` has checked."""
     if plan is not None and ranks_of(average) != ranks:
-        replace_layers_(unwrap(average), plan, None, nan_factors)
-        Job(average).rewrap({})
+        change = Rewrite(unwrap(average), None)
+        change.factorize(plan, nan_factors)
+        Job(average).commit([change], {})
 
 
 def _describe(ranks: Ranks) -> str:

@@ -18,7 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from ..layers.base import CALL_HOOKS
 from ..layers.names import own_name, unwrap
 from ..lowrank.checks import find_compiled
-from ..optim.carry import Carrier
+from ..lowrank.rewrite import Rewrite, all_or_nothing
+from ..optim.carry import reset_state
+from ..optim.undo import Undo
 from . import shared_svd
 from .lost_contact import workers_text
 from .workers import Workers
@@ -104,21 +106,43 @@ class Job:
                 "pf.FiniteGuard skips the updates that cause this",
                 stacklevel=4,
             )
-            carrier = Carrier([], self.inner)
             for optimizer in optimizers:
                 for p in (parameters[name] for name in bad):
-                    if optimizer.state.pop(p, None) is not None:
-                        carrier.reset_state(optimizer, [p])
+                    if p in optimizer.state:
+                        reset_state(optimizer, optimizer.state, [p])
         return results[0]
 
-    def rewrap(self, arguments: dict[str, Any]) -> None:
-        """Update the wrappers after layers were replaced: a new DDP reducer, and no compiled code of the old layers.
+    def commit(
+        self,
+        changes: Iterable[Rewrite],
+        arguments: dict[str, Any],
+        averages: Iterable[nn.Module] = (),
+        *,
+        agree: bool = False,
+        then: Callable[[Undo], None] = lambda undo: None,
+    ) -> None:
+        """Assign prepared changes and update the wrappers: a new DDP reducer, and no compiled code of the old layers.
+
+        An error takes everything back; a signal takes effect at the end.
 
         Args:
             arguments: for DDP's constructor, in addition to those read back from the wrapper.
+            averages: averaged copies of the model that change too, in their wrappers.
+            agree: begin when all workers are prepared; if one of them fails before, no model changes.
+            then: assigns what belongs to the change.
         """
-        if self.ddp is not None:
-            rewrap_(self.ddp, arguments)
+
+        def change(undo: Undo) -> None:
+            if agree:
+                self.workers.run_on_all(lambda: None)
+            for one in changes:
+                one.commit(undo)
+            for ddp, own in [(self.ddp, arguments), *((find_ddp(average), {}) for average in averages)]:
+                if ddp is not None:
+                    rewrap_(ddp, own, undo)
+            then(undo)
+
+        all_or_nothing(change)
         if find_compiled(self.model) is not None:
             torch.compiler.reset()  # compiled code keeps the old layers alive
         gc.collect()  # the old reducer and compiled code are in reference cycles: free their memory now
@@ -156,7 +180,7 @@ def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> Non
         )
 
 
-def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
+def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo) -> None:
     """Run the wrapper's constructor again on the same object, with the arguments it was created with.
 
     Training loops, trainers and compiled graphs keep their reference to the wrapper. Nothing is synchronized: all
@@ -174,7 +198,9 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
     elif after < before:  # as many buckets as before: a single one would not overlap with the backward pass
         own["bucket_cap_mb"] = max(1.0, cap * after / before)
     hooks = list(ddp._comm_hooks) if ddp.mixed_precision is None else []
-    attributes = {name: vars(ddp)[name] for name in (*CALL_HOOKS, "training") if name in vars(ddp)}
+    # Inside of `ddp.join()`, `_join_config` says that other workers may have run out of data.
+    attributes = {k: vars(ddp)[k] for k in (*CALL_HOOKS, "training", "_join_config") if k in vars(ddp)}
+    undo.keep(vars(ddp))
     DistributedDataParallel.__init__(ddp, ddp.module, **(own | {"init_sync": False} | arguments))
     vars(ddp).update(attributes)
     for hook, state in hooks:

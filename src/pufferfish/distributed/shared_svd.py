@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from ..layers import Matrix
 from ..layers.names import named_modules
-from ..lowrank.factorize import Fill, empty_factors, svd_factors
+from ..lowrank.factorize import svd_factors
+from ..lowrank.rewrite import Fill, empty_factors
 from ..planning.plan import Entry, Plan
 from ..planning.planner import factorizable, matrix_spectrum
 from .workers import Workers
@@ -50,25 +51,20 @@ def spectra(
 
 
 def factors(model: nn.Module, plan: Plan, workers: Workers) -> Fill:
-    """The factors of a resolved plan, for `replace_layers_`. Each worker computes its share of the SVDs at once."""
+    """The factors of a resolved plan, for a `Rewrite`. Each worker computes its share of the SVDs."""
     entries = [e for e in plan if e.rank is not None]
     owner = owners(entries, workers.size)
 
-    def on_this_worker() -> dict[str, tuple[Tensor, Tensor, float | None]]:
-        # Inside this function, so that no reference keeps dense layers alive when they are replaced.
-        layers = {name: module for name, _, module in named_modules(model)}
-        return {
-            e.name: svd_factors(e, layers[e.layer].get_parameter(e.matrix.weight))
-            for e in entries
-            if e.matrix is not None and owner[e.name] == workers.rank
-        }
-
-    own = workers.run_on_all(on_this_worker)
-
-    def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        return broadcast_factors(e, own.pop(e.name, None), weight, workers, owner[e.name])
-
-    return fill
+    layers = {name: module for name, _, module in named_modules(model)}
+    weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
+    own = workers.run_on_all(
+        lambda: {e.name: svd_factors(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
+    )
+    found = {
+        e.name: broadcast_factors(e, own.pop(e.name, None), weights[e.name], workers, owner[e.name])
+        for e in entries
+    }
+    return lambda e, weight: found[e.name]
 
 
 def broadcast_factors(

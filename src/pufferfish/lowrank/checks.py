@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,14 @@ def check_unwrapped(model: nn.Module, function: str) -> None:
     if (module := find_compiled(model)) is not None:
         raise ValueError(
             f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
+        )
+
+
+def check_not_inference(function: str) -> None:
+    """Raise RuntimeError in `torch.inference_mode`, whose tensors can never be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{function}: parameters created in torch.inference_mode cannot be trained; call it outside of this mode"
         )
 
 

@@ -17,8 +17,9 @@ from ..layers.names import own_keys, unwrap
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
 from .checks import check_not_sharded, warn_of_other_optimizers
-from .factorize import nan_factors, replace_layers_, reshape_, set_parameter
+from .factorize import reshape_
 from .plan_of import plan_of
+from .rewrite import nan_factors, replace_layers_, set_parameter
 from .weight_files import index_name, open_weights
 
 WEIGHTS = "model.safetensors"

@@ -9,7 +9,8 @@ from ..layers.names import named_modules, unwrap
 from ..planning.candidates import expert_entries
 from ..planning.plan import Plan
 from ..planning.planner import plan
-from .factorize import merge_layers_, ranks_of
+from .factorize import ranks_of
+from .rewrite import merge_layers_
 
 
 def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:

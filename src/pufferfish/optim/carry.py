@@ -5,7 +5,7 @@ carried by the same products, and squares by products with the squared factors.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from ..layers import FactorMap, Matrix
 from ..layers.matrix import at_least_fp32
 from ..layers.names import own_name
+from .undo import Undo
 
 State = dict[str, Any]
 
@@ -86,24 +87,29 @@ def accepts(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
 
 
 class Carrier:
-    """Replaces parameters in optimizers and carries their state, layer by layer. Call `finish` at the end.
+    """Replaces parameters in the groups of optimizers and carries their state, layer by layer.
+
+    It works on copies of the groups and of the mappings from parameters to state, which `commit` assigns; with `stream`, on
+    the optimizers themselves, so that state that is no longer needed is freed at once.
 
     New parameters go into the group of the old one. Those that its optimizer does not accept go without state into
     another optimizer: into the first group with a matrix or filter, or else into the first one.
 
-    `finish` restores the model's parameter order in the groups. Without `carry`, replaced parameters start
-    without state.
+    Args:
+        carry: without it, replaced parameters start without state.
     """
 
-    def __init__(self, optimizers: list[optim.Optimizer], model: nn.Module, carry: bool = True) -> None:
-        self.optimizers = optimizers
+    def __init__(
+        self, optimizers: list[optim.Optimizer], model: nn.Module, carry: bool = True, stream: bool = False
+    ) -> None:
         self.model = model
         self.carry = carry
+        self._drafts = [_Draft(optimizer, stream) for optimizer in optimizers]
         place = {id(p): i for i, p in enumerate(model.parameters())}
         # state_dict() numbers parameters by their place in the group. A group in the model's order must be in
         # the model's order afterwards too, or a checkpoint would load into the wrong parameters.
         self._ordered = []
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for draft in self._drafts for group in draft.groups]
         for group in groups:
             places = [place.get(id(p), -1) for p in group["params"]]
             if places == sorted(places) and -1 not in places:
@@ -119,65 +125,64 @@ class Carrier:
         for source, targets in params.targets.items():
             old = params.dense[source]
             new = [params.low_rank[t] for t in targets]
-            if any(p is old for p in new) or (optimizer := self.replace([old], new)) is None:
+            if any(p is old for p in new) or (draft := self.replace([old], new)) is None:
                 continue
-            state = optimizer.state.pop(old, {})
-            if self.carries(optimizer, state):
+            state = draft.state.pop(old, {})
+            if self.carries(draft, state):
                 for target, carried in factor_state(params, source, state).items():
-                    self.set_state(optimizer, params.low_rank[target], carried)
+                    draft.set_state(params.low_rank[target], carried)
             else:
-                self.reset_state(optimizer, new)
+                draft.reset_state(new)
 
     def to_dense(self, params: FactorMap) -> None:
         """Replace the low-rank parameters of a layer by the dense ones."""
         for target, names in params.targets.items():
             new = params.dense[target]
             old = [params.low_rank[name] for name in names]
-            if any(p is new for p in old) or (optimizer := self.replace(old, [new])) is None:
+            if any(p is new for p in old) or (draft := self.replace(old, [new])) is None:
                 continue
-            states = {name: optimizer.state.pop(p, {}) for name, p in zip(names, old, strict=True)}
-            if all(states.values()) and all(self.carries(optimizer, s) for s in states.values()):
-                self.set_state(optimizer, new, dense_state(params, target, states))
+            states = {name: draft.state.pop(p, {}) for name, p in zip(names, old, strict=True)}
+            if all(states.values()) and all(self.carries(draft, s) for s in states.values()):
+                draft.set_state(new, dense_state(params, target, states))
             else:
-                self.reset_state(optimizer, [new])
+                draft.reset_state([new])
 
-    def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> optim.Optimizer | None:
+    def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> "_Draft | None":
         """Put `new` in the place of the first of `old` that an optimizer has, and remove the others of `old`.
 
         Returns:
-            The optimizer that had it, with its state; None if no optimizer has one of `old`.
+            The draft of the optimizer that had it, with its state; None if no optimizer has one of `old`.
         """
-        holders = self._holders(old)
+        holders = [draft for draft in self._drafts if draft.has(old)]
         if not holders:
             return None
+        holders.sort(key=lambda draft: next(i for i, p in enumerate(old) if draft.has([p])))
         home = holders[0]
-        replace_parameters(home, old, [p for p in new if accepts(home, p)])
+        replace_parameters(home.groups, old, [p for p in new if accepts(home.optimizer, p)])
         for other in holders[1:]:
-            replace_parameters(other, old, [])
+            replace_parameters(other.groups, old, [])
             for p in old:
                 other.state.pop(p, None)
         for p in new:
-            if not accepts(home, p):
-                another = next(o for o in self.optimizers if accepts(o, p))  # see `check_accepted`
-                groups = another.param_groups
+            if not accepts(home.optimizer, p):
+                another = next(d for d in self._drafts if accepts(d.optimizer, p))  # see `check_accepted`
+                groups = another.groups
                 group = next((g for g in groups if any(x.dim() > 1 for x in g["params"])), groups[0])
                 group["params"] = [*group["params"], p]
-                self.reset_state(another, [p])
+                another.reset_state([p])
         return home
 
-    def _holders(self, parameters: Sequence[Tensor]) -> list[optim.Optimizer]:
-        """Optimizers that have at least one of the parameters, in the order of the parameters."""
-        owners = [(o, {id(p) for group in o.param_groups for p in group["params"]}) for o in self.optimizers]
-        return list(dict.fromkeys(o for p in parameters for o, ids in owners if id(p) in ids))
+    def carries(self, draft: "_Draft", state: State) -> bool:
+        """Whether the state of a replaced parameter is carried. `warn_of_resets` warns where it cannot be."""
+        if not (self.carry and state):
+            return False
+        supported = isinstance(draft.optimizer, _SUPPORTED) and can_carry(state)
+        if not supported:
+            self._reset.add(type(draft.optimizer).__name__)
+        return supported
 
-    def finish(self, stacklevel: int = 4) -> None:
-        """Restore parameter order and names in the groups, and warn about state that was not carried."""
-        place = {id(p): i for i, p in enumerate(self.model.parameters())}
-        for group in self._ordered:
-            group["params"].sort(key=lambda p: place[id(p)])
-        names = self._names | {id(p): own_name(name) for name, p in self.model.named_parameters()}
-        for group in self._named:
-            group["param_names"] = [names[id(p)] for p in group["params"]]
+    def warn_of_resets(self, stacklevel: int = 4) -> None:
+        """Warn about state that was not carried."""
         for name in sorted(self._reset):
             warnings.warn(
                 f"{name}: the state of replaced parameters was reset; state is carried for "
@@ -185,26 +190,59 @@ class Carrier:
                 stacklevel=stacklevel,
             )
 
-    def carries(self, optimizer: optim.Optimizer, state: State) -> bool:
-        """Whether the state of a replaced parameter is carried. `finish` warns where it cannot be."""
-        if not (self.carry and state):
-            return False
-        supported = isinstance(optimizer, _SUPPORTED) and can_carry(state)
-        if not supported:
-            self._reset.add(type(optimizer).__name__)
-        return supported
+    def commit(self, undo: Undo) -> None:
+        """Assign groups, in the order of the changed model, and state."""
+        place = {id(p): i for i, p in enumerate(self.model.parameters())}
+        for group in self._ordered:
+            group["params"] = sorted(group["params"], key=lambda p: place[id(p)])
+        names = self._names | {id(p): own_name(name) for name, p in self.model.named_parameters()}
+        for group in self._named:
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+        for draft in self._drafts:
+            draft.commit(undo)
 
-    def set_state(self, optimizer: optim.Optimizer, parameter: Tensor, state: State) -> None:
+
+class _Draft:
+    """Groups and state of an optimizer as they are going to be."""
+
+    def __init__(self, optimizer: optim.Optimizer, stream: bool) -> None:
+        self.optimizer = optimizer
+        self.groups = optimizer.param_groups if stream else [dict(group) for group in optimizer.param_groups]
+        self.state: dict[Tensor, State] = optimizer.state if stream else dict(optimizer.state)
+
+    def has(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether at least one of the parameters is in a group."""
+        own = {id(p) for group in self.groups for p in group["params"]}
+        return any(id(p) in own for p in parameters)
+
+    def set_state(self, parameter: Tensor, state: State) -> None:
         """Set the state of a new parameter, unless it has gone to another optimizer."""
-        if accepts(optimizer, parameter):
-            optimizer.state[parameter] = state
+        if accepts(self.optimizer, parameter):
+            self.state[parameter] = state
 
-    def reset_state(self, optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
-        """Start without state. Adagrad's state must exist from its construction on."""
+    def reset_state(self, parameters: Iterable[Tensor]) -> None:
+        reset_state(self.optimizer, self.state, parameters)
+
+    def commit(self, undo: Undo) -> None:
+        for group, draft in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for key in ("params", "param_names"):
+                if key in group:
+                    undo.set(group, key, draft[key])
+        if self.state is not self.optimizer.state:
+            undo.keep(self.optimizer.state)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self.state)
+
+
+def reset_state(
+    optimizer: optim.Optimizer, state: MutableMapping[Tensor, State], parameters: Iterable[Tensor]
+) -> None:
+    """Start parameters without state. Adagrad's must exist from its construction on."""
+    for p in parameters:
+        state.pop(p, None)
         if isinstance(optimizer, optim.Adagrad):
             start = optimizer.defaults["initial_accumulator_value"]
-            for p in parameters:
-                optimizer.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
+            state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
 
 def factor_state(params: FactorMap, source: str, state: State) -> dict[str, State]:
@@ -335,11 +373,11 @@ def _norms(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
 
 
-def replace_parameters(optimizer: optim.Optimizer, old: Sequence[Tensor], new: list[Tensor]) -> bool:
+def replace_parameters(groups: list[dict[str, Any]], old: Sequence[Tensor], new: list[Tensor]) -> bool:
     """Put `new` in the place of the first of `old` and remove the others. Returns False if none is present."""
     old_ids = {id(p) for p in old}
     replaced = False
-    for group in optimizer.param_groups:
+    for group in groups:
         params: list[Tensor] = []
         for p in group["params"]:
             if id(p) not in old_ids:

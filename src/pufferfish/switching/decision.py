@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ..distributed.job import Job, check_rewrap
 from ..distributed.workers import Workers
-from ..layers.names import named_modules, unwrap
+from ..layers.names import named_modules
 from ..lowrank.checks import (
     UsedGradients,
+    check_not_inference,
     check_optimizers_complete,
     check_plan,
     check_structure,
@@ -26,6 +27,7 @@ from ..optim.carry import check_optimizers
 from ..planning.plan import LITTLE, Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
+from .averages import averaged_model
 from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss, limit_jump
 from .ranks_by_loss import ranks_by_loss
@@ -74,7 +76,14 @@ class Decision:
         moment = self.settings.back if switched else self.settings.when
         return self._started and known_in_advance(moment) and not any(self._of_this_worker(at, switched))
 
-    def due(self, job: Job, at: Position, switched: bool, optimizers: list[Optimizer]) -> bool:
+    def due(
+        self,
+        job: Job,
+        at: Position,
+        switched: bool,
+        optimizers: list[Optimizer],
+        averages: Iterable[nn.Module],
+    ) -> bool:
         """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
         decision = self._of_this_worker(at, switched)
         about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
@@ -84,7 +93,7 @@ class Decision:
             if not switched:
                 if job.workers.rank == 0:
                     self._warn_without_total(at)
-                self._plan = job.workers.run_on_all(lambda: self._start(job, at, optimizers))
+                self._plan = job.workers.run_on_all(lambda: self._start(job, at, optimizers, averages))
                 if job.workers.rank == 0:
                     self._warned = self._plan.warn_if_little_changes(stacklevel=3)
             self._started = True
@@ -185,13 +194,22 @@ class Decision:
         )  # fmt: skip
         return repr((__version__, at, switched, settings, layers, shapes))
 
-    def _start(self, job: Job, at: Position, optimizers: list[Optimizer]) -> Plan:
+    def _start(
+        self, job: Job, at: Position, optimizers: list[Optimizer], averages: Iterable[nn.Module]
+    ) -> Plan:
         """Make the plan, and raise before the warm-up for what would fail after it."""
         self._check(job, optimizers)
         if known_in_advance(back := self.settings.back) and back is not None:
             back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
         check_structure(job.dense, plan)
+        for average in averages:
+            try:
+                check_structure(averaged_model(average, job.inner), plan)
+            except ValueError as error:
+                raise ValueError(
+                    f"also: {type(average).__name__} is not a copy of the model: {error}; pass the module that has the same layers"
+                ) from None
         check_wrapper_passed(factorized_weights(job.dense, plan), job.ddp)
         if not plan.shared_inputs and not self.inputs.groups and find_compiled(job.model) is None:
             self.inputs.watch(job.inner, plan)
@@ -202,13 +220,14 @@ class Decision:
         assert self._plan is not None
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
-            check_plan(unwrap(average), self._plan, finite=True)
+            check_plan(averaged_model(average, job.inner), self._plan, finite=True)
         weights = factorized_weights(job.inner, self._plan)
         check_optimizers_complete(weights, optimizers)
         check_wrapper_passed(weights, job.ddp)
         return self._plan
 
     def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
+        check_not_inference(job.workers.caller)
         check_optimizers(optimizers)
         if pending:
             self.gradients.check_none_pending(job.inner, optimizers)

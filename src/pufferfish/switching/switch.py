@@ -12,14 +12,16 @@ from ..distributed import shared_svd
 from ..distributed.job import Job
 from ..layers.names import unwrap
 from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
-from ..lowrank.factorize import merge_layers_, nan_factors, ranks_of, replace_layers_
+from ..lowrank.factorize import ranks_of
+from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, as_list
 from ..optim.rewarm import Rewarm, ScaledRate
+from ..optim.undo import Undo
 from ..planning.plan import Plan
 from ..planning.planner import as_patterns, resolve
 from ..planning.planner import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule
-from .averages import factorize_average_
+from .averages import averaged_model, in_basis_of
 from .decision import Decision
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
@@ -161,21 +163,29 @@ class Switch:
         if self._skips(at, optimizers):
             return False
         job = _job_in_place(model, "switch.step")
-        if not self._decision.due(job, at, self.report is not None, optimizers):
+        if not self._decision.due(job, at, self.report is not None, optimizers, also):
             self._last = at
             return False
         if self.report is None:
             plan, loss = self._decision.prepare(job, optimizers, also)
+            changes: list[Rewrite] = []
             if plan.ranks:
                 fill = shared_svd.factors(job.inner, plan, job.workers)
-                plan = replace_layers_(job.inner, plan, optimizers, fill, self.settings.state == "project")
-                for average in also:
-                    factorize_average_(average, job.inner, plan)
-                job.rewrap(self.settings.rewrap)
-            self._finish(job, plan, at, loss, optimizers)
+                plan, changes = job.workers.run_on_all(
+                    lambda: self._factorized(job, plan, fill, optimizers, also)
+                )
+                del fill
+            job.commit(
+                changes,
+                self.settings.rewrap,
+                also,
+                agree=True,
+                then=lambda undo: self._report(job, plan, at, optimizers, undo),
+            )
+            del changes
+            self._finish(job, loss, optimizers)
         else:
-            self._merge(job, optimizers, also)
-            self.report = dataclasses.replace(self.report, merged=at)
+            self._merge(job, at, optimizers, also)
         self._last = at
         return bool(self.report and self.report.plan.ranks)
 
@@ -211,14 +221,16 @@ class Switch:
         if self._skips(at, optimizers):
             return model, optimizer
         job = ShardedJob(model, build)
-        if self._decision.due(job, at, False, optimizers):
+        if self._decision.due(job, at, False, optimizers, []):
             plan, loss = self._decision.prepare(job, optimizers, [])
             if plan.ranks:
                 model, plan = rebuild(
                     model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            self._finish(Job(model, "switch.rebuild"), plan, at, loss, optimizers)
+            job = Job(model, "switch.rebuild")
+            self._report(job, plan, at, optimizers, Undo())
+            self._finish(job, loss, optimizers)
         self._last = at
         return model, optimizer
 
@@ -235,7 +247,7 @@ class Switch:
         if self._over or self._decision.not_due(at, self.report is not None):
             return False
         job = _job_in_place(model, "switch.due")
-        return self._decision.due(job, at, self.report is not None, [])
+        return self._decision.due(job, at, self.report is not None, [], [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -269,31 +281,46 @@ class Switch:
             return True
         return False
 
-    def _finish(
-        self, job: Job, plan: Plan, at: Position, before: float | None, optimizers: list[Optimizer]
-    ) -> None:
-        if not job.sharded:  # shards differ between workers
-            job.workers.check_equal(job.inner.parameters())
+    def _factorized(
+        self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
+    ) -> tuple[Plan, list[Rewrite]]:
+        """The changes of the model and of its averages, prepared, and the plan with its errors."""
+        change = Rewrite(job.inner, optimizers, self.settings.state == "project")
+        changes = [change, *(Rewrite(averaged_model(average, job.inner), None) for average in also)]
+        for average in changes[1:]:
+            average.factorize(plan, in_basis_of(fill))
+        return change.factorize(plan, fill), changes
+
+    def _report(self, job: Job, plan: Plan, at: Position, optimizers: list[Optimizer], undo: Undo) -> None:
         mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
         places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
         settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        self.report = Report(plan, at, max_jump=self.settings.max_jump, optimizers=places, settled=settled)
+        report = Report(plan, at, max_jump=self.settings.max_jump, optimizers=places, settled=settled)
+        undo.setattr(self, "report", report)
+
+    def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
         self._decision.gradients.stop()
         if not self._over:
             self._decision.gradients.watch(optimizers)
         self._scale_rates(optimizers)
         after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
-        if before is not None and after is not None:
+        if self.report is not None and before is not None and after is not None:
             self.report = dataclasses.replace(self.report, loss=(before, after))
 
-    def _merge(self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
+    def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
+        assert self.report is not None
         self._decision.prepare_merge(job, optimizers)
-        merge_layers_(job.inner, optimizers, self.settings.state == "project")
-        for average in also:
-            merge_layers_(unwrap(average), None)
-            Job(average).rewrap({})
-        job.rewrap(self.settings.rewrap)
-        job.workers.check_equal(job.inner.parameters())
+        changes = [Rewrite(job.inner, optimizers, self.settings.state == "project")]
+        changes += [Rewrite(averaged_model(average, job.inner), None) for average in also]
+        job.workers.run_on_all(lambda: [change.merge() for change in changes])
+        report = dataclasses.replace(self.report, merged=at)
+        job.commit(
+            changes,
+            self.settings.rewrap,
+            also,
+            agree=True,
+            then=lambda undo: undo.setattr(self, "report", report),
+        )
         self._decision.gradients.stop()
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
@@ -342,8 +369,9 @@ class Switch:
                 )
             check_plan(job.inner, self.report.plan)
             check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
-            replace_layers_(job.inner, self.report.plan, optimizers, nan_factors)
-            job.rewrap(self.settings.rewrap)
+            change = Rewrite(job.inner, optimizers)
+            change.factorize(self.report.plan, nan_factors)
+            job.commit([change], self.settings.rewrap)
         elif ranks != saved_ranks:
             raise ValueError(
                 f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "

@@ -14,7 +14,8 @@ from ...checkpoint.sharded_tensors import is_sharded
 from ...distributed.job import Job
 from ...layers.names import unwrap
 from ...lowrank.checks import check_plan
-from ...lowrank.factorize import merge_layers_, nan_factors, ranks_of, replace_layers_
+from ...lowrank.factorize import ranks_of
+from ...lowrank.rewrite import Rewrite, nan_factors
 from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ...optim.carry import Optimizers, as_list
 from ...planning.plan import Plan
@@ -115,12 +116,14 @@ class SharedState:
     def _restructure_(self, state: Mapping[str, Any]) -> None:
         """Give the model the low-rank layers of the other replica. Their factors are still to be loaded."""
         if self.ranks and self.ranks != state["ranks"]:
-            merge_layers_(unwrap(self.model), self.optimizers)
-            Job(self.model).rewrap({})
+            change = Rewrite(unwrap(self.model), self.optimizers)
+            change.merge()
+            Job(self.model).commit([change], {})
         if self.switch is not None:
             self.switch.restore_(self.model, self.optimizers, state["switch"])
         elif self.ranks != state["ranks"]:
             plan = Plan.from_json(state["plan"])
             check_plan(unwrap(self.model), plan)
-            replace_layers_(unwrap(self.model), plan, self.optimizers, nan_factors)
-            Job(self.model).rewrap({})
+            change = Rewrite(unwrap(self.model), self.optimizers)
+            change.factorize(plan, nan_factors)
+            Job(self.model).commit([change], {})

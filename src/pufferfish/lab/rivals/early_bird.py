@@ -179,7 +179,7 @@ class EarlyBird:
         kept_indices = [(group, torch.tensor(kept[group.norms[0]])) for group in self._groups]
         job.workers.run_on_all(lambda: check_optimizer_state(job.inner, kept_indices, self.optimizers))
         remove_channels_(job.inner, kept_indices, self.optimizers)
-        job.rewrap({})
+        job.commit([], {})
         self.remove()
 
 

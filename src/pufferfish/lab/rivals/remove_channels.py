@@ -43,7 +43,7 @@ def remove_channels_(
         new = nn.Parameter(new, old.requires_grad)
         setattr(layer, own, new)
         for opt in optimizers:
-            if replace_parameters(opt, [old], [new]) and old in opt.state:
+            if replace_parameters(opt.param_groups, [old], [new]) and old in opt.state:
                 state = opt.state.pop(old)
                 opt.state[new] = {
                     key: _select(x, indices) if _has_shape_of(x, old) else x for key, x in state.items()

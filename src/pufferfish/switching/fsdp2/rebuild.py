@@ -16,6 +16,7 @@ from ...layers.names import REBUILT, named_modules, own_name, unwrap
 from ...lowrank.checks import check_accepted
 from ...lowrank.factorize import reshape_, svd_factors
 from ...optim.carry import Carrier, Optimizers, as_list, check_optimizers
+from ...optim.undo import Undo
 from ...planning.plan import Plan
 from .outline import buffers, check_finite, check_same_sharding, check_sharded, local, outline, parameters
 from .routes import Factors, NewParameters, Route, find_routes, transfer
@@ -71,7 +72,8 @@ def rebuild(
     if (hook := find_fsdp2_hook(model)) is not None:
         hook.attach(new)
 
-    carrier, arrived = Carrier(optimizers, unwrap(model), carry), NewParameters(unwrap(new), workers.device)
+    carrier = Carrier(optimizers, unwrap(model), carry, stream=True)
+    arrived = NewParameters(unwrap(new), workers.device)
     errors: dict[str, float] = {}
     entries = [e for name in weights for e in routes[name].entries]
     owner = owners(entries, workers.size)
@@ -91,7 +93,8 @@ def rebuild(
     _move_buffers(model, unwrap(new))
     _retire(model, new)
     carrier.model = unwrap(new)
-    carrier.finish()
+    carrier.commit(Undo())
+    carrier.warn_of_resets()
     return new, plan.replace(replace(e, error=errors.get(e.name, e.error)) for e in plan)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...layers import FactorMap, low_rank_type, matrices_of
 from ...layers.matrix import Index, at_least_fp32
 from ...layers.names import named_modules, own_name
-from ...lowrank.factorize import set_parameter
+from ...lowrank.rewrite import set_parameter
 from ...optim.carry import (
     Carrier,
     State,
@@ -93,13 +93,13 @@ def transfer(old: nn.Parameter, route: Route, factors: Factors, new: NewParamete
             new.fill(name, full[index])
         del full
     parameters = {name: new.get(name) for name in route.targets}
-    if (optimizer := carrier.replace([old], list(parameters.values()))) is not None:
-        state = optimizer.state.pop(old, {})
-        if carrier.carries(optimizer, state):
+    if (draft := carrier.replace([old], list(parameters.values()))) is not None:
+        state = draft.state.pop(old, {})
+        if carrier.carries(draft, state):
             for name, carried in _factor_states(state, route, factors, parameters).items():
-                carrier.set_state(optimizer, parameters[name], carried)
+                draft.set_state(parameters[name], carried)
         else:
-            carrier.reset_state(optimizer, list(parameters.values()))
+            draft.reset_state(parameters.values())
     old.grad = None
     local(old).untyped_storage().resize_(0)  # FSDP keeps a reference to the tensor
 

@@ -1,0 +1,264 @@
+"""`Rewrite`: new layers and optimizer state, prepared beside the old ones and then assigned, all of them or none."""
+
+import copy
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
+from ..layers.base import CALL_HOOKS
+from ..layers.names import named_modules
+from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
+from ..optim.undo import Undo
+from ..planning.plan import Entry, Plan
+from .checks import check_hooks, check_layer_accepted, check_not_sharded, replaced_parameters
+
+#: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
+Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
+
+
+def replace_layers_(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) -> Plan:
+    """Replace dense layers by low-rank ones, after `check_plan`. Returns the plan with the errors that `fill` returned.
+
+    Args:
+        plan: with all ranks.
+        fill: gives the factors of each matrix.
+    """
+    change = Rewrite(model, optimizer)
+    plan = change.factorize(plan, fill)
+    all_or_nothing(change.commit)
+    return plan
+
+
+def merge_layers_(model: nn.Module, optimizer: Optimizers) -> None:
+    """`merge_` for the inner model of a wrapper, which the caller updates."""
+    change = Rewrite(model, optimizer)
+    change.merge()
+    all_or_nothing(change.commit)
+
+
+def all_or_nothing(change: Callable[[Undo], None]) -> None:
+    """Call `change`. If it raises anything, take back the assignments that it has made through `Undo`."""
+    undo = Undo()
+    with _stops_wait():
+        try:
+            change(undo)
+        except BaseException:
+            undo.run()
+            raise
+
+
+class Rewrite:
+    """A change of a model's layers and of its optimizers.
+
+    `factorize` or `merge` computes everything beside the model, which stays as it is, and `commit` assigns it.
+
+    Args:
+        carry: whether optimizer state is carried over to the new parameters, or dropped.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
+        self.model = model
+        self._optimizers = as_list(optimizer)
+        check_optimizers(self._optimizers)
+        self._carrier = Carrier(self._optimizers, model, carry)
+        self._layers: dict[str, nn.Module] = {}  # the new ones, by path
+
+    def factorize(self, plan: Plan, fill: Fill) -> Plan:
+        """Prepare low-rank layers. Returns the plan with the errors that `fill` returned."""
+        paths = {name: path for name, path, _ in named_modules(self.model)}
+        # All structures first, on the meta device: the constructor of a registered layer type may raise.
+        structures = {
+            layer: _structure(self.model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()
+        }
+        for layer, low_rank in structures.items():
+            dense = self.model.get_submodule(paths[layer])
+            check_layer_accepted(layer, low_rank, dense, self._optimizers)
+        errors: dict[str, float | None] = {}
+        for layer, low_rank in structures.items():
+            dense, ranks = self.model.get_submodule(paths[layer]), low_rank.ranks
+            mapping = FactorMap(
+                matrices_of(type(low_rank), dense, ranks), ranks, dict(dense.named_parameters()), {}
+            )
+            for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
+                assert e.matrix is not None
+                weight = mapping.dense[e.matrix.weight]
+                down, up, errors[e.name] = fill(e, weight)
+                if e.fused and isinstance(low_rank, LowRankLinear):
+                    low_rank._fused = True
+                for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
+                    mapping.low_rank[name] = _parameter(value, weight)
+            for x in mapping.matrices:
+                for source, index, target in x.copied_slices(x.name in ranks):
+                    old = mapping.dense[source]
+                    part = old.detach()[index]
+                    mapping.low_rank[target] = old if part.shape == old.shape else _parameter(part, old)
+            for name, _ in list(low_rank.named_parameters()):
+                # Parameters of no matrix, such as the biases of a recurrent layer, keep their names.
+                if name not in mapping.low_rank:
+                    mapping.low_rank[name] = mapping.dense[name]
+                set_parameter(low_rank, name, mapping.low_rank[name])
+            self._carrier.to_factors(mapping)
+            self._put(paths[layer], dense, low_rank)
+        for names in plan.shared_inputs:
+            layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
+            if len(layers) > 1:
+                SharedInput(layers)
+        if "transformers.modeling_utils" in sys.modules:
+            from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
+        self._carrier.warn_of_resets()
+        return plan.replace(
+            dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
+        )
+
+    def merge(self) -> None:
+        """Prepare dense layers with the products of all factors."""
+        check_not_sharded(self.model, "merge_")
+        found: dict[str, LowRank] = {}
+        for name, path, module in named_modules(self.model):
+            if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in found):
+                if path == "":
+                    raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
+                dense = module._dense[0]
+                matrices = matrices_of(type(module), dense, module.ranks)
+                check_hooks(name, module, replaced_parameters(matrices, module.ranks, dense)[1])
+                check_layer_accepted(name, module, dense, self._optimizers, back=True)
+                found[path] = module
+        for path, low_rank in found.items():
+            attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}
+            dense = copy.deepcopy(low_rank._dense[0], attributes)  # these stay the same objects
+            for name in vars(dense).keys() & vars(low_rank).keys():
+                if not name.startswith("_"):  # dropout, training, …, which may have been set since then
+                    setattr(dense, name, getattr(low_rank, name))
+            matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
+            mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
+            for name, meta in list(dense.named_parameters()):
+                mapping.dense[name] = _dense_parameter(name, meta, mapping)
+                set_parameter(dense, name, mapping.dense[name])
+            if isinstance(dense, nn.RNNBase):
+                dense.flatten_parameters()
+            self._carrier.to_dense(mapping)
+            self._put(path, low_rank, dense)
+        self._carrier.warn_of_resets()
+
+    def commit(self, undo: Undo) -> None:
+        """Assign what was prepared."""
+        for path, new in self._layers.items():
+            owner, _, leaf = path.rpartition(".")
+            undo.setattr(self.model.get_submodule(owner), leaf, new)
+        self._carrier.commit(undo)
+
+    def _put(self, path: str, old: nn.Module, new: nn.Module) -> None:
+        """Note the layer that takes the place of `old`, with its training mode and call hooks."""
+        new.train(old.training)
+        for hooks in CALL_HOOKS:
+            if hooks in vars(old):
+                vars(new)[hooks] = vars(old)[hooks]
+        self._layers[path] = new
+
+
+@contextmanager
+def _stops_wait() -> Iterator[None]:
+    """Let signals that ask the process to stop, such as ctrl-C, take effect after the block; a second one does at once."""
+    if threading.current_thread() is not threading.main_thread():  # the only one that handles signals
+        yield
+        return
+    arrived: list[int] = []
+
+    def wait(number: int, frame: Any) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            handlers[number](number, frame)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, *_numbers("SIGHUP", "SIGUSR1", "SIGUSR2"))
+    handlers: dict[int, Any] = {n: h for n in numbers if callable(h := signal.getsignal(n))}
+    for number in handlers:
+        signal.signal(number, wait)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if len(arrived) == 1:
+            signal.raise_signal(arrived[0])
+
+
+def _numbers(*names: str) -> list[int]:
+    """Signals that this system has."""
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
+    kind = low_rank_type(type(dense))
+    assert kind is not None
+    return kind(dense, ranks)
+
+
+def empty_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized factors with the dtype and device of `weight`."""
+    assert e.matrix is not None
+    assert e.rank is not None
+    x = e.matrix
+    U = weight.new_empty(x.blocks, x.m, e.rank, requires_grad=False)
+    V = weight.new_empty(x.blocks, e.rank, x.n, requires_grad=False)
+    return x.from_factors(U, V)
+
+
+def nan_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors filled with NaN, to be loaded later."""
+    down, up = empty_factors(e, weight)
+    return down.fill_(float("nan")), up.fill_(float("nan")), e.error
+
+
+def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter with the values of `value` and the dtype, memory format, flags and attributes of `like`."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
+    # Compare strides: the weight of a 1 × 1 convolution is contiguous in both formats, but its gradient is not.
+    if (
+        like.dim() != value.dim()
+        or like.stride() != torch.empty_like(like, device="meta", memory_format=order).stride()
+    ):
+        order = torch.contiguous_format
+    return _with_flags(torch.empty_like(value, dtype=like.dtype, memory_format=order).copy_(value), like)
+
+
+def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter with the flags of `like`, and with its attributes that are no tensors or other objects of its own.
+
+    A `main_grad` has the shape of the dense parameter, and the copies that DDP's mixed precision attaches are its values.
+    """
+    parameter = nn.Parameter(value, like.requires_grad)
+    for key, attribute in vars(like).items():
+        if all(isinstance(x, bool | int | float | str | None) for x in pytree.tree_leaves(attribute)):
+            vars(parameter)[key] = copy.deepcopy(attribute)
+    return parameter
+
+
+def _dense_parameter(name: str, meta: Tensor, mapping: FactorMap) -> Tensor:
+    """One dense parameter, computed from the parameters of a low-rank layer."""
+    parts = [mapping.low_rank[part] for part in mapping.targets.get(name, [name])]
+    if len(parts) == 1:
+        return parts[0]  # unchanged or only renamed: the same object
+    whole = torch.empty_like(meta, device=parts[0].device, dtype=parts[0].dtype)
+    with torch.no_grad():
+        mapping.assemble(
+            name,
+            whole,
+            lambda x: x.product_fp32(mapping.low_rank[x.down], mapping.low_rank[x.up]),
+            lambda part: mapping.low_rank[part],
+        )
+    return _with_flags(whole, parts[-1])  # in the memory format of `meta`
+
+
+def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """Assign a parameter by its dotted name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)
