@@ -126,6 +126,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     change = Rewrite(job.inner, optimizer)
     change.merge()  # on this worker: rank 0 may merge alone, for an export
     job.commit([change], {})
+    change.carrier.warn_of_resets(stacklevel=3)
 
 
 def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:

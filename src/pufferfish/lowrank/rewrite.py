@@ -35,6 +35,7 @@ def replace_layers_(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: F
     change = Rewrite(model, optimizer)
     plan = change.factorize(plan, fill)
     all_or_nothing(change.commit)
+    change.carrier.warn_of_resets()
     return plan
 
 
@@ -43,6 +44,7 @@ def merge_layers_(model: nn.Module, optimizer: Optimizers) -> None:
     change = Rewrite(model, optimizer)
     change.merge()
     all_or_nothing(change.commit)
+    change.carrier.warn_of_resets()
 
 
 def all_or_nothing(change: Callable[[Undo], None]) -> None:
@@ -69,7 +71,7 @@ class Rewrite:
         self.model = model
         self._optimizers = as_list(optimizer)
         check_optimizers(self._optimizers)
-        self._carrier = Carrier(self._optimizers, model, carry)
+        self.carrier = Carrier(self._optimizers, model, carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(self, plan: Plan, fill: Fill) -> Plan:
@@ -106,7 +108,7 @@ class Rewrite:
                 if name not in mapping.low_rank:
                     mapping.low_rank[name] = mapping.dense[name]
                 set_parameter(low_rank, name, mapping.low_rank[name])
-            self._carrier.to_factors(mapping)
+            self.carrier.to_factors(mapping)
             self._put(paths[layer], dense, low_rank)
         for names in plan.shared_inputs:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
@@ -114,7 +116,6 @@ class Rewrite:
                 SharedInput(layers)
         if "transformers.modeling_utils" in sys.modules:
             from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
-        self._carrier.warn_of_resets()
         return plan.replace(
             dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
         )
@@ -145,16 +146,15 @@ class Rewrite:
                 set_parameter(dense, name, mapping.dense[name])
             if isinstance(dense, nn.RNNBase):
                 dense.flatten_parameters()
-            self._carrier.to_dense(mapping)
+            self.carrier.to_dense(mapping)
             self._put(path, low_rank, dense)
-        self._carrier.warn_of_resets()
 
     def commit(self, undo: Undo) -> None:
         """Assign what was prepared."""
         for path, new in self._layers.items():
             owner, _, leaf = path.rpartition(".")
             undo.setattr(self.model.get_submodule(owner), leaf, new)
-        self._carrier.commit(undo)
+        self.carrier.commit(undo)
 
     def _put(self, path: str, old: nn.Module, new: nn.Module) -> None:
         """Note the layer that takes the place of `old`, with its training mode and call hooks."""

@@ -182,6 +182,8 @@ class Switch:
                 agree=True,
                 then=lambda undo: self._report(job, plan, at, optimizers, undo),
             )
+            for change in changes:
+                change.carrier.warn_of_resets(stacklevel=3)
             del changes
             self._finish(job, loss, optimizers)
         else:
@@ -321,6 +323,7 @@ class Switch:
             agree=True,
             then=lambda undo: undo.setattr(self, "report", report),
         )
+        changes[0].carrier.warn_of_resets()
         self._decision.gradients.stop()
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
