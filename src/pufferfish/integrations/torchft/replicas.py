@@ -276,10 +276,10 @@ class Replicas:
                 raise ValueError(f"it belongs to another job, {state['user']['job']:.32}")
             self._check(state["user"]["pufferfish"])
         except Exception as error:
+            reason = error if isinstance(error, ValueError) else repr(error)
             raise ValueError(
-                f"Replicas: refused the state of another replica, in round {self.round} of job {self.job}: {error}; "
-                "stop the replica that sends it, and restart this one"
-            ) from error
+                f"Replicas: round {self.round} of job {self.job}: refused the state of another replica: {reason}"
+            ) from None
 
     def _check_job(self, answers: list[bytes]) -> None:
         """Raise if there are replicas of several jobs: ValueError unless this one is of the job that stays.
