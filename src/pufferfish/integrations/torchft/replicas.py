@@ -93,13 +93,12 @@ class Replicas:
             )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
-        server = StateServer(
-            hostname, timeout, self._check_state
-        )  # before the store, which waits long for a wrong name
+        # Before the store, which waits long for a wrong name.
+        server = StateServer(hostname, timeout, self._check_state)
         self.job = uuid.uuid4().hex
         # How firmly this replica belongs to the job: 0 not yet, 1 by a checkpoint, 2 by a round that it has completed.
         self._claim = 0
-        self._refused: ValueError | None = None  # why the state offered in this round was refused
+        self._refused: str | None = None  # why the state offered in this round was refused
         self._check: Callable[[Any], None] = lambda state: None
         self._patience, self._min_replicas = patience, min_replicas
         self._begun: float | None = None  # when the first attempt at this round began
@@ -191,7 +190,7 @@ class Replicas:
         if (problem := self.manager.errored()) is not None:
             if not isinstance(problem.original_exception, ValueError):
                 raise LostReplica(str(problem.original_exception))
-            self._refused = problem.original_exception  # `agree` decides who ends
+            self._refused = str(problem.original_exception)  # `agree` decides who ends
         self.transport.move()
         expected = self.manager.num_participants()
         if self.transport.size != expected:  # a restarted Lighthouse counts its rounds anew
@@ -203,7 +202,7 @@ class Replicas:
     def agree(self, facts: str, shared: bytes, contributes: bool, returns: bool = False) -> int:
         """Compare what must be equal on all replicas, and return how many of them contribute to this round.
 
-        A replica of another job than most ends with ValueError, and so does one that has refused the state of its own job.
+        A replica of another job than most ends with ValueError, and so does one that has refused the state of most.
 
         Args:
             facts: what this replica is about to do. If most replicas do something else, ValueError is raised.
@@ -214,18 +213,21 @@ class Replicas:
         own = hashlib.sha256(facts.encode()).digest() + shared
         head = _HEAD.pack(hashlib.sha256(self.job.encode()).digest(), self._claim, self.round)
         answers = self.transport.gather_bytes(head + own + bytes([contributes, returns]))
-        if self._claim or self._refused is None:  # one without a job ends if it cannot adopt a state
-            self._check_job(answers)
-        if self._refused is not None:
-            raise self._refused
+        if self._refused is not None and not self._claim:
+            raise ValueError(self._refused)
+        self._check_job(answers)
         answers = [answer[_HEAD.size :] for answer in answers]
-        if len({answer[:-2] for answer in answers}) == 1:
+        equal = len({answer[:-2] for answer in answers}) == 1
+        if equal and self._refused is None:
             self._forget_rendezvous()
             return sum(answer[-2] for answer in answers)
         running = [answer for answer in answers if not answer[-1]]
         counts = Counter(answer[:-2] for answer in running or answers)
         most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
-        if own[32:] != most[32:] or (own != most and returns and running):
+        if self._refused is not None:
+            if own != most or equal:
+                raise ValueError(self._refused)
+        elif own[32:] != most[32:] or (own != most and returns and running):
             self._fall_behind()
         elif own != most:
             raise ValueError(

@@ -155,9 +155,9 @@ class SharedState:
         for name in {*tensors, *map(own_name, params)}:
             if name not in tensors or name not in expected:
                 raise ValueError(f"{name} is missing in {'the state' if name in expected else 'this model'}")
-            theirs, mine = (getattr(x, "shape", type(x)) for x in (tensors[name], expected[name]))
-            if theirs != mine:
-                raise ValueError(f"{name} is {theirs} there, but {mine} in this model")
+            shapes = [getattr(x, "shape", type(x)) for x in (tensors[name], expected[name])]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{name} is {shapes[0]} there, but {shapes[1]} in this model")
         names = names_by_id(model)
         for saved, own, like in zip(state["optimizers"], self.optimizers, optimizers, strict=True):
             check_optimizer(saved, type(own).__name__, group_names(like, names))

@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def setup(self) -> None:
-        self.timeout = self.server.owner.timeout
+        self.request.settimeout(self.server.owner.timeout)
         super().setup()
 
     def do_GET(self) -> None:
