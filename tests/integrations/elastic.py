@@ -258,8 +258,21 @@ def _spoil(training: Training) -> None:
             x += 1
 
 
+def _poison(training: Training) -> None:
+    """Claim to be a thousand rounds ahead, with weights that are not finite."""
+    with torch.no_grad():
+        for x in training.exchange._anchor.tensors().values():
+            x.fill_(torch.nan)
+    training.replicas.manager.load_state_dict({"step": 1000, "batches_committed": 1000})
+
+
 #: What a replica does on command, beside the methods of `Training`.
-COMMANDS: dict[str, Callable[[Training], None]] = {"start": _start, "sync": _sync, "spoil": _spoil}
+COMMANDS: dict[str, Callable[[Training], None]] = {
+    "start": _start,
+    "sync": _sync,
+    "spoil": _spoil,
+    "poison": _poison,
+}
 
 
 class Remote:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import re
 import runpy
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +21,9 @@ import pytest
 
 pytest.importorskip("torchft")
 
+import safetensors.torch
 import torch
+import torchft.ddp
 from torch import Tensor, nn
 from torchft.coordination import LighthouseServer
 
@@ -36,9 +41,14 @@ from integrations.elastic import (
 from processes import forked, in_processes
 from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo, TopK
 from pufferfish.compression.settings import Methods
-from pufferfish.integrations.torchft import ElasticGradients, Replicas, StateServer
+from pufferfish.integrations.torchft import (
+    ElasticGradients,
+    ElasticLocalSteps,
+    Replicas,
+    StateServer,
+)
 from pufferfish.integrations.torchft.replicas import digest
-from pufferfish.integrations.torchft.state_server import decode
+from pufferfish.integrations.torchft.state_server import decode, encode
 
 
 def test_replicas_train_as_the_reference_does() -> None:
@@ -468,6 +478,223 @@ def test_a_replica_that_returns_with_other_arguments_is_refused(tmp_path: Path) 
             other.answer()
         found = [one.answer() for one in (a, b)]
     close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
+
+
+@pytest.mark.parametrize("kind", ["local", pytest.param("gradients", marks=SLOW)])
+def test_a_replica_with_the_checkpoint_of_another_job_ends_and_the_others_continue(
+    kind: str, tmp_path: Path
+) -> None:
+    """Its round is higher, so that torchft offers its state to all others."""
+    with cluster(job := Job(kind=kind)) as c:
+        old = c.add("c")
+        old.tell("start")
+        old.answer()
+        old.tell("until", 20)
+        old.answer()
+        old.tell("save", tmp_path)
+        old.answer()
+        old.process.kill()
+        two = [c.add(name) for name in "ab"]
+        for command in (["start"], ["until", 4]):
+            for one in two:
+                one.ready()
+                one.tell(*command)
+            for one in two:
+                one.answer()
+        back = c.add("c")
+        back.tell("resume", tmp_path)
+        back.answer()
+        back.tell("start")
+        if kind == "gradients":
+            back.answer()
+            back.tell("until", 24)
+        c.wait_for_joiner()
+        for one in two:
+            one.tell("until", 8)
+        with pytest.raises(ValueError, match=r"this replica belongs to job \w+, the others to another one"):
+            back.answer()
+        found = [one.answer() for one in two]
+    assert [status["position"] for status in found] == [8, 8]
+    if kind == "local":
+        close_to(found[0]["anchor"], reference(job, [(0, 1)] * 2))
+    else:
+        close_to(found[0]["anchor"], gradient_steps(job, [(0,)] + [(0, 1)] * 7))
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    """One replica offers NaN at a high round. The others keep their weights, and it gets these from them."""
+    with cluster(job := Job()) as c:
+        *_, spoilt = three = [c.add(name) for name in "abc"]
+        all_do(three, "start")
+        all_do(three, "until", 4)
+        spoilt.tell("poison")
+        spoilt.answer()
+        found = all_do(three, "until", 8)
+    close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1)]))
+
+
+def test_a_replica_with_another_kind_of_exchange_is_refused_and_the_others_continue() -> None:
+    with cluster(job := Job()) as c:
+        a, b = c.add("a"), c.add("b")
+        all_do([a, b], "start")
+        other = c.add("c", job=Job(kind="gradients"))
+        other.tell("start")
+        other.answer()
+        other.tell("until", 8)
+        c.wait_for_joiner()
+        for one in (a, b):
+            one.tell("until", 8)
+        with pytest.raises(
+            ValueError, match="exchanges local steps, this replica gradients; use the same kind of exchange"
+        ):
+            other.answer()
+        found = [one.answer() for one in (a, b)]
+    close_to(found[0]["anchor"], reference(job, [(0, 1), (0, 1)]))
+
+
+#: What is wrong with a state, the path to the value in it, the value (None: deleted), and the error.
+WRONG: list[tuple[list[Any], Any, str]] = [
+    (["job"], "another", "belongs to another job, another"),
+    (["job"], None, "state/user has no job"),
+    (["pufferfish"], [], "state is a list, not a dict"),
+    (["pufferfish", "position"], "4", "state/position is a str, not an int"),
+    (["pufferfish", "due"], [3], "of which .3. are due"),
+    (["pufferfish", "local", "fragments", 0, "engine", "own"], None, "engine has no own"),
+    (["pufferfish", "local", "fragments"], [], "it has 0 fragments"),
+    (["pufferfish", "local", "anchor", "weight"], torch.full((4, 4), torch.nan), "weight is not finite"),
+    (["pufferfish", "local", "anchor", "weight"], torch.zeros(3, 4), "weight is torch.Size"),
+    (["pufferfish", "local", "outer", "type"], "Adam", "its outer optimizer is Adam"),
+    (["pufferfish", "shared", "optimizers", 0, "groups"], [], "0 groups, this one has 1"),
+    (["pufferfish", "shared", "ranks"], {"": {"": 2}}, "the saved model is low-rank"),
+    (["pufferfish", "shared", "plan"], "{}", "not a plan"),
+]
+
+
+def test_a_wrong_structure_is_refused_before_anything_changes() -> None:
+    model = nn.Linear(4, 4)
+    other = StateServer("127.0.0.1")
+    with one_replica() as replicas:
+        local = ElasticLocalSteps(replicas, 2)
+        local.start(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        transport, limit = replicas.manager._checkpoint_transport, timedelta(seconds=10)
+        before = encode(replicas.manager._manager_state_dict())
+
+        def offer(state: Any) -> Any:
+            other.send_checkpoint([1], 3, state, limit)
+            return transport.recv_checkpoint(0, other.metadata(), 3, limit)
+
+        assert encode(offer(decode(before))) == before
+        for path, value, message in WRONG:
+            state = decode(before)
+            *parents, last = path
+            place = functools.reduce(operator.getitem, parents, state["user"])
+            if value is None:
+                del place[last]
+            else:
+                place[last] = value
+            with pytest.raises(ValueError, match=f"refused the state of another replica.*{message}"):
+                offer(state)
+            assert encode(replicas.manager._manager_state_dict()) == before
+    other.shutdown()
+
+
+def packed(text: bytes, tensors: bytes = b"") -> bytes:
+    return struct.pack(">Q", len(text)) + text + (tensors or safetensors.torch.save({"w": torch.zeros(2)}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        packed(b"[" * 100_000 + b"]" * 100_000),
+        packed(b'{"dict": {"a": {"list": 1}}}'),
+        packed(b'{"tensor": "v"}'),
+        packed(b'{"tensor": ["w"]}'),
+        packed(b'{"tensor": "w", "stride": [1000000000000]}'),
+        packed(b"{"),
+        packed(b"{}", b"w"),
+    ],
+    ids=lambda data: data[8:40].decode(),
+)
+def test_malformed_bytes_of_a_state_are_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match="the state of a replica is malformed"):
+        decode(data)
+
+
+class Peer:
+    """A server that sends the same bytes to everyone who connects, after their request, and counts them."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.listener, self.count, self.answer = socket.create_server(("127.0.0.1", 0)), 0, answer
+        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        self.held = []  # open connections
+        with contextlib.suppress(OSError):
+            while True:
+                self.held.append(self.listener.accept()[0])
+                self.count += 1
+                if self.answer:
+                    self.held[-1].recv(1000)
+                    self.held[-1].sendall(self.answer)
+
+
+def test_state_comes_from_no_proxy_and_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, limit = StateServer("127.0.0.1"), timedelta(seconds=10)
+    server.send_checkpoint([1], 3, {"w": 1}, limit)
+    proxy = Peer(b"HTTP/1.0 502 Bad Gateway\r\n\r\n")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy.address)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert server.recv_checkpoint(0, server.metadata(), 3, limit) == {"w": 1}
+    assert proxy.count == 0
+    link = Peer(
+        f"HTTP/1.0 302 Found\r\nLocation: {server.metadata()}/3/10\r\nContent-Length: 0\r\n\r\n".encode()
+    )
+    with pytest.raises(OSError, match="HTTP 302"):
+        server.recv_checkpoint(0, link.address, 3, limit)
+    with pytest.raises(ValueError, match="is not the address of a StateServer"):
+        server.recv_checkpoint(0, f"file://{__file__}#", 3, limit)
+    server.shutdown()
+
+
+def test_a_peer_that_is_silent_or_promises_too_much_blocks_nobody() -> None:
+    server, short = StateServer("127.0.0.1", timeout=0.1), timedelta(seconds=0.01)
+    port = int(server.metadata().split(":")[-1])
+    for request in (b"", b"GET /3/", b"GET /3/inf HTTP/1.0\r\n\r\n", b"GET /3/nan HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as peer:
+            peer.sendall(request)
+            while peer.recv(1000):  # until the server closes the connection
+                pass
+    with pytest.raises(OSError, match="timed out"):
+        server.recv_checkpoint(0, Peer(b"").address, 3, short)
+    for size in ("1000000000000000000", "-1"):
+        large = Peer(f"HTTP/1.0 200 OK\r\nContent-Length: {size}\r\n\r\n".encode())
+        with pytest.raises(ValueError, match=r"a state of \w+ bytes"):
+            server.recv_checkpoint(0, large.address, 3, short)
+    server.shutdown()
+
+
+def test_the_state_server_listens_only_where_it_says() -> None:
+    server = StateServer("127.0.0.1")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(server.metadata().split(":")[-1])), timeout=30)
+    server.shutdown()
+    with pytest.raises(ValueError, match=r"hostname='192\.0\.2\.1' is not an address of this machine"):
+        StateServer("192.0.2.1")
+
+
+def test_ddp_of_torchft_is_refused() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with one_replica() as replicas:
+        ddp = torchft.ddp.DistributedDataParallel(replicas.manager, model)
+        with pytest.raises(TypeError, match=r"torchft's DistributedDataParallel .*ElasticGradients"):
+            pf.compress(ddp)
+        for when in (pf.AtStep(0), pf.AtStep(100)):
+            with pytest.raises(TypeError, match=r"torchft's DistributedDataParallel .*ElasticGradients"):
+                pf.Switch(rank=8, when=when).step(ddp, optimizer, step=0)
 
 
 def test_the_state_server_waits_for_the_state_and_refuses_others() -> None:

@@ -135,6 +135,8 @@ class _Unpacker:
             x = self.tensors[key].detach()
             device = x.device if self.device is None or "device" not in node else self.device
             stride = node.get("stride", x.contiguous().stride())
+            if "stride" in node and not _has_no_gaps(torch.empty_strided(x.shape, stride, device="meta")):
+                raise ValueError(f"{key}: strides {stride} do not fit the shape {list(x.shape)}")
             self.copies[key] = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=device).copy_(x)
         return self.copies[key]
 

@@ -157,6 +157,11 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
             model = model.module
         else:
             break
+    if any(kind.__module__ == "torchft.ddp" for kind in type(model).__mro__):
+        raise TypeError(
+            "torchft's DistributedDataParallel is not supported: it has no process group; pass the model without it, and "
+            "average gradients by pufferfish.integrations.torchft.ElasticGradients, or models by ElasticLocalSteps"
+        )
     return model if isinstance(model, DistributedDataParallel) else None
 
 

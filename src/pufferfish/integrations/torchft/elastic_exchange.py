@@ -11,7 +11,7 @@ from torch import nn
 from ...optim.carry import Optimizers
 from ...switching.switch import Switch
 from .replicas import Replicas
-from .shared_state import SharedState
+from .shared_state import SharedState, check_structure
 
 
 class ElasticExchange(ABC):
@@ -19,6 +19,8 @@ class ElasticExchange(ABC):
 
     _replicas: Replicas
     _state: SharedState | None = None
+    #: What replicas exchange: all replicas of a job the same.
+    _exchanged: str
 
     def start(
         self,
@@ -43,3 +45,12 @@ class ElasticExchange(ABC):
     @abstractmethod
     def _begin(self, state: SharedState) -> None:
         """Begin with this model and optimizers."""
+
+    def _check_exchanged(self, state: Any) -> None:
+        """Raise ValueError if the state of another replica is that of another kind of exchange."""
+        check_structure(state, {"exchanged": str}, "state")
+        if state["exchanged"] != self._exchanged:
+            raise ValueError(
+                f"it exchanges {state['exchanged']:.32}, this replica {self._exchanged}; use the same kind of exchange "
+                "on all replicas of a job"
+            )

@@ -12,12 +12,12 @@ from ...compression import Engine, Meter, NoCompression, Settings
 from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.engine import Step
 from ...compression.settings import Methods
-from ...compression.state import updates_by_rate
+from ...compression.state import check_format, updates_by_rate
 from ...layers.names import own_name, unwrap
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import SharedState
+from .shared_state import ENGINE, SHARED, SharedState, check_structure
 
 
 class ElasticGradients(ElasticExchange):
@@ -50,6 +50,8 @@ class ElasticGradients(ElasticExchange):
     (None, None)
     """
 
+    _exchanged = "gradients"
+
     def __init__(self, replicas: Replicas, method: Methods | None = None, **settings: Any) -> None:
         self._replicas = replicas
         self._settings = Settings(NoCompression() if method is None else method, **settings)
@@ -58,7 +60,7 @@ class ElasticGradients(ElasticExchange):
         replicas.transport.operation = "ElasticGradients.average"
         self.engine = Engine(self._settings, replicas.transport)
         self._stale = False  # whether the gradients belong to weights that were replaced
-        replicas.share_state(self._shared_state, self._adopt)
+        replicas.share_state(self._shared_state, self._adopt, self._check)
 
     @property
     def position(self) -> int:
@@ -130,19 +132,27 @@ class ElasticGradients(ElasticExchange):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, to start the whole job again."""
-        return {"engine": self.engine.state_dict(), "rounds": self._replicas.manager.state_dict()}
+        return {"engine": self.engine.state_dict(), "rounds": self._replicas.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica."""
         self.engine.load_state_dict(
             engine_state_for(self._replicas.transport, self._settings, state["engine"])
         )
-        self._replicas.manager.load_state_dict(state["rounds"])
+        self._replicas.load_state_dict(state["rounds"])
 
     def _shared_state(self) -> dict[str, Any]:
         assert self._state is not None
         engine = engine_state_for(self._replicas.transport, self._settings, self.engine.state_dict())
-        return {"shared": self._state.state_dict(), "engine": engine}
+        return {"exchanged": self._exchanged, "shared": self._state.state_dict(), "engine": engine}
+
+    def _check(self, state: Any) -> None:
+        """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
+        assert self._state is not None
+        self._check_exchanged(state)
+        check_structure(state, {"shared": SHARED, "engine": ENGINE}, "state")
+        check_format(state["engine"])
+        self._state.check(state["shared"], {})
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Continue like another replica, with the error feedback of this one, if it has any that fits."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...compression.engine import Step
 from ...compression.exchange import Transport
 from ...compression.settings import Methods
+from ...compression.state import check_format
 from ...layers.names import own_name, unwrap
 from ...local.anchor import Outer
 from ...local.flight import Flight, Means
@@ -23,7 +24,28 @@ from ...local.split_by_depth import Pattern
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import SharedState
+from .shared_state import ENGINE, OPTIMIZER, SHARED, SharedState, check_structure
+
+#: Structure of the state that replicas send.
+_STATE = {
+    "position": int,
+    "synced": int,
+    "due": [int],
+    "returns": bool,
+    "shared": SHARED,
+    "local": {
+        "h": int,
+        "delay": int,
+        "phase": int,
+        "lost": int,
+        "fragments": [
+            {"names": [str], "since": int, "sent_bytes": (int, float), "engine": ENGINE, "flight": object}
+        ],
+        "anchor": {str: Tensor},
+        "buffers": {str: Tensor},
+        "outer": OPTIMIZER,
+    },
+}
 
 
 @dataclass
@@ -76,6 +98,8 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     (None, None)
     """
 
+    _exchanged = "local steps"
+
     def __init__(
         self,
         replicas: Replicas,
@@ -102,7 +126,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         self._returns = False  # whether it joins with a state of its own, which it has loaded
         self._due: list[int] = []  # the fragments of the round that begins
         self._flying: tuple[Flight, _Average] | None = None
-        replicas.share_state(self._shared_state, self._adopt)
+        replicas.share_state(self._shared_state, self._adopt, self._check)
 
     def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
         return self._replicas.transport
@@ -150,7 +174,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, to start the whole job again. What is on its way is sent again later."""
         state = {**super().state_dict(), "position": self.position, "synced": self._synced}
-        state["rounds"] = self._replicas.manager.state_dict()
+        state["rounds"] = self._replicas.state_dict()
         if self._flying is not None and self._resumed is None:
             average = self._flying[1]
             for fragment, since, steps in zip(average.fragments, average.since, average.counts, strict=True):
@@ -171,7 +195,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         super().load_state_dict({**state, "fragments": fragments})
         self.position, self._synced = state["position"], state["synced"]
         self._joined = True
-        self._replicas.manager.load_state_dict(state["rounds"])
+        self._replicas.load_state_dict(state["rounds"])
 
     def _round(self, due: list[int]) -> None:
         """Average some fragments and wait for it; begin again, with those that are left, until it is committed."""
@@ -299,6 +323,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             )
         shared = self._state.state_dict(without={*trained, *self._anchor.buffers})
         return {
+            "exchanged": self._exchanged,
             "position": self.position,
             "synced": self._synced,
             "due": self._due,
@@ -306,6 +331,32 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             "shared": shared,
             "local": local,
         }
+
+    def _check(self, state: Any) -> None:
+        """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
+        assert self._anchor is not None
+        assert self._state is not None
+        self._check_exchanged(state)
+        check_structure(state, _STATE, "state")
+        local = state["local"]
+        self.check_state_dict(local)
+        fragments, tensors = local["fragments"], {**local["anchor"], **local["buffers"]}
+        for fragment in fragments:
+            check_format(fragment["engine"])
+        if len(fragments) != self.schedule.fragments or not all(
+            0 <= p < len(fragments) for p in state["due"]
+        ):
+            raise ValueError(f"it has {len(fragments)} fragments, of which {state['due']} are due")
+        if sorted(name for fragment in fragments for name in fragment["names"]) != sorted(tensors):
+            raise ValueError("its fragments are not those of its anchor")
+        outer, mine = local["outer"], self._anchor.outer
+        if (outer["type"], len(outer["groups"])) != (type(mine).__name__, len(mine.param_groups)):
+            raise ValueError(
+                f"its outer optimizer is {outer['type']} with {len(outer['groups'])} groups, unlike this one"
+            )
+        if sorted(name for group in outer["groups"] for name in group["params"]) != sorted(local["anchor"]):
+            raise ValueError("its outer optimizer does not have the parameters of its anchor")
+        self._state.check(state["shared"], tensors)
 
     @torch.no_grad()
     def _adopt(self, state: Mapping[str, Any]) -> None:

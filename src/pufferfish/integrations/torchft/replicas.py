@@ -7,8 +7,10 @@ import hashlib
 import logging
 import math
 import socket
+import struct
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -21,6 +23,7 @@ from torchft import Manager, ProcessGroupGloo
 
 from ...compression import Settings
 from .replica_transport import LostReplica, ReplicaTransport
+from .shared_state import check_structure
 from .state_server import StateServer
 
 _log = logging.getLogger(__name__)
@@ -28,8 +31,12 @@ _log = logging.getLogger(__name__)
 _RETRY = 1.0
 #: Seconds of waiting for other replicas after which the log says so.
 _LONG_WAIT = 10.0
+#: What begins each message of `agree`: digest of the job's id, claim to it (see `Replicas`) and round.
+_HEAD = struct.Struct(">32sBQ")
 #: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
 _CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
+#: What a Manager receives from another one.
+_RECEIVED = {"user": {"job": str, "pufferfish": object}, "torchft": {"step": int, "batches_committed": int}}
 
 
 class Replicas:
@@ -46,6 +53,10 @@ class Replicas:
         timeout: seconds after which a replica that does not answer counts as lost. Longer than an exchange takes.
         patience: seconds to wait for the other replicas, and for a Lighthouse that is being restarted. Longer than a round.
         hostname: name or address by which others reach this machine. Default: its name.
+
+    Attributes:
+        job: id of the job, made at its first start. A replica that has completed no round yet adopts that of the replica
+            from which it gets its state; afterwards it refuses the state of another job.
 
     >>> from torchft.coordination import LighthouseServer
     >>> lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
@@ -82,6 +93,13 @@ class Replicas:
             )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
+        # Before the store, which waits long for a wrong name.
+        server = StateServer(hostname, timeout, self._check_state)
+        self.job = uuid.uuid4().hex
+        # How firmly this replica belongs to the job: 0 not yet, 1 by a checkpoint, 2 by a round that it has completed.
+        self._claim = 0
+        self._refused: str | None = None  # why the state offered in this round was refused
+        self._check: Callable[[Any], None] = lambda state: None
         self._patience, self._min_replicas = patience, min_replicas
         self._begun: float | None = None  # when the first attempt at this round began
         self._size_before = 0  # number of replicas in the round before
@@ -105,7 +123,7 @@ class Replicas:
                 lighthouse_addr=lighthouse,
                 replica_id=name,
                 hostname=hostname,
-                checkpoint_transport=StateServer(hostname),
+                checkpoint_transport=server,
                 # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
                 quorum_retries=math.ceil(patience / _RETRY),
             )
@@ -113,6 +131,7 @@ class Replicas:
             raise ValueError(
                 "Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE"
             ) from None
+        self.manager.register_state_dict_fn("job", lambda job: setattr(self, "job", job), lambda: self.job)
 
     @property
     def size(self) -> int:
@@ -125,12 +144,28 @@ class Replicas:
         step: int = self.manager.current_step()
         return step
 
-    def share_state(self, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
+    def share_state(
+        self,
+        state_dict: Callable[[], Any],
+        load_state_dict: Callable[[Any], None],
+        check: Callable[[Any], None] = lambda state: None,
+    ) -> None:
         """Register the state that a replica which joins, or has missed a round, gets from another one.
 
-        Both functions are called by `join`.
+        All functions are called by `join`. `check` raises if this replica must not load a received state, and changes nothing.
         """
+        self._check = check
         self.manager.register_state_dict_fn("pufferfish", load_state_dict, state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the job and the number of rounds, for a checkpoint."""
+        return {**self.manager.state_dict(), "job": self.job}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the job of a checkpoint."""
+        check_structure(state, {"step": int, "batches_committed": int, "job": str}, "rounds of the replicas")
+        self.manager.load_state_dict(dict(state))
+        self.job, self._claim = state["job"], int(state["step"] > 0)
 
     def join(self) -> None:
         """Begin a round: wait for the other replicas, and get the state of one of them where this one is behind.
@@ -139,7 +174,7 @@ class Replicas:
             LostReplica: a replica was lost meanwhile.
             RuntimeError: `patience` has run out.
         """
-        self._begun = self._begun or time.monotonic()
+        self._begun, self._refused = self._begun or time.monotonic(), None
         waiting = threading.Timer(_LONG_WAIT, self._log_wait)
         waiting.daemon = True
         waiting.start()
@@ -153,7 +188,9 @@ class Replicas:
         finally:
             waiting.cancel()
         if (problem := self.manager.errored()) is not None:
-            raise LostReplica(str(problem.original_exception))
+            if not isinstance(problem.original_exception, ValueError):
+                raise LostReplica(str(problem.original_exception))
+            self._refused = str(problem.original_exception)  # `agree` decides who ends
         self.transport.move()
         expected = self.manager.num_participants()
         if self.transport.size != expected:  # a restarted Lighthouse counts its rounds anew
@@ -165,6 +202,8 @@ class Replicas:
     def agree(self, facts: str, shared: bytes, contributes: bool, returns: bool = False) -> int:
         """Compare what must be equal on all replicas, and return how many of them contribute to this round.
 
+        A replica of another job than most ends with ValueError, and so does one that has refused the state of most.
+
         Args:
             facts: what this replica is about to do. If most replicas do something else, ValueError is raised.
             shared: digest of the state that all replicas share. One that differs from most is replaced in the next round.
@@ -172,17 +211,24 @@ class Replicas:
                 elsewhere in the loop, so it gets their state instead of an error, and does not count among them.
         """
         own = hashlib.sha256(facts.encode()).digest() + shared
-        answers = self.transport.gather_bytes(own + bytes([contributes, returns]))
-        if len({answer[:-2] for answer in answers}) == 1:
+        head = _HEAD.pack(hashlib.sha256(self.job.encode()).digest(), self._claim, self.round)
+        answers = self.transport.gather_bytes(head + own + bytes([contributes, returns]))
+        if self._refused is not None and not self._claim:
+            raise ValueError(self._refused)
+        self._check_job(answers)
+        answers = [answer[_HEAD.size :] for answer in answers]
+        equal = len({answer[:-2] for answer in answers}) == 1
+        if equal and self._refused is None:
             self._forget_rendezvous()
             return sum(answer[-2] for answer in answers)
         running = [answer for answer in answers if not answer[-1]]
         counts = Counter(answer[:-2] for answer in running or answers)
         most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
-        if own[32:] != most[32:] or (own != most and returns and running):
-            self.manager.load_state_dict(
-                {**self.manager.state_dict(), "step": 0}
-            )  # behind, so it gets a state
+        if self._refused is not None:
+            if own != most or equal:
+                raise ValueError(self._refused)
+        elif own[32:] != most[32:] or (own != most and returns and running):
+            self._fall_behind()
         elif own != most:
             raise ValueError(
                 "this replica differs from the others in its arguments, its model (names, shapes, dtypes) or in what it does "
@@ -209,7 +255,7 @@ class Replicas:
             gc.collect()  # closes the connections, so that others which wait for this replica find out at once
         done: bool = self.manager.should_commit()
         if done:
-            self._begun = None
+            self._begun, self._claim = None, 2
         elif time.monotonic() - (self._begun or 0.0) > self._patience:
             raise RuntimeError(
                 f"Replicas: round {self.round} was not completed within {self._patience:g} s, with {self.size} replicas and "
@@ -223,6 +269,45 @@ class Replicas:
         """Leave the job. The others continue."""
         self.manager.shutdown()
         self.transport.members.shutdown()
+
+    def _check_state(self, state: Any) -> None:
+        """Raise ValueError if the state of another replica must not be loaded. Changes nothing."""
+        try:
+            check_structure(state, _RECEIVED, "state")
+            if self._claim and state["user"]["job"] != self.job:
+                raise ValueError(f"it belongs to another job, {state['user']['job']:.32}")
+            self._check(state["user"]["pufferfish"])
+        except Exception as error:
+            reason = error if isinstance(error, ValueError) else repr(error)
+            raise ValueError(
+                f"Replicas: round {self.round} of job {self.job}: refused the state of another replica: {reason}"
+            ) from None
+
+    def _check_job(self, answers: list[bytes]) -> None:
+        """Raise if there are replicas of several jobs: ValueError unless this one is of the job that stays.
+
+        It is the job of most of those with the firmest claim; of as many, the one with more rounds.
+        """
+        heads = [_HEAD.unpack_from(answer) for answer in answers]
+        if len({job for job, _, _ in heads}) == 1:
+            return
+        firmest = [
+            (job, round_) for job, claim, round_ in heads if claim == max(claim for _, claim, _ in heads)
+        ]
+        counts = Counter(job for job, _ in firmest)
+        stays, _ = max(firmest, key=lambda x: (counts[x[0]], x[1]))
+        if hashlib.sha256(self.job.encode()).digest() != stays:
+            if self._claim:
+                raise ValueError(
+                    f"Replicas: this replica belongs to job {self.job}, the others to another one; give each job its own "
+                    "Lighthouse, and a new job empty checkpoint folders"
+                )
+            self._fall_behind()
+        raise LostReplica("there was a replica of another job")
+
+    def _fall_behind(self) -> None:
+        """Count as behind in the next round, and so get the state of another replica."""
+        self.manager.load_state_dict({**self.manager.state_dict(), "step": 0})
 
     def _log_wait(self) -> None:
         _log.warning(

@@ -1,19 +1,27 @@
 """`StateServer`: sends the state of a replica to one that joins, as safetensors and JSON."""
 
 import json
+import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.parse import urlsplit
 
 import safetensors.torch
 from torchft.checkpointing import CheckpointTransport
 
 from ...checkpoint.packing import pack, storable, unpack
+
+#: Bytes that are sent or read at a time: each part has the whole time-out.
+_PART = 1 << 20
+#: Bytes of memory of this machine: a larger state is refused before it is read.
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
@@ -22,7 +30,9 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
     State consists of dicts, lists, tuples, None, bools, numbers, strings and tensors. The received tensors are on the CPU.
 
     Args:
-        hostname: name or address by which other replicas reach this one.
+        hostname: name or address by which other replicas reach this one. The server listens only there.
+        timeout: seconds after which a connection on which nothing happens is closed.
+        check: is called with a received state, and raises ValueError to refuse it.
 
     >>> import torch
     >>> server, limit = StateServer("127.0.0.1"), timedelta(seconds=5)
@@ -32,11 +42,24 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
     >>> server.shutdown()
     """
 
-    def __init__(self, hostname: str | None = None) -> None:
+    def __init__(
+        self,
+        hostname: str | None = None,
+        timeout: float = 60.0,
+        check: Callable[[Any], None] = lambda state: None,
+    ) -> None:
+        self.timeout = timeout
+        self._check = check
         self._staged: tuple[int, bytes] | None = None  # the step and the state
         self._changed = threading.Condition()
         self._hostname = hostname or socket.gethostname()
-        self._server = _Server(("", 0), _Handler)
+        try:
+            self._server = _Server((self._hostname, 0), _Handler)
+        except OSError as error:
+            raise ValueError(
+                f"hostname={self._hostname!r} is not an address of this machine ({error}); pass the name or address by "
+                "which other replicas reach it"
+            ) from error
         self._server.owner = self
         threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="StateServer", daemon=True
@@ -59,14 +82,15 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
             self._staged = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Return the state that another replica offers, waiting for it if need be."""
-        seconds = timeout.total_seconds()
-        try:
-            with urlopen(f"{metadata}/{step}/{seconds:g}", timeout=seconds + 1) as answer:
-                data = answer.read()
-        except HTTPError as error:
-            raise OSError(f"{metadata}: no state of step {step} within {seconds:g} s") from error
-        return decode(data)
+        """Return the state that another replica offers, waiting for it if need be.
+
+        Raises:
+            OSError: the other replica does not send it.
+            ValueError: it is malformed, or refused by `check`.
+        """
+        state = decode(_read(metadata, step, timeout.total_seconds()))
+        self._check(state)
+        return state
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the server."""
@@ -88,10 +112,15 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
+    def setup(self) -> None:
+        self.request.settimeout(self.server.owner.timeout)
+        super().setup()
+
     def do_GET(self) -> None:
         try:
             _, step, seconds = self.path.split("/")
-            data = self.server.owner.wait_for(int(step), float(seconds))
+            # In this order, NaN is no limit either.
+            data = self.server.owner.wait_for(int(step), min(self.server.owner.timeout, float(seconds)))
         except ValueError:
             self.send_error(400)
             return
@@ -101,10 +130,38 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        for start in range(0, len(data), _PART):
+            self.wfile.write(memoryview(data)[start : start + _PART])
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
+
+
+def _read(address: str, step: int, seconds: float) -> bytearray:
+    """Return what the server at `address` sends. Unlike urllib, this follows no redirect and uses no proxy."""
+    url, data = urlsplit(address), bytearray()
+    if url.scheme != "http" or url.hostname is None:
+        raise ValueError(f"{address!r} is not the address of a StateServer")
+    with closing(HTTPConnection(url.hostname, url.port, timeout=seconds + 1)) as connection:
+        try:
+            connection.request("GET", f"/{step}/{seconds:g}")
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise OSError(
+                    f"{address}: no state of step {step} within {seconds:g} s (HTTP {answer.status})"
+                )
+            if answer.length is None or answer.length > _MEMORY:
+                raise ValueError(
+                    f"{address}: a state of {answer.length} bytes, more than this machine's memory"
+                )
+            size = answer.length
+            while part := answer.read(_PART):
+                data += part
+        except HTTPException as error:
+            raise OSError(f"{address}: {error!r}") from error
+    if len(data) != size:
+        raise OSError(f"{address}: the connection ended after {len(data)} of {size} bytes")
+    return data
 
 
 def encode(state: Any) -> bytes:
@@ -118,11 +175,14 @@ def encode(state: Any) -> bytes:
     return struct.pack(">Q", len(text)) + text + safetensors.torch.save(storable(tensors))
 
 
-def decode(data: bytes) -> Any:
-    """Return the state that `encode` has packed."""
+def decode(data: bytes | bytearray) -> Any:
+    """Return the state that `encode` has packed; ValueError if it is malformed, in whatever way."""
     if len(data) < 8:
         raise ValueError(f"the state of a replica is incomplete: {len(data)} bytes")
     (length,) = struct.unpack(">Q", data[:8])
     if len(data) < 8 + length:
         raise ValueError(f"the state of a replica is incomplete: {len(data)} bytes, of {8 + length} or more")
-    return unpack(json.loads(data[8 : 8 + length]), safetensors.torch.load(data[8 + length :]))
+    try:
+        return unpack(json.loads(data[8 : 8 + length]), safetensors.torch.load(bytes(data[8 + length :])))
+    except Exception as error:
+        raise ValueError(f"the state of a replica is malformed ({type(error).__name__}: {error})") from error
