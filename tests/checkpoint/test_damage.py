@@ -215,9 +215,7 @@ def test_a_manifest_of_another_structure(changes: Any, tmp_path: Path) -> None:
         checkpoint.save(step=3)
 
 
-NESTED = (
-    '{"dict": {"a": ' * 300 + "1" + "}}" * 300
-)  # JSON can be read so deep, but the state has twice as many calls
+NESTED = '{"dict": {"a": ' * 300 + "1" + "}}" * 300  # JSON can be read so deep; unpacking it takes more calls
 
 
 @pytest.mark.parametrize("file", ["training", "model", "optimizer", "rank-00000"])
