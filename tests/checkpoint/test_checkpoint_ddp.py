@@ -447,11 +447,11 @@ def read_from_other_world_sizes(rank: int, size: int, folder: Path) -> None:
             assert all(p.isfinite().all() for p in (full(p) for p in inner.parameters()))
 
 
-def compressed() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def compressed(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = DDP(build())
     optimizer = adamw(model)
-    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer)
+    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, **options)
 
 
 def save_compressed(rank: int, size: int, folder: Path) -> None:
@@ -461,12 +461,14 @@ def save_compressed(rank: int, size: int, folder: Path) -> None:
 
 
 def only_worker_0_warns(rank: int, size: int, folder: Path) -> None:
-    model, optimizer, hook = compressed()
+    """Saved by four workers without a hierarchy."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model, optimizer, hook = compressed(hierarchy="node" if size == 4 else "flat")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         at = Checkpoint(folder, model, optimizer, compressor=hook).resume()
     assert at is not None
-    assert len(at.reset) == 2
+    assert len(at.reset) == (0 if size == 4 else 2)
     texts = [str(warning.message) for warning in heard if "error feedback" in str(warning.message)]
     assert len(texts) == (rank == 0), texts
 
@@ -532,8 +534,9 @@ def test_in_real_processes(case: Callable[..., None], size: int, tmp_path: Path)
 
 @pytest.mark.timeout(240)
 def test_only_one_worker_says_what_is_lost(tmp_path: Path) -> None:
-    in_processes(save_compressed, 2, tmp_path)
+    in_processes(save_compressed, 4, tmp_path)
     in_processes(only_worker_0_warns, 3, tmp_path)
+    in_processes(only_worker_0_warns, 4, tmp_path)
 
 
 @pytest.mark.timeout(240)
