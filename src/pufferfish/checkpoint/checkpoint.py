@@ -56,10 +56,12 @@ class Checkpoint:
 
     Call every method on all workers, between two updates. The folder is on a file system that all workers share,
     and belongs to one job at a time: while a job uses it, `resume` and `save` of another one raise ValueError.
+    So does `save` of a second `Checkpoint` in the same process while the first is neither closed nor deleted;
+    `resume` of the second, as in a restart, takes the folder from the first.
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model, optimizers,
     averages, schedulers and scaler. Buffers, random number generators, `data` and `compressor` are always saved per
-    worker. SIGTERM is caught from the first `step` or the start of a `with` block on, until `close` or the end of the
+    worker. SIGTERM is caught from the first `step`, or the start of a `with` block, until `close` or the end of the
     block; in the block the first ctrl-C is caught, too, and the second one interrupts.
 
     Args:

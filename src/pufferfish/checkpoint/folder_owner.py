@@ -28,7 +28,7 @@ class FolderOwner:
     so a killed job blocks nobody. Where a file system does not pass locks on to other hosts, the second job gets the
     folder, and `check` stops the first one before its next save.
 
-    A second `Checkpoint` of the same process counts as another job, until the first one drops its owner; but where it
+    A second `Checkpoint` of the same process counts as another job until the first one drops its owner. If it
     resumes, as a restart in the process does, the first one loses the folder.
 
     >>> import tempfile
@@ -83,7 +83,8 @@ class FolderOwner:
             owner = None
         if owner is not None and owner is not mine:
             raise ValueError(
-                f"{folder}: in use by another Checkpoint of this process; close that one, or give this one its own folder"
+                f"{folder}: in use by another Checkpoint of this process; close that one, or give each its "
+                "own folder"
             )
         if mine is not None and mine._file.exists():
             mine.check()
@@ -99,7 +100,7 @@ class FolderOwner:
         """
         before = cls._of_process.get(folder.resolve())
         if before is not None and mine is None:
-            before._release()  # a restart in this process: of the run before, a traceback may still hold the Checkpoint
+            before._release()  # a restart: a traceback may still hold the Checkpoint of the run before
         try:
             owner = cls.take(folder, mine)
         except OSError as error:

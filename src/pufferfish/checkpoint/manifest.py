@@ -48,7 +48,8 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
     version = data.get("pufferfish checkpoint")
     if version != _VERSION:
         raise ValueError(
-            f"{path / MANIFEST}: its format is {version}, but this version of pufferfish reads format {_VERSION}"
+            f"{path / MANIFEST}: its format is {version}, but this version of pufferfish reads format "
+            f"{_VERSION}"
         )
     if not _is_complete(data):
         raise ValueError(f"{path / MANIFEST}: {NOT_OURS}")
@@ -91,9 +92,10 @@ def _read_intact(path: Path) -> dict[str, Any]:
 def _is_complete(data: dict[str, Any]) -> bool:
     """Whether a manifest lists files of its own folder, and some for every worker."""
     try:
-        return data["world"] in range(1, len(data["files"]) + 1) and all(
+        files, world = data["files"], data["world"]
+        return (isinstance(world, int) and 0 < world <= len(files)) and all(
             Path(name).name == name and isinstance(record["bytes"], int) and isinstance(record["sha256"], str)
-            for name, record in data["files"].items()
+            for name, record in files.items()
         )
     except (KeyError, TypeError, AttributeError):
         return False

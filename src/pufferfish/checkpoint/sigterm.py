@@ -11,7 +11,7 @@ _CTRL_C = b"\nctrl-C: saving a checkpoint after this update; press it again to i
 
 
 class Sigterm:
-    """Records SIGTERM in `seen`, after `catch`, instead of ending the process; nothing outside the main thread."""
+    """Records SIGTERM in `seen` from `catch` on, instead of ending the process; only in the main thread."""
 
     def __init__(self) -> None:
         self.seen = False
