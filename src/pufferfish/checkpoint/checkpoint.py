@@ -61,8 +61,8 @@ class Checkpoint:
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model, optimizers,
     averages, schedulers and scaler. Buffers, random number generators, `data` and `compressor` are always saved per
-    worker. SIGTERM is caught from the first `step`, or the start of a `with` block, until `close` or the end of the
-    block; in the block the first ctrl-C is caught, too, and the second one interrupts.
+    worker. SIGTERM is caught from the first `step`, or the start of a `with` block, until `close` or the end of
+    the block; in the block the first ctrl-C is caught, too, and the second one interrupts.
 
     Args:
         folder: gets one subfolder per checkpoint.
