@@ -226,6 +226,9 @@ def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:
 def test_a_deleted_checkpoint_restores_the_sigterm_handler(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = Checkpoint(tmp_path, nn.Linear(2, 2))
+    checkpoint.save()
+    assert signal.getsignal(signal.SIGTERM) == before  # nobody asks for it yet
+    assert not checkpoint.step()
     assert signal.getsignal(signal.SIGTERM) != before
     del checkpoint
     assert signal.getsignal(signal.SIGTERM) == before
@@ -242,15 +245,29 @@ def test_sigterm_still_ends_a_forked_child(tmp_path: Path) -> None:
         assert not checkpoint.step()
 
 
-def test_only_the_main_thread_handles_sigterm() -> None:
+def test_sigterm_is_caught_from_the_first_step_on_without_a_block(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    made: list[Sigterm] = []
-    thread = threading.Thread(target=lambda: made.append(Sigterm()))
+    checkpoint = Checkpoint(tmp_path, nn.Linear(2, 2))
+    for _ in range(2):  # a closed one catches it again
+        assert not checkpoint.step(step=1)
+        assert not checkpoint.step(step=2)
+        checkpoint.close()
+        assert signal.getsignal(signal.SIGTERM) == before
+    assert not checkpoint.step(step=3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert checkpoint.step(step=4)
+    assert names(tmp_path) == ["000001-step-4"]
+    checkpoint.close()
+
+
+def test_only_the_main_thread_handles_sigterm() -> None:
+    before, sigterm = signal.getsignal(signal.SIGTERM), Sigterm()
+    thread = threading.Thread(target=sigterm.catch)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == before
-    made[0].close()
-    assert not made[0].seen
+    sigterm.close()
+    assert not sigterm.seen
 
 
 def test_created_before_the_process_group(tmp_path: Path) -> None:

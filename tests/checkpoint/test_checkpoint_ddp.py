@@ -18,7 +18,7 @@ import torch.distributed as dist
 from runs import names
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -114,6 +114,7 @@ def ddp_resumes_exactly(folder: Path, make: Callable[..., Any], **options: Any) 
         assert at is not None
         assert (at.position, at.reset) == ({"step": stop}, [])
         same(run.go(stop, TOTAL).bits(), uninterrupted)
+        run.checkpoint.close()
 
 
 def ddp_resumes_exactly_with_momentum(rank: int, size: int, folder: Path) -> None:
@@ -319,6 +320,33 @@ def replicated_shards_resume_exactly(rank: int, size: int, folder: Path) -> None
         shards_resume_exactly(folder / str(low_rank), low_rank, mesh=mesh)
 
 
+def a_module_on_two_meshes_resumes_exactly(rank: int, size: int, folder: Path) -> None:
+    """Its FSDP state has two groups of parameters."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    meshes = [FSDPMeshInfo(DeviceMesh.from_group(group, "cpu"), shard_mesh_dim=0) for group in groups]
+
+    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = plain_norms(build())
+        place = {id(p): ShardPlacementResult(Shard(0), meshes[p.dim() > 1]) for p in model.parameters()}
+        fully_shard(model, mesh=meshes[0].mesh, shard_placement_fn=lambda p: place[id(p)])
+        assert len(model._get_fsdp_state()._fsdp_param_groups) == 2
+        torch.manual_seed(seed + rank)
+        return model, adamw(model)
+
+    model, optimizer = start(0)
+    update(model, optimizer, 0)
+    Checkpoint(folder, model, optimizer).save(step=1)
+    update(model, optimizer, 1)
+    uninterrupted = bits(model, optimizer)
+    model, optimizer = start(50)
+    assert Checkpoint(folder, model, optimizer).resume() is not None
+    update(model, optimizer, 1)
+    same(bits(model, optimizer), uninterrupted)
+
+
 def a_loop_with_rebuild_resumes_exactly(rank: int, size: int, folder: Path) -> None:
     """`Checkpoint` follows the model that `rebuild` replaces; runs stop before and after that."""
 
@@ -419,6 +447,32 @@ def read_from_other_world_sizes(rank: int, size: int, folder: Path) -> None:
             assert all(p.isfinite().all() for p in (full(p) for p in inner.parameters()))
 
 
+def compressed(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = DDP(build())
+    optimizer = adamw(model)
+    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, **options)
+
+
+def save_compressed(rank: int, size: int, folder: Path) -> None:
+    model, optimizer, hook = compressed()
+    update(model, optimizer, 0)
+    Checkpoint(folder, model, optimizer, compressor=hook).save(step=1)
+
+
+def only_worker_0_warns(rank: int, size: int, folder: Path) -> None:
+    """Saved by four workers without a hierarchy."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model, optimizer, hook = compressed(hierarchy="node" if size == 4 else "flat")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        at = Checkpoint(folder, model, optimizer, compressor=hook).resume()
+    assert at is not None
+    assert len(at.reset) == (0 if size == 4 else 2)
+    texts = [str(warning.message) for warning in heard if "error feedback" in str(warning.message)]
+    assert len(texts) == (rank == 0), texts
+
+
 def other_placements_are_refused(rank: int, size: int, folder: Path) -> None:
     data, model = Data(), nn.Linear(4, 4)
     data.value = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (size,)), [Shard(0)])
@@ -426,6 +480,7 @@ def other_placements_are_refused(rank: int, size: int, folder: Path) -> None:
     raises_everywhere(
         TypeError, "rank-00000: parts/data/value is a DTensor; .*x.to_local", lambda: checkpoint.save()
     )
+    checkpoint.close()
     mesh = init_device_mesh("cpu", (2, size // 2))
     model.weight = nn.Parameter(distribute_tensor(model.weight, mesh, [Shard(0), Shard(1)]))
     raises_everywhere(
@@ -461,6 +516,7 @@ TWO_WORKERS = [
     the_module_of_a_wrapper_is_refused,
     dense_shards_resume_exactly,
     low_rank_shards_resume_exactly,
+    a_module_on_two_meshes_resumes_exactly,
     a_loop_with_rebuild_resumes_exactly,
     other_placements_are_refused,
 ]
@@ -474,6 +530,13 @@ TWO_WORKERS = [
 )
 def test_in_real_processes(case: Callable[..., None], size: int, tmp_path: Path) -> None:
     in_processes(case, size, tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_only_one_worker_says_what_is_lost(tmp_path: Path) -> None:
+    in_processes(save_compressed, 4, tmp_path)
+    in_processes(only_worker_0_warns, 3, tmp_path)
+    in_processes(only_worker_0_warns, 4, tmp_path)
 
 
 @pytest.mark.timeout(240)

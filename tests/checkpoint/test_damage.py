@@ -53,7 +53,8 @@ def test_folders_of_dead_writers_are_removed(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     host = socket.gethostname()
-    for name in (f"{host}.{dead.pid}.a", f"{host}.{os.getpid()}.b", "elsewhere.example.17.c"):
+    absurd = f"{host}.{2**31}.x"  # no process can have this number
+    for name in (f"{host}.{dead.pid}.a", f"{host}.{os.getpid()}.b", "elsewhere.example.17.c", absurd):
         (tmp_path / f".writing.{name}").mkdir()
     os.utime(tmp_path / ".writing.elsewhere.example.17.c", (0, 0))
     alive = {f".writing.{host}.{os.getppid()}.d", ".writing.elsewhere.12.e", ".writing"}
@@ -61,6 +62,30 @@ def test_folders_of_dead_writers_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     Checkpoint(tmp_path, nn.Linear(2, 2)).save()
     assert set(names(tmp_path)) == alive | {"000001"}
+
+
+def test_a_link_with_the_name_of_a_dead_writer_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / f".writing.{socket.gethostname()}.{os.getpid()}.a").symlink_to(tmp_path / "mine")
+    (folder / "000001").symlink_to(tmp_path / "mine")
+    Checkpoint(folder, nn.Linear(2, 2), keep=1).save()
+    assert (tmp_path / "mine" / "file").read_text() == "mine"
+    assert os.listdir(tmp_path / "mine") == ["file"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o700), (0o022, 0o755)])
+def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        saved = Checkpoint(tmp_path / "run", nn.Linear(2, 2)).save()
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (mode if path.is_dir() else mode & 0o666), path
+    assert (saved / "manifest.json").exists()
 
 
 # Damage.
@@ -131,6 +156,87 @@ def test_a_damaged_checkpoint_is_named(file: str, harm: Any, message: str | None
         at = checkpoint.resume()
         assert at is not None
         assert at.folder.name == "000003-step-2"
+
+
+def test_one_flipped_bit_of_a_manifest_is_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """Wherever it is; in the identity of the job, too."""
+    with Checkpoint(tmp_path, nn.Linear(2, 2), keep=None) as checkpoint:
+        checkpoint.save(step=1)
+        file = checkpoint.save(step=2) / "manifest.json"
+        intact = file.read_bytes()
+        for place in range(len(intact) - 1):  # but for the newline at its end
+            data = bytearray(intact)
+            data[place] ^= 1 << place % 8
+            file.write_bytes(data)
+            with pytest.warns(UserWarning, match="manifest.json: damaged, .*resuming from the one before"):
+                at = checkpoint.resume(damaged="previous")
+            assert at is not None
+            assert at.position == {"step": 1}, place
+        file.write_bytes(intact.replace(b'"job": "', b'"job": "0'))
+        with pytest.raises(ValueError, match=r'manifest.json: damaged, .*; pass damaged="previous"'):
+            checkpoint.resume()
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        checkpoint.save(step=3)
+        at = checkpoint.resume()
+        assert at is not None
+        assert at.position == {"step": 3}
+
+
+def sign(checkpoint: Path, **changes: Any) -> None:
+    """Write a manifest whose digests are right, whatever the files contain."""
+    data = json.loads((checkpoint / "manifest.json").read_text())
+    del data["sha256"]
+    for name in data["files"]:
+        data["files"][name] = manifest.file_record(checkpoint / name)
+    data |= changes
+    (checkpoint / "manifest.json").write_text(json.dumps(data | {"sha256": manifest._digest(data)}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world": 10**9}, {"world": 0}, {"world": "1"}, {"world": 1.0}, {"world": None},
+        {"files": None}, {"files": []}, {"files": {}}, {"files": "abc"},
+        {"files": {"model.json": None}}, {"files": {"model.json": ["bytes", "sha256"]}},
+        {"files": {"model.json": {"bytes": 1}}}, {"files": {"model.json": {"bytes": "1", "sha256": ""}}},
+        {"files": {"../../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_of_another_structure(changes: Any, tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
+        checkpoint.save(step=1)
+        sign(checkpoint.save(step=2), **changes)
+        with pytest.raises(ValueError, match=r"000002-step-2/manifest\.json: damaged, or not written by"):
+            checkpoint.resume()
+        with pytest.warns(UserWarning, match="resuming from the one before"):
+            assert checkpoint.resume(damaged="previous") is not None
+        checkpoint.save(step=3)
+
+
+NESTED = '{"dict": {"a": ' * 300 + "1" + "}}" * 300  # JSON can be read so deep; unpacking it takes more calls
+
+
+@pytest.mark.parametrize("file", ["training", "model", "optimizer", "rank-00000"])
+@pytest.mark.parametrize(
+    "text",
+    ["null", "1", "[]", "{}", '{"dict": {}}', '{"dict": [1]}', '{"dict": {"a": null}}', '{"other": {}}',
+     '{"a": 1, "b": 2}', '{"tensor": "absent"}', '{"tensor": []}', '{"dict": [[[], 1]]}', '{"float": "x"}',
+     '{"tensor": "weight", "shape": [2], "dtype": "save", "dims": [0]}', '[{"dict": {}}]', NESTED],
+)  # fmt: skip
+def test_a_file_of_another_structure_changes_nothing(text: str, file: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters())) as checkpoint:
+        saved = checkpoint.save(step=1)
+        before = model.weight.detach().clone()
+        nn.init.zeros_(model.weight)
+        (saved / f"{file}.json").write_text(text)
+        sign(saved)
+        with pytest.raises(ValueError, match="000001-step-1"):
+            checkpoint.resume()
+        assert model.weight.eq(0).all()
+        assert not before.eq(0).all()
 
 
 def test_all_damaged(tmp_path: Path) -> None:

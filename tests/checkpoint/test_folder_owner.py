@@ -142,21 +142,77 @@ def test_a_job_of_two_workers(tmp_path: Path) -> None:
     assert names(tmp_path) == ["000001-step-1"]
 
 
-def test_checkpoints_of_one_process_share_a_folder(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    first, second = Checkpoint(tmp_path, model), Checkpoint(tmp_path / "a" / "..", model)
+def test_a_second_checkpoint_of_the_same_process_is_refused(tmp_path: Path) -> None:
+    """Else a restart would resume whichever of them has saved last."""
     (tmp_path / "a").mkdir()
-    assert first.resume() is None
-    assert second.resume() is None
-    assert job_in(first.save(step=1)) == job_in(second.save(step=2))
+    first = Checkpoint(tmp_path, nn.Linear(2, 2))
+    second = Checkpoint(tmp_path / "a" / "..", nn.Linear(2, 2))
+    first.save(step=10)
+    with pytest.raises(ValueError, match="in use by another Checkpoint of this process; close that one"):
+        second.save(step=4)
+    first.save(step=11)
     first.close()
-    with other_job(tmp_path) as other:
-        assert "in use by another job" in other.tell("resume")  # the second one still holds it
+    second.save(step=4)
     del second  # without close
     with other_job(tmp_path) as other:
-        assert other.tell("resume") == 2
-    assert first.save(step=3).name == "000003-step-3"  # a closed one takes it again
+        assert other.tell("resume") == 4
+    assert first.save(step=12).name == "000004-step-12"  # a closed one takes it again
     first.close()
+
+
+def test_a_restart_in_the_same_process_takes_the_folder(tmp_path: Path) -> None:
+    """The Checkpoint of the run before may live on, such as in a traceback."""
+    before, model = Checkpoint(tmp_path, nn.Linear(2, 2)), nn.Linear(2, 2)
+    newest = before.save(step=1)
+    again = Checkpoint(tmp_path, model)
+    assert again.resume() is not None
+    assert model.weight.equal(before.model.weight)
+    for use in (before.save, before.resume):
+        with pytest.raises(ValueError, match="in use by another Checkpoint of this process"):
+            use()
+    before.close()
+    with other_job(tmp_path) as other:
+        assert "in use by another job" in other.tell("resume")
+    assert job_in(again.save(step=2)) == job_in(newest)
+    again.close()
+    assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+
+
+def test_a_checkpoint_that_lost_its_folder_in_the_same_process_stops(tmp_path: Path) -> None:
+    before, again = Checkpoint(tmp_path, nn.Linear(2, 2)), Checkpoint(tmp_path, nn.Linear(2, 2))
+    before.save(step=1)
+    again.resume()
+    again.save(step=2)
+    del again
+    for use in (before.save, before.resume):
+        with pytest.raises(ValueError, match="another job has taken it"):
+            use()
+    assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_not_followed(exists: bool, tmp_path: Path) -> None:
+    target, folder = tmp_path / "precious", tmp_path / "run"
+    if exists:
+        target.write_text("mine" * 1750)
+    folder.mkdir()
+    (folder / OWNER).symlink_to(target)
+    with Checkpoint(folder, nn.Linear(2, 2)) as checkpoint:
+        for use in (checkpoint.save, checkpoint.resume):
+            with pytest.raises(ValueError, match=rf"run/{OWNER} is a link, .*; remove the link"):
+                use()
+        assert not exists or target.read_text() == "mine" * 1750
+        assert target.exists() == exists
+        (folder / OWNER).unlink()
+        checkpoint.save(step=1)
+
+
+def test_a_process_that_only_saves_ends_on_sigterm(tmp_path: Path) -> None:
+    with other_job(tmp_path) as job:
+        assert job.tell("save") == "000001-step-1"
+        job.process.terminate()
+        job.process.join(60)
+        assert job.process.exitcode == -signal.SIGTERM
 
 
 def test_a_job_that_lost_its_folder_stops(tmp_path: Path) -> None:

@@ -155,6 +155,13 @@ def test_the_state_dict_of_every_scheduler_packs() -> None:
         assert same(unpack(json.loads(json.dumps(tree, allow_nan=False)), tensors), state)
 
 
+@pytest.mark.parametrize("dtype", ["save", "nn", "no_such_name", "Tensor", 1, None])
+def test_a_name_that_is_no_dtype(dtype: Any) -> None:
+    tree = {"tensor": "x", "shape": [2], "dtype": dtype, "dims": [0]}
+    with pytest.raises(ValueError, match="not a packed state"):
+        unpack(tree, {})
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [

@@ -5,9 +5,9 @@ A reader sees a checkpoint folder completely or not at all, whenever the writer 
 
 import os
 import re
+import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +30,8 @@ def create_hidden_folder(folder: Path) -> Path:
     for path in folder.iterdir():
         if _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
-    hidden = Path(tempfile.mkdtemp(prefix=_hidden_prefix(), dir=folder))
-    hidden.chmod(0o755)
+    hidden = folder / f"{_hidden_prefix()}{secrets.token_hex(8)}"
+    hidden.mkdir()  # not mkdtemp: its folders do not follow the umask
     return hidden
 
 
@@ -81,6 +81,6 @@ def _is_abandoned(path: Path) -> bool:
         os.kill(process, 0)
     except PermissionError:
         return False  # the process runs, under another user
-    except OSError:
+    except (OSError, OverflowError):  # no such process, or a number that none can have
         return True
     return False

@@ -56,11 +56,13 @@ class Checkpoint:
 
     Call every method on all workers, between two updates. The folder is on a file system that all workers share,
     and belongs to one job at a time: while a job uses it, `resume` and `save` of another one raise ValueError.
+    So does `save` of a second `Checkpoint` in the same process while the first is neither closed nor deleted;
+    `resume` of the second, as in a restart, takes the folder from the first.
     Files are safetensors and JSON; nothing is pickled. Weights and optimizer state are saved once, by worker 0;
     with FSDP2 every worker saves its shards, and with `LocalSteps` as `compressor` its own model, optimizers,
     averages, schedulers and scaler. Buffers, random number generators, `data` and `compressor` are always saved per
-    worker. SIGTERM is caught until `close` or the end of a `with` block; in the block the first ctrl-C is caught,
-    too, and the second one interrupts.
+    worker. SIGTERM is caught from the first `step`, or the start of a `with` block, until `close` or the end of
+    the block; in the block the first ctrl-C is caught, too, and the second one interrupts.
 
     Args:
         folder: gets one subfolder per checkpoint.
@@ -133,6 +135,7 @@ class Checkpoint:
         weakref.finalize(self, self._sigterm.close)
 
     def __enter__(self) -> Checkpoint:
+        self._sigterm.catch()
         self._sigterm.catch_ctrl_c(tell=self._workers.rank == 0)
         return self
 
@@ -158,6 +161,7 @@ class Checkpoint:
         self._calls += 1
         now = self._calls if step is None else step
         self._workers.operation = f"checkpoint.step({now})"
+        self._sigterm.catch()  # not before: who never asks here could not be stopped
         stop = self._workers.any_async(self._sigterm.seen)
         if stop or (self.every is not None and now % self.every == 0):
             self.save(step=step, **position)
@@ -241,11 +245,11 @@ class Checkpoint:
         return saved.plan
 
     def _begin_save(self) -> tuple[str, str]:
-        self._owner = FolderOwner.take(self.folder)
+        self._owner = FolderOwner.take(self.folder, self._owner)
         return str(create_hidden_folder(self.folder)), self._owner.job
 
     def _newest(self, damaged: str) -> tuple[str, str] | None:
-        self._owner = FolderOwner.take_to_resume(self.folder)
+        self._owner = FolderOwner.take_to_resume(self.folder, self._owner)
         return newest_checkpoint(self.folder, damaged)
 
     def _write(self, hidden: Path, position: dict[str, Any]) -> dict[str, Any]:
@@ -334,7 +338,7 @@ class Checkpoint:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_optimizer(optimizer, names_by_id(inner), state)
             with warnings.catch_warnings():
-                if saved.worker_state is None:  # `reset` says it once, for all workers
+                if worker or saved.worker_state is None:  # worker 0, or `reset`, says it once for all
                     warnings.filterwarnings("ignore", ".*starts with empty error feedback")
                 load_parts(saved.path, passed, parts)
             # Last, because loading may draw random numbers.

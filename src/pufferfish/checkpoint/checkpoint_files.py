@@ -1,6 +1,7 @@
 """The files of one checkpoint: every worker writes its own, and reads and checks them against its model."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,16 @@ from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .expected_structure import Ranks
-from .manifest import file_record, read_manifest
+from .manifest import NOT_OURS, file_record, read_manifest
 from .packing import ShardedTensorSpec, pack, storable, unpack
 from .sharded_tensors import ShardReader, load_like, local_shards, unsharded
+
+#: Types in the state of a file, by the start of its name; those of "optimizer" are of each optimizer.
+_TYPES: dict[str, dict[str, Any]] = {
+    "training": {"position": dict, "ranks": dict, "plan": str | None, "averages": int, "parts": dict},
+    "optimizer": {"type": str, "groups": list, "state": dict, "unnamed": dict, "rest": dict},
+    "rank": {"random": dict, "buffers": dict, "averages": list, "optimizers": list | None, "parts": dict},
+}
 
 
 def write_files(
@@ -168,8 +176,18 @@ class SavedCheckpoint:
         return list(states)
 
     def _read(self, name: str, device: torch.device | None = None) -> Any:
-        tree = read_json(self.path / f"{name}.json")
-        return unpack(tree, load_file(self.path / f"{name}.safetensors"), device)
+        text, types = self.path / f"{name}.json", _TYPES.get(name.split("-")[0], {})
+        try:
+            state = unpack(read_json(text), load_file(text.with_suffix(".safetensors")), device)
+        except (ValueError, SafetensorError) as error:
+            raise ValueError(f"{text}: {NOT_OURS}: {error}") from error
+        dicts = state if name == "optimizer" else [state]
+        if not isinstance(dicts, list) or not all(
+            isinstance(x, dict) and all(isinstance(x.get(key, ...), kind) for key, kind in types.items())
+            for x in dicts
+        ):
+            raise ValueError(f"{text}: {NOT_OURS}")
+        return state
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -212,6 +230,7 @@ def _write(
         save_file(storable(tensors), binary, {"format": "pt"} | (metadata or {}))
     except SafetensorError as error:
         raise OSError(f"{binary}: {error}") from None
+    shutil.copymode(text, binary)  # safetensors makes files readable by their owner only, whatever the umask
     return [text, binary]
 
 

@@ -28,12 +28,13 @@ class FolderOwner:
     so a killed job blocks nobody. Where a file system does not pass locks on to other hosts, the second job gets the
     folder, and `check` stops the first one before its next save.
 
-    All checkpoints of a process share its right to a folder, until the last reference is dropped.
+    A second `Checkpoint` of the same process counts as another job until the first one drops its owner. If it
+    resumes, as a restart in the process does, the first one loses the folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     owner = FolderOwner.take(Path(folder))
-    ...     FolderOwner.take(Path(folder)) is owner
+    ...     FolderOwner.take(Path(folder), owner) is owner
     True
     """
 
@@ -41,7 +42,11 @@ class FolderOwner:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._file = folder, folder / OWNER
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if self._file.is_symlink():
+            raise ValueError(
+                f"{self._file} is a link, and what it points to would be overwritten; remove the link"
+            )
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._release = weakref.finalize(self, os.close, descriptor)  # closing the file releases the lock
         try:
             _lock(self._file, descriptor)
@@ -60,8 +65,12 @@ class FolderOwner:
             raise
 
     @classmethod
-    def take(cls, folder: Path) -> FolderOwner:
-        """Take the folder, which is created if missing; ValueError if another job has it."""
+    def take(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner:
+        """Take the folder, which is created if missing; ValueError if another job has it.
+
+        Args:
+            mine: the result of the caller's last call.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,19 +79,30 @@ class FolderOwner:
             ) from None
         folder = folder.resolve()
         owner = cls._of_process.get(folder)
-        if owner is None or not owner._release.alive or not owner._file.exists():
+        if owner is not None and not (owner._release.alive and owner._file.exists()):
+            owner = None
+        if owner is not None and owner is not mine:
+            raise ValueError(
+                f"{folder}: in use by another Checkpoint of this process; close that one, or give each its "
+                "own folder"
+            )
+        if mine is not None and mine._file.exists():
+            mine.check()
+        if owner is None:
             owner = cls._of_process[folder] = cls(folder)
-        owner.check()
         return owner
 
     @classmethod
-    def take_to_resume(cls, folder: Path) -> FolderOwner | None:
-        """Take the folder; ValueError if another job has it, or has put checkpoints into it.
+    def take_to_resume(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner | None:
+        """Take the folder as `take`; ValueError if another job has put checkpoints into it.
 
         None if this process can read the folder, but not write to it; `take` raises the reason before a save.
         """
+        before = cls._of_process.get(folder.resolve())
+        if before is not None and mine is None:
+            before._release()  # a restart: a traceback may still hold the Checkpoint of the run before
         try:
-            owner = cls.take(folder)
+            owner = cls.take(folder, mine)
         except OSError as error:
             if error.errno in _NOT_WRITABLE and folder.is_dir():
                 return None

@@ -10,12 +10,12 @@ from ..lowrank.files import sha256, sync
 from ..planning.json_file import read_json, write_text
 
 MANIFEST = "manifest.json"
+NOT_OURS = "damaged, or not written by pufferfish.Checkpoint"
 _VERSION = 1
 
 
 def file_record(file: Path) -> dict[str, Any]:
     """Flush `file` to disk and return its manifest entry: size in bytes and SHA-256."""
-    file.chmod(0o644)  # safetensors makes files readable by their owner only
     sync(file)
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
@@ -44,22 +44,15 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
     Raises:
         ValueError: if the checkpoint is damaged or has another format.
     """
-    manifest = path / MANIFEST
-    if not manifest.is_file():
-        raise ValueError(f"{path}: damaged, {MANIFEST} is missing")
-    try:
-        data: dict[str, Any] = read_json(manifest)
-        digest = data.pop("sha256")
-        intact = digest == _digest(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{manifest}: damaged, or not written by pufferfish.Checkpoint")
+    data = _read_intact(path)
     version = data.get("pufferfish checkpoint")
     if version != _VERSION:
         raise ValueError(
-            f"{manifest}: its format is {version}, but this version of pufferfish reads format {_VERSION}"
+            f"{path / MANIFEST}: its format is {version}, but this version of pufferfish reads format "
+            f"{_VERSION}"
         )
+    if not _is_complete(data):
+        raise ValueError(f"{path / MANIFEST}: {NOT_OURS}")
     for name, record in data["files"].items():
         file = path / name
         if not file.is_file():
@@ -69,16 +62,43 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
             raise ValueError(f"{file}: damaged, {size:,} bytes instead of {record['bytes']:,}")
         if contents and sha256(file) != record["sha256"]:
             raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
-    return data | {"sha256": digest}
+    return data
 
 
 def read_job(path: Path) -> str | None:
     """Return the identity of the job that saved the checkpoint at `path`; None if it is damaged or has none."""
     try:
-        job = read_json(path / MANIFEST)["job"]
-    except (OSError, ValueError, KeyError, TypeError):
+        job = _read_intact(path).get("job")
+    except (OSError, ValueError):
         return None
     return job if isinstance(job, str) else None
+
+
+def _read_intact(path: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `path`; ValueError if its own digest does not fit."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(f"{path}: damaged, {MANIFEST} is missing")
+    try:
+        data: dict[str, Any] = read_json(manifest)
+        intact = data["sha256"] == _digest({key: x for key, x in data.items() if key != "sha256"})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{manifest}: {NOT_OURS}")
+    return data
+
+
+def _is_complete(data: dict[str, Any]) -> bool:
+    """Whether a manifest lists files of its own folder, and some for every worker."""
+    try:
+        files, world = data["files"], data["world"]
+        return (isinstance(world, int) and 0 < world <= len(files)) and all(
+            Path(name).name == name and isinstance(record["bytes"], int) and isinstance(record["sha256"], str)
+            for name, record in files.items()
+        )
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def _digest(data: Any) -> str:

@@ -47,8 +47,15 @@ def pack(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """Return the state that `pack` split. Tensors are copies; those not saved from the CPU move to `device`."""
-    return _Unpacker(tensors, device).walk(tree)
+    """Return the state that `pack` split. Tensors are copies; those not saved from the CPU move to `device`.
+
+    Raises:
+        ValueError: if `pack` has not written the tree and the tensors.
+    """
+    try:
+        return _Unpacker(tensors, device).walk(tree)
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a packed state ({type(error).__name__}: {error})") from error
 
 
 class _Packer:  # a class, not nested functions: those would keep the tensors alive until a garbage collection
@@ -130,6 +137,8 @@ class _Unpacker:
         key = node["tensor"]
         if "shape" in node:
             dtype = getattr(torch, node["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{node['dtype']!r} is not a dtype")
             return ShardedTensorSpec(key, tuple(node["shape"]), dtype, tuple(node["dims"]))
         if key not in self.copies:
             x = self.tensors[key].detach()

@@ -11,14 +11,18 @@ _CTRL_C = b"\nctrl-C: saving a checkpoint after this update; press it again to i
 
 
 class Sigterm:
-    """Records SIGTERM in `seen` instead of ending the process. Works only in the main thread; elsewhere it does nothing."""
+    """Records SIGTERM in `seen` from `catch` on, instead of ending the process; only in the main thread."""
 
     def __init__(self) -> None:
         self.seen = False
         self._process = os.getpid()
         self._previous: Any = None
-        self._tell = False
-        if threading.current_thread() is threading.main_thread():
+        self._caught = self._tell = False
+
+    def catch(self) -> None:
+        """Record SIGTERM until `close`. A handler that others have installed since the first call stays."""
+        if not self._caught and threading.current_thread() is threading.main_thread():
+            self._process, self._caught = os.getpid(), True
             self._previous = signal.signal(signal.SIGTERM, self._record)
 
     def catch_ctrl_c(self, tell: bool) -> None:
@@ -57,3 +61,4 @@ class Sigterm:
                 signal.signal(signal.SIGTERM, self._previous)
             if signal.getsignal(signal.SIGINT) == self._record_ctrl_c:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._caught = False

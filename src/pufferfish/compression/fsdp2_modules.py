@@ -62,8 +62,10 @@ def module_paths(model: nn.Module) -> dict[int, str]:
 
 
 def group_of(module: Any) -> Any:
-    """FSDP's parameter group of a module, which holds its parameters and hook."""
-    return module._get_fsdp_state()._fsdp_param_group
+    """FSDP's parameter group of a module, which holds its parameters and hook; None if there is not one."""
+    state = module._get_fsdp_state()
+    # With several, which `sharded_modules` refuses, reading the attribute raises AssertionError.
+    return None if len(getattr(state, "_fsdp_param_groups", ())) > 1 else state._fsdp_param_group
 
 
 def layout_of(group: Any) -> str:

@@ -295,7 +295,8 @@ def main() -> None:
         _end_with_parent()
         worker = BenchWorker(arguments.root, on_event=write_event, **options)
         sys.exit(0 if worker.run() and worker.failed == options["skip"] else 1)
-    sigterm = Sigterm()  # a worker that ends on SIGTERM between two runs would leave the others waiting
+    sigterm = Sigterm()
+    sigterm.catch()  # a worker that ends on SIGTERM between two runs would leave the others waiting
     with process_group(load_settings(arguments.root).device):
         BenchWorker(
             arguments.root, on_event=write_event, stop_requested=lambda: sigterm.seen, **options
