@@ -17,6 +17,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import given as minilm
+
 from pufferfish.cli import main as pufferfish
+from pufferfish.compression import BlockInt8, LoCo
+from pufferfish.lab.harness import best_rates, jobs, read_rows
 from pufferfish.lab.report.formatting import format_estimate
 from pufferfish.lab.report.seed_statistics import Estimate, estimate, paired_differences
 
@@ -137,8 +142,8 @@ def rate(lines: Lines) -> str:
 
 def recorded(*files: str) -> str:
     """Names of result files, and the versions and devices in their lines."""
-    settings = [line["settings"] for line in read(*files)]
-    about = {(s.get("pufferfish", ""), s["torch"], s["device"]) for s in settings}
+    settings = [line | line["settings"] for line in read(*files)]
+    about = {(s.get("pufferfish", ""), s["torch"], s.get("device") or s["machine"]) for s in settings}
     words = [
         f"{f'version {ours}, ' * bool(ours)}torch {torch}, {device}" for ours, torch, device in sorted(about)
     ]
@@ -277,14 +282,98 @@ def factor_rules() -> str:
     return arm_table(language_models(), RULES, columns, recorded("factor_rules.jsonl"))
 
 
+#: Studies of benchmarks/given.py that have been run.
+STUDIES = {study.name: study for study in minilm.STUDIES if (RESULTS / f"{study.name}.jsonl").exists()}
+
+
+@functools.cache
+def given_runs(name: str) -> dict[str, Lines]:
+    """The runs of each arm with its chosen rate."""
+    study = STUDIES[name]
+    rows = read_rows(study, RESULTS)
+    assert not [*jobs(study, rows, Path())], f"{name} is not finished"
+    chosen = best_rates(study, rows)
+    return by_arm(row | {"lr": row["rate"]} for row in rows if row["rate"] == chosen[row["arm"]])
+
+
+def sent(name: str, arm: str) -> float:
+    """Mean bytes that each of 4 workers sends in an update, over the whole run."""
+    of, settings = given_runs(name), minilm.ARMS[arm][0]
+    own, full = of[arm], of[STUDIES[name].baseline]
+    updates, end = own_updates(name), mean(own, "wire_bytes")
+    if isinstance(settings.method, BlockInt8 | LoCo) and own[0]["commit"].startswith("f9df00b"):
+        # That version counted the all-gather of the mean as one worker does it: 3 times the size, where four send 0.75 times.
+        end *= (0.75 + 0.75) / (0.75 + 3)
+    if settings.plain:  # fp32, by a ring all-reduce
+        first, begin = settings.plain, 1.5 * 4 * mean(own, "trained")
+    else:  # as full training, for the tenth before a switch
+        first, begin = math.ceil(0.1 * updates) * bool(settings.switch), mean(full, "wire_bytes")
+    return (first * begin + (updates - first) * end) / updates
+
+
+def megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def chosen_rate(name: str, own: Lines) -> str:
+    tried = STUDIES[name].arms[own[0]["arm"]]
+    return f"{rate(own)}{' (edge)' * (own[0]['lr'] in (min(tried), max(tried)))}"
+
+
+def accuracy_at_1(name: str, arm: str) -> str:
+    return f"{mean(given_runs(name)[arm], 'test'):.2f} %"
+
+
+def given_difference(name: str, ours: str, theirs: str) -> str:
+    return difference(given_runs(name)[ours], given_runs(name)[theirs], "test")
+
+
+def given(name: str) -> str:
+    of, full = given_runs(name), STUDIES[name].baseline
+    columns = {
+        "rate": lambda own: chosen_rate(name, own),
+        "accuracy@1": lambda own: accuracy_at_1(name, own[0]["arm"]),
+        "difference from full training": lambda own: difference(own, of[full], "test"),
+        "seeds": seeds,
+        "sent an update": lambda own: megabytes(sent(name, own[0]["arm"])),
+        "optimizer state": lambda own: megabytes(mean(own, "optimizer_bytes")),
+    }
+    source = f"{own_updates(name)} updates. {recorded(f'{name}.jsonl')}"
+    return arm_table(of, {arm: arm for arm in STUDIES[name].arms}, columns, source)
+
+
+def own_updates(name: str) -> int:
+    (updates,) = {line["updates"] for own in given_runs(name).values() for line in own.values()}
+    return int(updates)
+
+
+#: Arms of given.py that send about as many bytes in an update, apart from updates that are not compressed.
+PAIRS = [
+    ("PowerSGD(16)", "LoRA 64"), ("PowerSGD(16), 5 plain", "LoRA 64"), ("PowerSGD(4)", "LoRA 16"),
+    ("PowerSGD(4), 5 plain", "LoRA 16"), ("PowerSGD(1)", "LoRA 4"),
+]  # fmt: skip
+
+
+def given_pairs() -> str:
+    names = sorted(STUDIES, key=lambda name: (own_updates(name), STUDIES[name].settings["workers"]))
+    names = [name for name in names if STUDIES[name].settings["task"] == "minilm"]
+    head = ["", "compared with"]
+    for name in names:
+        workers = STUDIES[name].settings["workers"]
+        head.append(f"{own_updates(name)} updates{f', {workers} workers' * (workers > 1)}")
+    rows = []
+    for ours, theirs in PAIRS:
+        gaps = [given_difference(name, ours, theirs) for name in names]
+        rows.append([f"full training, {ours}", theirs, *gaps])
+    return markdown(head, rows, recorded(*(f"{name}.jsonl" for name in names)))
+
+
 GIVEN = {
-    "full": "full training", "psgd16": "full training, `PowerSGD(16)`", "psgd4": "full training, `PowerSGD(4)`",
-    "psgd1": "full training, `PowerSGD(1)`", "frozenemb": "full training, embeddings frozen",
-    "lora64": "LoRA 64, all linear layers", "lora16": "LoRA 16", "lora4": "LoRA 4",
+    "full": "full training", "frozenemb": "full training, embeddings frozen",
     "svd0.5@0.1": "low rank 0.5 after a tenth", "svd0.25@0.1": "low rank 0.25 after a tenth",
 }  # fmt: skip
-#: Matrices of MiniLM and how many of each; the rest of its 22.7 M parameters are vectors, which PowerSGD sends as they are.
-MINILM = {(30522, 384): 1, (512, 384): 1, (384, 384): 6 * 4 + 1, (1536, 384): 6 * 2, (2, 384): 1}
+#: Methods of the independent script that given.py repeats.
+REPEATED = {"psgd16", "psgd4", "psgd1", "lora64", "lora16", "lora4"}
 
 
 def best_runs(method: str, epochs: float) -> Lines:
@@ -296,29 +385,17 @@ def best_runs(method: str, epochs: float) -> Lines:
     return max(rates.values(), key=lambda own: mean(own, "val"))
 
 
-def numbers_sent(method: str) -> str:
-    sent = best_runs(method, 0.3)[0]["trainable"]
-    if method.startswith("psgd"):
-        rank = int(method.removeprefix("psgd"))
-        sent -= sum(max(m * n - rank * (m + n), 0) * count for (m, n), count in MINILM.items())
-    return f"{sent / 1e6:.2f} M"
-
-
-def test_accuracy(method: str, epochs: float) -> str:
-    return f"{mean(best_runs(method, epochs), 'test'):.1f} %"
-
-
-def given() -> str:
-    head, rows = (
-        ["", "numbers sent a step"],
-        [[label, numbers_sent(method)] for method, label in GIVEN.items()],
-    )
+def given_before() -> str:
+    head = ["", "numbers sent an update"]
+    rows = [
+        [label, f"{best_runs(method, 0.3)[0]['trainable'] / 1e6:.2f} M"] for method, label in GIVEN.items()
+    ]
     for epochs in (0.3, 2.0):
         head += ["rate", f"{epochs:g} epochs", "seeds"]
         for row, method in zip(rows, GIVEN, strict=True):
             runs = best_runs(method, epochs)
-            row += [rate(runs), test_accuracy(method, epochs), seeds(runs)]
-    assert {line["method"] for line in read("h200_given_minilm.jsonl")} == GIVEN.keys()
+            row += [rate(runs), f"{mean(runs, 'test'):.1f} %", seeds(runs)]
+    assert {line["method"] for line in read("h200_given_minilm.jsonl")} == GIVEN.keys() | REPEATED
     return markdown(head, rows, f"From `benchmarks/results/h200_given_minilm.jsonl`: {INDEPENDENT}.")
 
 
@@ -442,6 +519,11 @@ def span(factors: Iterable[str]) -> str:
     return f"{low} to {high}"
 
 
+TUNED = {
+    "full training, bf16": "full", "PowerSGD(4)": "full with `PowerSGD(4)`", "LoRA 64": "LoRA 64", "LoRA 16": "LoRA 16",
+}  # fmt: skip
+
+
 def readme() -> str:
     """The claims of the README, all from the tables above."""
     models = timed_steps()[1]
@@ -468,10 +550,12 @@ def readme() -> str:
          f"{difference(compression['powersgd 4'], compression['plain'])} points, with "
          f"{fewer(compression['powersgd 4'], 'wire')} fewer bytes",
          "CIFAR-10, ResNet-18, 30 epochs, 4 simulated workers, 3 seeds, version 0.1.0"),
-        ("fine-tuning, numbers sent a step",
-         "; ".join(f"{label}: {test_accuracy(method, 2.0)}, {numbers_sent(method)}" for method, label in
-                   (("full", "full"), ("psgd4", "full with `PowerSGD(4)`"), ("lora64", "LoRA 64"))),
-         f"MiniLM on Multi30k, 2 epochs, 1 or 2 seeds; {INDEPENDENT}"),
+        ("fine-tuning, bytes sent an update",
+         "; ".join(f"{label}: {accuracy_at_1('minilm-2', arm)}, {megabytes(sent('minilm-2', arm))}"
+                   for arm, label in TUNED.items())
+         + f"; in {own_updates('minilm-0.1')} updates, `PowerSGD(4)` is **worse** than LoRA 16: "
+         f"{given_difference('minilm-0.1', 'PowerSGD(4)', 'LoRA 16')} points",
+         f"MiniLM on Multi30k, {own_updates('minilm-2')} updates; bytes of each of 4 workers; 2 seeds (short run: 3), H200"),
     ]  # fmt: skip
     return markdown(["", "result", "measured on"], rows)
 
@@ -482,7 +566,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "narrow": narrow,
     "factor_rules": factor_rules,
-    "given": given,
+    **{name: functools.partial(given, name) for name in STUDIES},
+    "given_pairs": given_pairs,
+    "given_before": given_before,
     "tickets": tickets,
     "large_batches": large_batches,
     "compressed": compressed,

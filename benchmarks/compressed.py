@@ -6,7 +6,7 @@
     python benchmarks/compressed.py --table results.jsonl...
 
 Recipe, data and seeds are those of `cifar10.py`; its 512 images a step are 128 for each of four workers, which one
-process simulates (`pufferfish.lab.simulated`, tested equal to real DDP workers). Batch normalisation is over 128 images
+process simulates (`pufferfish.lab.train.simulated_ddp`, tested equal to real DDP workers). Batch normalisation is over 128 images
 therefore, and `plain`, which sends all, is not quite the dense run of `cifar10.py`.
 
 The peak of the learning rate is chosen for each arm from the same few (--rates), on the last training images

@@ -165,14 +165,20 @@ def run(job: Job) -> Row:
 
 
 def wire_bytes(ddp: SimulatedDDP, workers: int = 4) -> float:
-    """What each of 4 workers would have sent so far, by the ring algorithms."""
+    """What each of 4 workers would have sent so far, by the ring algorithms.
+
+    Methods that reduce by an all-to-all gather a share of the mean from each worker: from the only one, all of it.
+    """
     factor = {
         "all_reduce": 2 / workers,
         "all_gather": 1.0,
         "all_to_all": 1 / workers,
         "reduce_scatter": 1 / workers,
     }
-    return sum(factor[kind] * (workers - 1) * given for kind, given in ddp.meter.collective_bytes.items())
+    given: dict[str, float] = dict(ddp.meter.collective_bytes)
+    if given["all_to_all"]:
+        given["all_gather"] *= ddp.size / workers
+    return sum(factor[kind] * (workers - 1) * given[kind] for kind in given)
 
 
 def _order(generator: torch.Generator, n: int, start: int, count: int) -> Tensor:

@@ -10,10 +10,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
+
+from pufferfish.compression import Settings
+from pufferfish.lab.report.methods_table import parse_methods
+from pufferfish.lab.train.simulated_ddp import SimulatedDDP
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
+#: Scripts with studies, each of which has a file of results.
+STUDIES = ("given", "quality")
 #: Results of independent scripts, which are not in this repository; claims.py reads them.
 INDEPENDENT = ("h200_cifar_narrow", "h200_given_minilm")
 
@@ -34,12 +42,48 @@ def test_the_table_of_recorded_results(
 ) -> None:
     if file.stem in INDEPENDENT:
         return
+    for name in STUDIES:
+        module = importlib.import_module(name)
+        if file.stem in {study.name for study in module.STUDIES}:
+            monkeypatch.setattr(sys, "argv", [name, file.stem, "--show", "--results", str(file.parent)])
+            module.main(module.STUDIES)
+            shown = capsys.readouterr().out
+            assert "not finished" not in shown
+            assert len(re.findall(r"[+-]\d+\.\d+ ± \d", shown)) >= 2
+            return
     script = file.stem.split("-")[0]
     option = "--choose" if "-rates" in file.stem else "--table"  # rates that were tried, or final results
     words = ["--show", "--out", str(file)] if script == "factor_rules" else [option, str(file)]
     monkeypatch.setattr(sys, "argv", [script, *words])
     assert not importlib.import_module(script).main()
     assert len(re.findall(r"\d\.\d", capsys.readouterr().out)) >= 2
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_all_studies_are_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those without results as well."""
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [name, "--show", "--results", str(FOLDER / "results")])
+    module.main(module.STUDIES)
+    shown = capsys.readouterr().out
+    assert all(f"{study.name}: " in shown for study in module.STUDIES)
+
+
+@pytest.mark.parametrize("method", ["BFloat16()", "BlockInt8()", "LoCo()", "PowerSGD(2)", "TopK(0.01)"])
+def test_one_worker_counts_the_bytes_of_four(method: str) -> None:
+    given = importlib.import_module("given")
+    (settings,) = map(Settings, parse_methods([method]))
+    model = nn.Linear(256, 512)
+    batch = torch.randn(8, 256)
+    counted = []
+    for workers in (1, 4):
+        ddp = SimulatedDDP(model, settings, workers)
+        ddp.backward(lambda x: model(x).square().sum(), [(part,) for part in batch.chunk(workers)])
+        counted.append(given.wire_bytes(ddp))
+    assert counted[1] == pytest.approx(ddp.meter.wire_bytes)
+    assert counted[0] == pytest.approx(counted[1], rel=0.01)
 
 
 @pytest.fixture

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: The library's packages in the order of their imports: each may import itself and those before it.
@@ -55,3 +61,17 @@ def test_no_architecture_in_the_library() -> None:
             if names := re.findall(ARCHITECTURES, without_texts, re.IGNORECASE):
                 found[path] = names
     assert found == {}
+
+
+@pytest.mark.slow
+def test_the_tests_are_collected_without_the_files_beside_them(tmp_path: Path) -> None:
+    """Beside an installed wheel there are neither pages nor benchmarks."""
+    root = Path(__file__).parents[1]
+    shutil.copytree(root / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pufferfish.lab.advise import advise, load_workload, measured_work, nominal_
 from pufferfish.lab.advise.advice import LOCAL_SPEEDUP
 from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.advise.timing_rounds import steps_per_round
+from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.network import LinkShape
 from pufferfish.lab.report.comparison import compare_runs, find_runs
 from pufferfish.lab.report.exchange_table import COLUMNS, exchange_table
@@ -87,6 +89,13 @@ def test_simulated_workers_have_a_predicted_utilisation(tmp_path: Path) -> None:
     shares = {row[0].text: row[1].value or 0 for row in table.rows}
     assert 0 < shares["dense"] < shares["diloco-4"] < 1
     assert all("(predicted)" in row[1].text for row in table.rows[:3])
+    narrow = {width: terminal_table(tmp_path / "out", target=50.0, width=width) for width in (80, 60, 30)}
+    assert all(max(map(len, text.splitlines())) <= width for width, text in narrow.items())
+    assert re.search(r"^method .*step .*accuracy, %", narrow[80], re.M)
+    page = (tmp_path / "out/report.html").read_text()
+    missing = [head for head in COLUMNS[3:] if not re.search(f"^method .*{head}", narrow[80], re.M)]
+    assert missing
+    assert all(head in narrow[80] and head in page for head in missing)
 
 
 def timed(rank: int, size: int) -> None:

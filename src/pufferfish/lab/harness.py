@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..measure.machine import hardware, versions
 from ..planning.table import format_table
 from .report.seed_statistics import estimate, paired_differences
@@ -293,12 +292,13 @@ def _run(study: Study, job: Job) -> Row:
     found = study.run(job)
     cuda = torch.cuda.is_available()
     seconds = time.perf_counter() - began
+    about = versions()
     numbers = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in found.items()}
     return {
         "arm": job.arm, "rate": job.rate, "seed": job.seed, **numbers,
         "seconds": round(seconds, 1), "core_seconds": round(seconds if cuda else time.process_time() - cpu, 1),
-        "machine": hardware()["gpu"] or hardware()["cpu"], "torch": torch.__version__,
-        "pufferfish": __version__, "commit": versions()["commit"], "settings": dict(job.settings),
+        "machine": hardware()["gpu"] or hardware()["cpu"], "torch": about["torch"],
+        "pufferfish": about["pufferfish"], "commit": about["commit"], "settings": dict(job.settings),
     }  # fmt: skip
 
 

@@ -53,7 +53,8 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     if reference:
         columns[f"difference vs. {reference.name}"] = lambda method: difference_cell(comparison, method).text
     columns["bytes/step"] = lambda method: median_cell(method.results("bytes_a_step"), format_bytes).text
-    if exchange := exchange_table(comparison):
+    exchange = exchange_table(comparison)
+    if exchange:
         cells_of = {row[0].text: row for row in exchange.rows}
         for place in (1, 3, 4, 5):  # bytes of an update are in the table already
             columns[exchange.columns[place]] = lambda method, n=place: cells_of[method.name][n].text  # type: ignore[misc]
@@ -64,10 +65,13 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
         columns[f"time to {target:g}"] = lambda method: target_cell(method, comparison, target).text
     cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
     shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
-    spare = ["MACs", "predicted", "learning rate", "bytes/step"]  # the first is left out first
-    spare += [f"run vs. {reference.name}"] if reference else []
-    spare += ["run", *(f"vs. {other.name}" for other in references[1:]), "parameters"]
+    spare = ["MACs", "predicted", "learning rate"]  # the first is left out first
+    spare += reversed(exchange.columns[3:]) if exchange else []
+    spare += ["bytes/step", *([f"run vs. {reference.name}"] if reference else []), "run"]
+    spare += [*(f"vs. {other.name}" for other in references[1:]), "parameters", "utilisation"]
     spare += [f"difference vs. {reference.name}"] if reference else []
+    spare += [head for head in reversed(columns) if head not in ("method", comparison.metric.label, *spare)]
+    spare.append(comparison.metric.label)  # after all the others, so that any table fits
     rows = [*zip(*shown, strict=True)]
     table, heads = _fitted(rows, spare, width)
     parts = [_fill(comparison.title, width), "", table, ""]
