@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..layers.base import CALL_HOOKS
 from ..layers.names import own_name, unwrap
-from ..lowrank.checks import find_compiled
 from ..lowrank.rewrite import Rewrite, all_or_nothing
 from ..optim.carry import reset_state
 from ..optim.undo import Undo
@@ -121,7 +120,7 @@ class Job:
         agree: bool = False,
         then: Callable[[Undo], None] = lambda undo: None,
     ) -> None:
-        """Assign prepared changes and update the wrappers: a new DDP reducer, and no compiled code of the old layers.
+        """Assign prepared changes and give the DDP wrappers a new reducer. Compiled code notices new layers by itself.
 
         An error takes everything back; a signal takes effect at the end.
 
@@ -143,9 +142,7 @@ class Job:
             then(undo)
 
         all_or_nothing(change)
-        if find_compiled(self.model) is not None:
-            torch.compiler.reset()  # compiled code keeps the old layers alive
-        gc.collect()  # the old reducer and compiled code are in reference cycles: free their memory now
+        gc.collect()  # the old reducer is in reference cycles: free its memory now
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
