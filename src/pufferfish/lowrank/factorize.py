@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
@@ -32,7 +33,13 @@ Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
 _REMEDY = "pass it as optimizer=, or create it afterwards"
 
 
-def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
+def factorize_(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizers = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Plan:
     """Replace the planned layers by low-rank ones through a truncated SVD, in place.
 
     All layers are checked before the first one is replaced, so an error leaves the model unchanged. Dense weights
@@ -45,6 +52,10 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
         optimizer: One or several. Their parameter groups and states are updated. New parameters go into the
             group of the old one; those that Muon does not accept (stacks of factors, as in recurrent layers) go to another
             optimizer.
+        group: Process group of the workers that train this model without DDP, averaging gradients themselves; call it
+            on all of them. Otherwise each computes its own factors, which the start of DDP makes equal, but nothing else.
+            Parameters that differ get the values of the first worker, with a warning, and its plan is used; see
+            `Switch.step` about optimizer state.
 
     Returns:
         The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer.
@@ -61,11 +72,17 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     """
     check_unwrapped(model, "factorize_")
     check_is_plan(plan, "factorize_")
-    check_plan(model, plan, finite=True)
-    plan = resolve(plan, model)
+    fill: Fill = svd_factors
+    if group is None:
+        check_plan(model, plan, finite=True)
+        plan = resolve(plan, model)
+    else:
+        from ..distributed.job import agreed_factors  # workers are the concern of a package below this one
+
+        plan, fill = agreed_factors(model, plan, as_list(optimizer), group)
     plan.warn_if_little_changes()
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
-    return replace_layers_(model, plan, optimizer, svd_factors)
+    return replace_layers_(model, plan, optimizer, fill)
 
 
 def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
