@@ -61,17 +61,26 @@ class Job:
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
             if group is not None:
-                raise ValueError(f"{caller}: group= is for models without a wrapper; DDP and FSDP2 have their own group")
+                raise ValueError(
+                    f"{caller}: group= is for models without a wrapper; DDP and FSDP2 have their own group"
+                )
             group = self.ddp.process_group if self.ddp else dist.group.WORLD
         # Offloaded shards are not on the device of their collectives.
         device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
         self.workers = Workers(group, device, caller)
         if self.workers.rank < 0:
-            raise ValueError(f"{caller}: this worker is not in the group that was passed; call it on those that are")
+            raise ValueError(
+                f"{caller}: this worker is not in the group that was passed; call it on those that are"
+            )
 
     def warn_without_group(self) -> None:
         """Warn if this process is one of several and nothing says whether they train this model together."""
-        if self.workers.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            self.workers.group is None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             warnings.warn(
                 f"{self.workers.operation}: the job has {dist.get_world_size()} workers, but the model has no DDP wrapper, so "
                 "nothing is compared or broadcast, and each worker computes its own factors; if all train this model, pass "

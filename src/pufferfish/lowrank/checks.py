@@ -278,9 +278,7 @@ def check_optimizers_complete(model: nn.Module, plan: Plan, optimizers: list[Opt
         )
 
 
-def _in_no_optimizer(
-    model: nn.Module, weights: Mapping[int, str], optimizers: list[Optimizer]
-) -> list[str]:
+def _in_no_optimizer(model: nn.Module, weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[str]:
     """Names of the weights with requires_grad that none of the optimizers holds; none if there are no optimizers."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     trained = [id(p) for p in model.parameters() if p.requires_grad]

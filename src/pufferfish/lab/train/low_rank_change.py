@@ -66,9 +66,7 @@ class LowRankChange(ModelChange):
         if not self.switch.low_rank:
             with self.untimed():
                 self._dense_spectra = Job(self.model).spectra()
-        changed = self.switch.step(
-            self.model, self.optimizer, epoch=epoch, total=self.epochs, group=group
-        )
+        changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs, group=group)
         if changed and self.switch.report is not None:
             for replica in self.replicas:  # of the same weights, so that the factors are the same
                 if not self.switch.low_rank:
