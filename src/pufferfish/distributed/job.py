@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, own_name, unwrap
 from ..lowrank.checks import check_plan, find_compiled
+from ..lowrank.factorize import Fill
 from ..optim.carry import Carrier
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
@@ -154,7 +155,7 @@ class Job:
 
 def agreed_factors(
     model: nn.Module, plan: Plan, optimizers: list[Optimizer], group: dist.ProcessGroup
-) -> tuple[Plan, shared_svd.Fill]:
+) -> tuple[Plan, Fill]:
     """For `factorize_` with a group: the plan of its first worker with all ranks, checked, and the factors that all use."""
     job = Job(model, "factorize_", group)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
