@@ -18,7 +18,7 @@ from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, own_name, unwrap
 from ..lowrank.checks import check_plan, find_compiled
 from ..lowrank.factorize import Fill
-from ..optim.carry import Carrier
+from ..optim.carry import Carrier, check_optimizers
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
 from . import shared_svd
@@ -161,6 +161,7 @@ def agreed_factors(
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
     plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+    job.workers.run_on_all(lambda: check_optimizers(optimizers))
     job.checked(optimizers, lambda: check_plan(model, plan, finite=True))
     if unresolved := [e.name for e in plan if e.rule is not None]:
         plan = apply_rules(plan, job.spectra(unresolved))
