@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from processes import as_torchrun, forked, free_port, in_processes
+from processes import as_torchrun, forked, free_port, in_processes, same_everywhere
 from pufferfish.cli import _parser, main
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -118,6 +118,9 @@ def _run_in_group(rank: int, size: int, page: str, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # every worker is a machine
     os.chdir(folder)
     user = run_blocks(page)
+    if page in ("local_steps.md", "how_to/two_machines.md"):
+        assert user["switch"].low_rank
+        assert all(map(same_everywhere, user["model"].parameters()))
     for value in user.values():
         if isinstance(value, pf.Checkpoint):
             value.close()

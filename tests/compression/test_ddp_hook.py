@@ -196,6 +196,22 @@ def a_static_graph_begins_synchronised(rank: int, size: int, folder: Path) -> No
         ddp.zero_grad()
 
 
+def a_copy_is_plain_ddp(rank: int, size: int, folder: Path) -> None:
+    """Before and after a switch; and it can be compressed anew."""
+    ddp, hook = wrapped(PowerSGD(1))
+    for switched in (False, True):
+        if switched:
+            assert pf.Switch(rank=6, when=pf.AtStep(0)).step(ddp, momentum(ddp), step=0)
+        copied, plain = copy.deepcopy(ddp), DDP(copy.deepcopy(ddp.module))
+        for net in (copied, plain, ddp):
+            loss(net, 0, rank).backward()
+        for n, g in grads(plain.module).items():
+            assert torch.equal(grads(copied.module)[n], g)
+        assert compress(copied, PowerSGD(1)).meter.steps == 0
+        assert hook.meter.steps == 1 + switched
+        ddp.zero_grad()
+
+
 def refusals(rank: int, size: int, folder: Path) -> None:
     ddp, _ = wrapped()
     with pytest.raises(ValueError, match="already compressed; call use"):
@@ -250,6 +266,7 @@ TWO_WORKERS = (
     a_failed_backward_pass_leaves_nothing_behind,
     a_deleted_model_is_freed,
     a_static_graph_begins_synchronised,
+    a_copy_is_plain_ddp,
     refusals,
 )
 

@@ -15,6 +15,7 @@ import pytorch_lightning
 import torch
 import torch.distributed as dist
 from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import pufferfish as pf
-from processes import same_everywhere
+from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
 from pufferfish.optim.rewarm import Rewarm
 from pufferfish.switching.moments import Position
@@ -346,6 +347,48 @@ def test_two_processes(tmp_path: Path) -> None:
     alone = by_hand(pf.Switch(rank=0.25, when=pf.AtEpoch(1)))
     x = torch.stack([s[0] for s in samples()])
     torch.testing.assert_close(whole.layers(x), alone(x), rtol=1e-3, atol=1e-3)
+
+
+def in_fabric(fabric: Fabric, compress: bool = False) -> Any:
+    """The loop of `by_hand`; each process takes its share of every batch."""
+    net, data, share = build(), samples(), BATCH // fabric.world_size
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(adamw, 1, 0.5)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, adamw)
+    if compress:
+        pf.compress(model, pf.compression.NoCompression(), optimizer=optimizer)
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1))
+    for epoch in range(EPOCHS):
+        assert switch.step(model, optimizer, epoch=epoch) == (epoch == 1)
+        for i in range(share * fabric.global_rank, SAMPLES, BATCH):
+            x, y = zip(*data[i : i + share], strict=True)
+            fabric.backward(nn.functional.cross_entropy(model(torch.stack(x)), torch.tensor(y)))
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
+def test_fabric() -> None:
+    model = in_fabric(Fabric(accelerator="cpu", devices=1))
+    same(model.module, by_hand(pf.Switch(rank=0.25, when=pf.AtEpoch(1))))
+    pf.merge_(model)
+    assert type(model.module[0]) is nn.Linear
+
+
+def fabric_on_two_processes(rank: int, size: int, port: int) -> None:
+    as_torchrun(rank, size, port)
+    for compress in (False, True):
+        model = in_fabric(Fabric(accelerator="cpu", devices=size, strategy="ddp"), compress)
+        assert all(map(same_everywhere, model.parameters()))
+        x, alone = torch.stack([s[0] for s in samples()]), by_hand(pf.Switch(rank=0.25, when=pf.AtEpoch(1)))
+        torch.testing.assert_close(model(x), alone(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.timeout(240)  # the hang guard
+def test_fabric_on_two_processes() -> None:
+    in_processes(fabric_on_two_processes, 2, free_port())
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,8 @@ def test_unwrap_finds_the_model_under_any_nest() -> None:
     assert unwrap(torch.compile(model)) is model
     assert unwrap(nn.DataParallel(torch.compile(model))) is model
     assert unwrap(torch.compile(nn.DataParallel(model))) is model
+    own = nn.ModuleDict({"_forward_module": model})  # somebody's own module may be called so
+    assert unwrap(own) is own
 
 
 def test_named_modules_gives_own_names_and_usable_paths() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +59,39 @@ def test_an_optimizer_inside_another() -> None:
     inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, Wrapped(inside), epoch=0)
     assert {id(p) for p in inside.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+
+
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """As training loops do for speed: the collector forgets all objects that live now, such as optimizers."""
+    yield
+    gc.unfreeze()
+
+
+def test_weights_that_no_passed_optimizer_holds(frozen_heap: None) -> None:
+    model = build()
+    body = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
+    head = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    gc.freeze()
+    switch = pf.Switch(rank=8, when=pf.AtEpoch(0))
+    with pytest.raises(
+        ValueError, match=r"2\.weight: .* no optimizer that was passed .*; pass every optimizer"
+    ):
+        switch.step(model, body, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+    assert switch.step(model, [body, head], epoch=0)
+    other = build()
+    first = torch.optim.SGD(other[0].parameters(), lr=0.1)
+    with pytest.warns(
+        UserWarning, match=r"2\.weight is replaced .* but no optimizer that was passed holds it"
+    ):
+        pf.factorize_(other, pf.plan(other, rank=8), first)
+
+
+def test_weights_that_nobody_trains_need_no_optimizer() -> None:
+    model = build()
+    plan = pf.plan(model, rank=8)
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
+    assert pf.Switch(plan, when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
+    assert not any(p.requires_grad for p in (model[2].down.weight, model[2].up.weight))

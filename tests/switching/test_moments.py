@@ -150,3 +150,15 @@ def test_a_total_in_another_unit_is_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         calls(step=5)
+
+
+def test_a_function_is_asked_at_each_call() -> None:
+    """Without counters, or several times in one epoch, positions are equal and the answer may not be."""
+    for position in ({}, {"epoch": 0}):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        answers, back = iter([False, False, True]), iter([False, True])
+        switch = pf.Switch(rank=8, when=lambda at, a=answers: next(a), back=lambda at, b=back: next(b))
+        changes = [switch.step(model, optimizer, **position) for _ in range(6)]
+        assert changes == [False, False, True, False, True, False]
+        assert switch.merged is not None

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -445,6 +446,107 @@ def a_wrapper_of_the_past_does_not_count(rank: int, size: int) -> None:
     assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
 
 
+def flat_spectra() -> nn.Module:
+    """With orthogonal weights: which part of them a truncation keeps is arbitrary."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    for layer in (model[0], model[2]):
+        nn.init.orthogonal_(layer.weight)
+    return model
+
+
+def drift(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        model[0].weight += 1e-6 * rank * torch.randn(64, 64)
+
+
+def update_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    """As loops do that average gradients themselves; under DDP they are averaged already."""
+    torch.manual_seed(100 * step + rank)
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    for p in model.parameters() if not isinstance(model, DDP) else ():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    optimizer.step()
+
+
+def averaging_by_hand_is_like_ddp(rank: int, size: int) -> None:
+    """All go on from the weights of worker 0, whose answer decides, in the same basis."""
+    model, ddp = flat_spectra(), DDP(flat_spectra())
+    drift(model, rank)
+    optimizers = momentum(model), momentum(ddp)
+    by_hand, wrapped = (pf.Switch(rank=0.25, when=lambda at: rank == 0, back=pf.AtStep(3)) for _ in "12")
+    for step in range(5):
+        assert by_hand.due(model, step=step, group=dist.group.WORLD) == (step in (0, 3))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            by_hand.step(model, optimizers[0], step=step, group=dist.group.WORLD)
+        differ = [w.filename for w in found if "0.weight differ on worker" in str(w.message)]
+        assert differ == [__file__] * (step == 0)
+        wrapped.step(ddp, optimizers[1], step=step)
+        for net, optimizer in zip((model, ddp), optimizers, strict=True):
+            update_by_hand(net, optimizer, step, rank)
+            ranks_agree(net)
+        for p, q in zip(model.parameters(), ddp.module.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    assert by_hand.merged is not None
+
+
+def ranks_settle_alike_by_hand(rank: int, size: int) -> None:
+    model = flat_spectra()
+    drift(model, rank)
+    switch = pf.Switch(when=pf.RanksSettle(span=2, tolerance=100.0))
+    changes = [
+        switch.step(model, momentum(model), epoch=epoch, total=100, group=dist.group.WORLD)
+        for epoch in range(4)
+    ]
+    assert changes == [False, False, True, False]
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (switch.history, switch.initial))
+    assert all(x == everyone[0] for x in everyone)
+
+
+def factorized_by_hand(rank: int, size: int) -> None:
+    model, alone = flat_spectra(), flat_spectra()
+    drift(model, rank)
+    optimizer = momentum(model)
+    plan = pf.plan(model, pf.StableRank() if rank == 0 else 4)  # of worker 0
+    with pytest.warns(UserWarning, match=r"^factorize_: 0\.weight differ on worker"):
+        done = pf.factorize_(model, plan, optimizer, group=dist.group.WORLD)
+    ranks_agree(model)
+    wanted = pf.factorize_(alone, pf.plan(alone, pf.StableRank()))
+    assert done.ranks == wanted.ranks
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    update_by_hand(model, optimizer, 0, rank)
+    other = nn.Sequential(nn.Linear(64, 64 + rank))
+    with pytest.raises(RuntimeError, match=r"factorize_: ranks \[.*1.*\] differ from rank 0 in model"):
+        pf.factorize_(other, pf.plan(other, 4), group=dist.group.WORLD)
+
+
+def a_group_that_is_missing_or_wrong(rank: int, size: int) -> None:
+    """The first call says so, once; a worker that uses a model alone does not wait for others."""
+    model = flat_spectra()
+    if rank == 0:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            switch = pf.Switch(rank=8, when=pf.AtStep(1))
+            assert [switch.step(model, momentum(model), step=step) for step in range(3)] == [
+                False,
+                True,
+                False,
+            ]
+        named = [w.filename for w in found if "group=dist.group.WORLD" in str(w.message)]
+        assert named == [__file__]
+    ddp, first = DDP(build()), dist.new_group([0])
+    with pytest.raises(ValueError, match=r"switch\.step: group= is for models without a wrapper"):
+        pf.Switch(rank=8).step(ddp, momentum(ddp), epoch=0, group=dist.group.WORLD)
+    if rank > 0:
+        with pytest.raises(ValueError, match=r"switch\.step: this worker is not in the group"):
+            pf.Switch(rank=8).step(model, momentum(model), epoch=0, group=first)
+
+
 #: With 2 workers, and in the long run with 4. Spectra and SVDs are shared out unequally only among 4.
 CASES = [
     trains_with_momentum,
@@ -469,6 +571,10 @@ CASES = [
     the_plan_of_the_first_call_is_applied,
     the_module_of_a_wrapper_is_refused_at_the_first_call,
     a_wrapper_of_the_past_does_not_count,
+    averaging_by_hand_is_like_ddp,
+    ranks_settle_alike_by_hand,
+    factorized_by_hand,
+    a_group_that_is_missing_or_wrong,
 ]
 #: Cases in which 4 workers show more: averages of more than two terms, more owners of SVDs than layers.
 FOUR = [trains_with_momentum, automatic, diverged_weights_are_the_same_error_everywhere]

@@ -47,8 +47,8 @@ def compress(
 ) -> DDPHook | FSDP2Hook:
     """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
 
-    The hook remains after a `Switch`. Results depend neither on DDP's buckets nor on restarts: messages are laid out
-    by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
+    The hook remains after a `Switch`; a deep copy of the wrapper is plain DDP, without compression. Results depend
+    neither on DDP's buckets nor on restarts: messages are laid out by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
 
     Args:
         model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 inside

@@ -42,10 +42,18 @@ class AtLastBucket:
 
 
 def register(ddp: DistributedDataParallel, state: AtLastBucket) -> None:
-    """Register the hook with a DDP wrapper."""
+    """Register the hook with a DDP wrapper. A copy of the wrapper has none, and averages its gradients as plain DDP does."""
     ddp.register_comm_hook(state, _dispatch)
+    ddp._comm_hooks = _NotCopied(ddp._comm_hooks)
     if ddp.static_graph:
         ddp.register_forward_pre_hook(_check_first_pass)
+
+
+class _NotCopied(list[Any]):
+    """DDP's list of its hooks, empty in a copy: torch registers none with a copy, and process groups cannot be copied."""
+
+    def __reduce__(self) -> Any:
+        return list, ()
 
 
 def _check_first_pass(ddp: Any, inputs: Any) -> None:

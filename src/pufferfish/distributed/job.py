@@ -13,13 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from ..layers.base import CALL_HOOKS
-from ..layers.names import own_name, unwrap
-from ..lowrank.rewrite import Rewrite, all_or_nothing
-from ..optim.carry import reset_state
+from ..layers.names import inside, own_name, unwrap
+from ..lowrank.checks import check_plan
+from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
+from ..optim.carry import check_optimizers, reset_state
 from ..optim.undo import Undo
+from ..planning.plan import Plan
+from ..planning.planner import apply_rules
 from . import shared_svd
 from .lost_contact import workers_text
 from .workers import Workers
@@ -46,9 +48,12 @@ class Job:
 
     Args:
         caller: the feature that errors name, such as "switch.step".
+        group: the workers, where the loop averages gradients itself and the model has no wrapper that knows them.
     """
 
-    def __init__(self, model: nn.Module, caller: str = "switch") -> None:
+    def __init__(
+        self, model: nn.Module, caller: str = "switch", group: dist.ProcessGroup | None = None
+    ) -> None:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
@@ -56,10 +61,34 @@ class Job:
         if first is None:
             raise ValueError(f"{caller}: the model has no parameters")
         self.sharded = isinstance(first, DTensor)
-        group = self.ddp.process_group if self.ddp else dist.group.WORLD if self.sharded else None
+        if self.ddp is not None or self.sharded:
+            if group is not None:
+                raise ValueError(
+                    f"{caller}: group= is for models without a wrapper; DDP and FSDP2 have their own group"
+                )
+            group = self.ddp.process_group if self.ddp else dist.group.WORLD
         # Offloaded shards are not on the device of their collectives.
         device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
         self.workers = Workers(group, device, caller)
+        if self.workers.rank < 0:
+            raise ValueError(
+                f"{caller}: this worker is not in the group that was passed; call it on those that are"
+            )
+
+    def warn_without_group(self) -> None:
+        """Warn if this process is one of several and nothing says whether they train this model together."""
+        if (
+            self.workers.group is None
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
+            warnings.warn(
+                f"{self.workers.operation}: the job has {dist.get_world_size()} workers, but the model has no DDP wrapper, so "
+                "nothing is compared or broadcast, and each worker computes its own factors; if all train this model, pass "
+                "group=dist.group.WORLD",
+                stacklevel=4,
+            )
 
     @property
     def dense(self) -> nn.Module:
@@ -92,7 +121,7 @@ class Job:
             others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
             warnings.warn(
                 f"{self.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
-                "DDP averages only gradients, so find what changes parameters on some workers only",
+                "only gradients are averaged, so find what changes parameters on some workers only",
                 stacklevel=4,
             )
             with torch.no_grad():
@@ -145,15 +174,25 @@ class Job:
         gc.collect()  # the old reducer is in reference cycles: free its memory now
 
 
+def agreed_factors(
+    model: nn.Module, plan: Plan, optimizers: list[Optimizer], group: dist.ProcessGroup
+) -> tuple[Plan, Fill]:
+    """For `factorize_` with a group: the plan of its first worker with all ranks, checked, and the factors that all use."""
+    job = Job(model, "factorize_", group)
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
+    plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+    job.workers.run_on_all(lambda: check_optimizers(optimizers))
+    job.checked(optimizers, lambda: check_plan(model, plan, finite=True))
+    if unresolved := [e.name for e in plan if e.rule is not None]:
+        plan = apply_rules(plan, job.spectra(unresolved))
+    return plan, shared_svd.factors(model, plan, job.workers)
+
+
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper: the model itself, or the one inside `torch.compile` or an AveragedModel."""
-    while True:
-        if "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        elif isinstance(model, AveragedModel):
-            model = model.module
-        else:
-            break
+    """The DDP wrapper: the model itself, or the one inside `torch.compile`, an AveragedModel or Fabric's wrapper."""
+    while (inner := inside(model)) is not None:
+        model = inner
     if any(kind.__module__ == "torchft.ddp" for kind in type(model).__mro__):
         raise TypeError(
             "torchft's DistributedDataParallel is not supported: it has no process group; pass the model without it, and "
@@ -199,6 +238,7 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo)
         own["bucket_cap_mb"] = cap
     elif after < before:  # as many buckets as before: a single one would not overlap with the backward pass
         own["bucket_cap_mb"] = max(1.0, cap * after / before)
+    kind = type(ddp._comm_hooks)  # ours is not copied with the wrapper
     hooks = list(ddp._comm_hooks) if ddp.mixed_precision is None else []
     # Inside of `ddp.join()`, `_join_config` says that other workers may have run out of data.
     attributes = {k: vars(ddp)[k] for k in (*CALL_HOOKS, "training", "_join_config") if k in vars(ddp)}
@@ -207,6 +247,7 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo)
     vars(ddp).update(attributes)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
+    ddp._comm_hooks = kind(ddp._comm_hooks)
 
 
 def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -22,14 +22,22 @@ def join_name(*parts: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, DataParallel, AveragedModel and `torch.compile`."""
+    """Return the model inside DDP, DataParallel, AveragedModel, `torch.compile` and Lightning Fabric's wrapper."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
+        elif (inner := inside(model)) is not None:
+            model = inner
         else:
             return model
+
+
+def inside(model: nn.Module) -> nn.Module | None:
+    """The module in a wrapper that may itself contain DDP: `torch.compile`, an AveragedModel, Fabric's; None for others."""
+    if isinstance(model, AveragedModel):
+        return model.module
+    fabric = "_original_module" in model._modules
+    return model._modules.get("_forward_module" if fabric else "_orig_mod")
 
 
 def rebuilt(model: nn.Module) -> nn.Module:

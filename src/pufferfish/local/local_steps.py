@@ -57,7 +57,7 @@ class LocalSteps:
     before a switch, which needs equal weights; call `start` after the switch::
 
         local.sync(model)
-        if switch.step(model, optimizer, epoch=epoch):
+        if switch.step(model, optimizer, epoch=epoch, group=dist.group.WORLD):
             local.start(model)
 
     Several workers may train each replica of the model together, by DDP or FSDP2 (`fully_shard`) on groups of their

@@ -266,20 +266,32 @@ def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:
     }
 
 
-def check_optimizers_complete(weights: Mapping[int, str], optimizers: list[Optimizer]) -> None:
-    """Raise ValueError if another optimizer holds one of the weights: it would keep updating the replaced parameter.
+def check_optimizers_complete(model: nn.Module, plan: Plan, optimizers: list[Optimizer]) -> None:
+    """Raise ValueError if a weight that the plan replaces is in another optimizer, or is trained but in none of those passed.
 
-    Optimizers have no registry, so this searches the objects that the garbage collector tracks.
+    Its factors would be in no optimizer and stay as they are.
 
     Args:
-        weights: names of the parameters that will be replaced, by id.
         optimizers: those that will be updated.
     """
+    weights = factorized_weights(model, plan)
     for name, kind in _alive(lambda: _held_by_others(weights, optimizers)):
         raise ValueError(
             f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
             "optimizers as a list"
         )
+    for name in _in_no_optimizer(model, weights, optimizers):
+        raise ValueError(
+            f"{name}: it is trained (requires_grad), but no optimizer that was passed to the switch holds it, so its factors "
+            "would not be trained; pass every optimizer, or leave the layer dense with keep="
+        )
+
+
+def _in_no_optimizer(model: nn.Module, weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[str]:
+    """Names of the weights with requires_grad that none of the optimizers holds; none if there are no optimizers."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    return [weights[i] for i in trained if i in weights and i not in held] if optimizers else []
 
 
 def warn_of_other_optimizers(model: nn.Module, plan: Plan, optimizers: list[Optimizer], remedy: str) -> None:
@@ -288,11 +300,16 @@ def warn_of_other_optimizers(model: nn.Module, plan: Plan, optimizers: list[Opti
     weights = factorized_weights(model, plan)
     if not weights or next(model.parameters()).is_meta:
         return
-    for name, kind in _alive(lambda: _held_by_others(weights, optimizers))[:1]:
-        warnings.warn(
-            f"{name} is replaced by two factors, but an existing optimizer ({kind}) holds it and does not train them; {remedy}",
-            stacklevel=3,
-        )
+    problems = [
+        f"{name} is replaced by two factors, but an existing optimizer ({kind}) holds it and does not train them; {remedy}"
+        for name, kind in _alive(lambda: _held_by_others(weights, optimizers))
+    ]
+    problems += [
+        f"{name} is replaced by two factors, but no optimizer that was passed holds it, so none trains them; {remedy}"
+        for name in _in_no_optimizer(model, weights, optimizers)
+    ]
+    for problem in problems[:1]:
+        warnings.warn(problem, stacklevel=3)
 
 
 def check_wrapper_passed(weights: Mapping[int, str], ddp: DistributedDataParallel | None) -> None:

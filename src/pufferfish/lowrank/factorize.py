@@ -1,5 +1,6 @@
 """`factorize_`, `reshape_` and `merge_`: make a model low-rank, and dense again, in place."""
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import LowRank
@@ -15,12 +16,18 @@ from .checks import (
     find_compiled,
     warn_of_other_optimizers,
 )
-from .rewrite import Rewrite, empty_factors, merge_layers_, nan_factors, replace_layers_
+from .rewrite import Fill, Rewrite, empty_factors, merge_layers_, nan_factors, replace_layers_
 
 _REMEDY = "pass it as optimizer=, or create it afterwards"
 
 
-def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
+def factorize_(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizers = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Plan:
     """Replace the planned layers by low-rank ones through a truncated SVD, in place.
 
     All factors are computed before the first layer is replaced, so an error or ctrl-C leaves the model unchanged. On a newly
@@ -32,6 +39,10 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
         optimizer: One or several. Their parameter groups and states are updated. New parameters go into the
             group of the old one; those that Muon does not accept (stacks of factors, as in recurrent layers) go to another
             optimizer.
+        group: Process group of the workers that train this model without DDP, averaging gradients themselves; call it
+            on all of them. Otherwise each computes its own factors, which the start of DDP makes equal, but nothing else.
+            Parameters that differ get the values of the first worker, with a warning, and its plan is used; see
+            `Switch.step` about optimizer state.
 
     Returns:
         The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer.
@@ -49,11 +60,17 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     check_not_inference("factorize_")
     check_unwrapped(model, "factorize_")
     check_is_plan(plan, "factorize_")
-    check_plan(model, plan, finite=True)
-    plan = resolve(plan, model)
+    fill: Fill = svd_factors
+    if group is None:
+        check_plan(model, plan, finite=True)
+        plan = resolve(plan, model)
+    else:
+        from ..distributed.job import agreed_factors  # workers are the concern of a package below this one
+
+        plan, fill = agreed_factors(model, plan, as_list(optimizer), group)
     plan.warn_if_little_changes()
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
-    return replace_layers_(model, plan, optimizer, svd_factors)
+    return replace_layers_(model, plan, optimizer, fill)
 
 
 def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:

@@ -90,6 +90,7 @@ class Decision:
         facts = self._facts(job.inner, at, switched) if job.workers.size > 1 else ""
         observe, now = divmod(job.workers.agree(facts, 2 * decision[0] + decision[1], about), 2)
         if not self._started:
+            job.warn_without_group()
             if not switched:
                 if job.workers.rank == 0:
                     self._warn_without_total(at)
@@ -221,9 +222,8 @@ class Decision:
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
             check_plan(averaged_model(average, job.inner), self._plan, finite=True)
-        weights = factorized_weights(job.inner, self._plan)
-        check_optimizers_complete(weights, optimizers)
-        check_wrapper_passed(weights, job.ddp)
+        check_optimizers_complete(job.inner, self._plan, optimizers)
+        check_wrapper_passed(factorized_weights(job.inner, self._plan), job.ddp)
         return self._plan
 
     def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Muon, Optimizer
 
@@ -95,7 +96,6 @@ class Switch:
         )
         self.report: Report | None = None
         self._decision = Decision(self.settings)
-        self._last: Position | None = None
         self._updates: list[int] = []  # since the switch, as loaded
         self._rates: list[ScaledRate] = []
 
@@ -141,6 +141,7 @@ class Switch:
         step: int | None = None,
         total: int | None = None,
         also: Iterable[nn.Module] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> bool:
         """Switch the model if it is time. Call it at the start of every epoch (or step), on every worker.
 
@@ -152,6 +153,11 @@ class Switch:
             optimizer: One or several, changed in place. Pass every optimizer of the model.
             total: Length of the run in epochs, or in steps if `epoch` is not given.
             also: Averaged copies of the model (EMA, SWA), which become low-rank in the same basis.
+            group: Process group of the workers that train this model without DDP, averaging gradients themselves; pass it
+                in every call. Then all is done as under DDP: settings are compared, each SVD is computed once and
+                broadcast, and parameters that differ get the values of the first worker, with a warning. Optimizer state
+                stays each worker's own and is not compared; where a loop shards it by hand, use `state="reset"`, since
+                a factor may belong to another worker than its weight did.
 
         Returns:
             True if the model was changed by this call.
@@ -163,9 +169,8 @@ class Switch:
         self._scale_rates(optimizers)
         if self._skips(at, optimizers):
             return False
-        job = _job_in_place(model, "switch.step")
+        job = _job_in_place(model, "switch.step", group)
         if not self._decision.due(job, at, self.report is not None, optimizers, also):
-            self._last = at
             return False
         if self.report is None:
             plan, loss = self._decision.prepare(job, optimizers, also)
@@ -189,7 +194,6 @@ class Switch:
             self._finish(job, loss, optimizers)
         else:
             self._merge(job, at, optimizers, also)
-        self._last = at
         return bool(self.report and self.report.plan.ranks)
 
     def rebuild(
@@ -234,7 +238,6 @@ class Switch:
             job = Job(model, "switch.rebuild")
             self._report(job, plan, at, optimizers, Undo())
             self._finish(job, loss, optimizers)
-        self._last = at
         return model, optimizer
 
     def due(
@@ -244,12 +247,13 @@ class Switch:
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> bool:
         """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
         at = Position(epoch=epoch, step=step, total=total)
         if self._over or self._decision.not_due(at, self.report is not None):
             return False
-        job = _job_in_place(model, "switch.due")
+        job = _job_in_place(model, "switch.due", group)
         return self._decision.due(job, at, self.report is not None, [], [])
 
     def preview(
@@ -276,13 +280,10 @@ class Switch:
 
     def _skips(self, at: Position, optimizers: list[Optimizer]) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
-        if at == self._last or self._over:
+        if self._over:
             return True
         self._decision.gradients.watch(optimizers)
-        if self._decision.not_due(at, self.report is not None):
-            self._last = at
-            return True
-        return False
+        return self._decision.not_due(at, self.report is not None)
 
     def _factorized(
         self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
@@ -351,7 +352,7 @@ class Switch:
         """
         saved = json.loads(json.dumps(state))  # a copy
         self._decision.load(saved)
-        self.report, self._last, self._updates = Report.from_json(saved), None, saved["updates"]
+        self.report, self._updates = Report.from_json(saved), saved["updates"]
         while self._rates:
             self._rates.pop().remove()
 
@@ -385,8 +386,8 @@ class Switch:
         self._decision.gradients.watch(optimizers)
 
 
-def _job_in_place(model: nn.Module, caller: str) -> Job:
-    job = Job(model, caller)
+def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None) -> Job:
+    job = Job(model, caller, group)
     if job.sharded:
         raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
     return job

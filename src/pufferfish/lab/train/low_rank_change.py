@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...distributed.job import Job
+from ...distributed.job import Job, find_ddp
 from ...layers.names import unwrap
 from ...lowrank.factorize import merge_
 from ...measure import RunLog
@@ -57,14 +58,15 @@ class LowRankChange(ModelChange):
     def begin_epoch(self, epoch: int) -> bool:
         if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
             self.sync()  # it looks at the weights
-        if not self.switch.due(self.model, epoch=epoch, total=self.epochs):
+        group = None if find_ddp(self.model) is not None else dist.group.WORLD  # None in a single process
+        if not self.switch.due(self.model, epoch=epoch, total=self.epochs, group=group):
             self._show_inputs()
             return False
         self.sync()
         if not self.switch.low_rank:
             with self.untimed():
                 self._dense_spectra = Job(self.model).spectra()
-        changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs)
+        changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs, group=group)
         if changed and self.switch.report is not None:
             for replica in self.replicas:  # of the same weights, so that the factors are the same
                 if not self.switch.low_rank:
