@@ -4,8 +4,8 @@ Nothing is trained or changed.
 MODEL is a built-in reference model:
   vgg19, vgg19_one_fc, resnet18, resnet50, wide_resnet50_2, lstm, transformer,
   gpt, llama,
-or your own file.py with a function build() that returns the model; also
-file.py:function or package.module:function. If the file has data() or
+a Hugging Face folder, or your own file.py with a function build() that returns
+the model; also file.py:function or package.module:function. If the file has data() or
 example(), MACs are reported too, and layer times if they are measured; see
 `pufferfish train --help`.
 
@@ -35,7 +35,7 @@ HELP = "show which layers become low-rank and what that saves"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="name of a model, or file.py with build()")
+    add("model", metavar="MODEL", help="name of a model, Hugging Face folder, or file.py with build()")
     rank = "0.25 (share of the full rank, the default), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
     add("--rank", metavar="R", help=rank)
     add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
