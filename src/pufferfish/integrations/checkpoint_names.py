@@ -59,7 +59,7 @@ def meta_model(folder: Path) -> PreTrainedModel | None:
 
 
 def _model_of_weights(folder: Path, config: PretrainedConfig) -> PreTrainedModel | None:
-    """The model with exactly the weights of a folder whose config.json names no class; None unless there is one only."""
+    """The only model with exactly the weights of a folder, whose config.json names no class; None without one."""
     file = next((folder / name for name in DENSE_FILES if (folder / name).is_file()), None)
     if file is None:
         return None

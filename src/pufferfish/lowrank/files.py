@@ -33,8 +33,8 @@ _VERSION = 2
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a model, low-rank or dense, to `folder`: its weights, and the plan with the ranks of its layers.
 
-    A new folder appears when it is complete. In a folder that `save` or `save_pretrained` has written before, the
-    weights and the plan are replaced, and other files stay.
+    A new folder appears when it is complete. In a folder that `save` or `save_pretrained` has written before,
+    the weights and the plan are replaced, and other files stay.
 
     Args:
         model: With or without wrappers.
@@ -215,14 +215,14 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `path` when it is complete, or whose files are moved into `path`."""
+    """A temporary folder. When it is complete, it is renamed to `path`, or its files are moved into `path`."""
     path = path.resolve()  # the folder that a link points to is written, and the link stays
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: it already exists and was not written by pufferfish; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = hidden_name(path if path.exists() else path.parent, path.name)
-    fresh.mkdir()  # with the umask, which tempfile ignores
     try:
+        fresh.mkdir()  # with the umask, which tempfile ignores
         yield fresh
         for file in fresh.rglob("*"):
             sync(file)
@@ -244,7 +244,7 @@ def hidden_name(folder: Path, name: str) -> Path:
 
 
 def move_files(fresh: Path, folder: Path) -> None:
-    """Move the files of a saved folder into another one, in place of the weights and the plan there. Others stay."""
+    """Move the files of a saved folder into another, in place of the weights and the plan there; others stay."""
     # The manifest goes first and comes last: a folder with it is complete.
     (folder / MANIFEST).unlink(missing_ok=True)
     files = sorted(fresh.iterdir(), key=lambda file: file.name == MANIFEST)

@@ -64,8 +64,8 @@ def open_file(path: Path) -> Iterator[Any]:
             r"GLOBAL (\S+)", str(error)
         )  # torch advises to switch off weights_only: do not repeat it
         raise ValueError(
-            f"{path}: it contains {kind[1] if kind else 'pickled objects'}, but only tensors and plain containers are "
-            "read; save the state_dict of the model and of the optimizer instead"
+            f"{path}: it contains {kind[1] if kind else 'pickled objects'}, but only tensors and plain containers "
+            "are read; save the state_dict of the model and of the optimizer instead"
         ) from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path}: not a complete torch.save file ({error})") from None

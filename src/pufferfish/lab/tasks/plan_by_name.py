@@ -66,7 +66,8 @@ def plan_by_name(
     else:
         if ":" not in model and not model.endswith(".py"):
             raise ValueError(
-                f"{model!r} is not a built-in model ({', '.join(REFERENCES)}), a file.py nor a Hugging Face folder"
+                f"{model!r} is not a built-in model ({', '.join(REFERENCES)}), a file.py nor a Hugging Face "
+                "folder"
             )
         file = UserFile(model)
         net, example, remarks = _model_and_inputs(file, target if target.type != "meta" else None)
@@ -143,7 +144,7 @@ def _model_of_folder(folder: Path) -> tuple[nn.Module, None, list[str]]:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except ValueError:  # whose text lists hundreds of names
         raise ValueError(
-            f"{folder}: its config.json does not name a model of transformers; pass a file.py"
+            f"{folder}: its config.json does not name a model of transformers; write a file.py"
         ) from None
     model = build_on_meta(transformers.AutoModel.from_config, config)
     remark = (
