@@ -344,7 +344,6 @@ def test_there_and_back_again(make: Any) -> None:
     assert not switch.low_rank
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_pickling_is_refused_by_name(steps: int) -> None:
     model = nn.Sequential(nn.Linear(64, 64))
@@ -356,6 +355,7 @@ def test_pickling_is_refused_by_name(steps: int) -> None:
         pickle.dumps(switch)
 
 
+@pytest.mark.parametrize("stop", [1, 3, 5])
 def test_restored_in_place_before_between_and_after(stop: int) -> None:
     """`restore_` gives whatever structure the saved run had, also to a model that has it already."""
 

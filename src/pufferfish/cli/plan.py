@@ -4,10 +4,11 @@ Nothing is trained or changed.
 MODEL is a built-in reference model:
   vgg19, vgg19_one_fc, resnet18, resnet50, wide_resnet50_2, lstm, transformer,
   gpt, llama,
-a Hugging Face folder, or your own file.py with a function build() that returns
-the model; also file.py:function or package.module:function. If the file has data() or
+or your own file.py with a function build() that returns the model; also
+file.py:function or package.module:function. If the file has data() or
 example(), MACs are reported too, and layer times if they are measured; see
-`pufferfish train --help`.
+`pufferfish train --help`. Also a Hugging Face folder: its weights are read
+only where a rank depends on them.
 
 Columns: rank, "–" if the layer stays dense; weights, and MACs of a forward
 pass, before→after; bytes, the layer's share of all gradient bytes afterwards.
