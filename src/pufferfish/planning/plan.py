@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -363,7 +363,7 @@ def _typed(record: T) -> T:
     return record
 
 
-_types = functools.cache(get_type_hints)
+_types: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def _fits(value: Any, kind: Any) -> bool:
