@@ -305,15 +305,25 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path, umask: int) -> 
 
 def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
     """By a limit on the size of files, which fails like a full disk."""
+    model = small()
+    plan = pf.plan(model, 8)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    writes: dict[str, Any] = {
+        "model/model.safetensors": lambda: pf.save(model, tmp_path / "model"),
+        "b.pt": lambda: convert(tmp_path / "a.pt", plan, tmp_path / "b.pt"),
+        "b.safetensors": lambda: convert(tmp_path / "a.safetensors", plan, tmp_path / "b.safetensors"),
+    }
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as error:
-            pf.save(small(), tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error.value.filename == str(tmp_path / "model" / "model.safetensors")
-    assert not list(tmp_path.iterdir())
+    for name, write in writes.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as error:
+                write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert error.value.filename == str(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors"]
 
 
 def test_other_files_in_a_saved_folder_stay(tmp_path: Path) -> None:

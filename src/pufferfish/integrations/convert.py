@@ -102,8 +102,8 @@ def _run(checkpoint: Path, out: Path, plan: Plan | None, max_shard: int, back: b
                 write_safetensors(fresh, tensors)
         else:
             plan, data = _torch_data(checkpoint, loaded, plan, back)
-            with _new_file(out) as fresh, errors_name(out):
-                torch.save(data, fresh)
+            with _new_file(out) as fresh:
+                _torch_save(data, fresh)
     if not back:
         plan.save(plan_file(out))
     return plan
@@ -186,8 +186,7 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
                 else:
                     dense, low_rank = source, stack.enter_context(open_weights(fresh / files[-1]))
                 state = convert_optimizer(saved_state, dense, low_rank, plan, back=back)
-                with errors_name(fresh / _OPTIMIZER):
-                    torch.save(state, fresh / _OPTIMIZER)
+                _torch_save(state, fresh / _OPTIMIZER)
             if not back:
                 write_manifest(fresh, plan, files)
             if model is not None:
@@ -273,6 +272,11 @@ def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, An
     return plan, data
 
 
+def _torch_save(data: Any, path: Path) -> None:
+    with errors_name(path), path.open("wb") as file:
+        torch.save(data, file)  # opening the path itself, torch reports a full disk as a RuntimeError
+
+
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
 
@@ -286,5 +290,9 @@ def _new_file(path: Path) -> Iterator[Path]:
         yield fresh
         sync(fresh)
         fresh.rename(path)
+    except OSError as error:
+        if error.filename == str(fresh):  # name the file as the user knows it
+            error.filename = str(path)
+        raise
     finally:
         fresh.unlink(missing_ok=True)
