@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -26,6 +30,7 @@ from transformers import (
 
 import pufferfish as pf
 from processes import in_processes
+from pufferfish.integrations.convert import convert
 from pufferfish.integrations.transformers import from_pretrained
 
 ONE_FILE = ["README.md", "config.json", "generation_config.json", "pufferfish.json", "pufferfish.safetensors"]
@@ -118,6 +123,73 @@ def test_saving_replaces_the_weights_of_the_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(dense))
     with pytest.raises(ValueError, match=r"dense weights \(model\.safetensors\) beside the low-rank ones"):
         from_pretrained(tmp_path)
+
+
+def test_pf_save_into_a_folder_keeps_what_is_not_weights(tmp_path: Path) -> None:
+    """Also a link stays a file of somebody else's: it is replaced, not written through."""
+    model = low_rank_llama()
+    (tmp_path / "blob").write_text("# My model\n")
+    folder = tmp_path / "low"
+    folder.mkdir()
+    (folder / "README.md").symlink_to(tmp_path / "blob")
+    model.save_pretrained(folder, max_shard_size=SHARD)
+    assert (tmp_path / "blob").read_text() == "# My model\n"
+    assert (folder / "README.md").read_text().startswith("# My model\n\n<!-- pufferfish")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("main")
+    (folder / "tokenizer.json").write_text("{}")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    pf.save(model, folder)
+    assert names(folder) == sorted([*ONE_FILE, ".git", "tokenizer.json"])
+    assert (folder / ".git" / "HEAD").read_text() == "main"
+    assert torch.equal(logits(from_pretrained(folder)), logits(model))
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    pf.save(dense := llama(), folder)
+    assert "pufferfish.safetensors" not in names(folder)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(dense))
+
+
+def without_class(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None}))
+
+
+def run_card(folder: Path) -> Any:
+    """The model that the code of the folder's README loads."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    user: dict[str, Any] = {}
+    exec(code.replace("path/of/this/folder", str(folder)), user)
+    return user["model"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_whose_configuration_names_no_class(tmp_path: Path, tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "dense")
+    without_class(tmp_path / "dense")
+    plan = convert(tmp_path / "dense", pf.plan(model, 0.25, multiple=8), tmp_path / "low")
+    pf.factorize_(model, plan)
+    loaded = run_card(tmp_path / "low")
+    assert type(loaded) is LlamaForCausalLM
+    torch.testing.assert_close(logits(loaded), logits(model))
+    without_class(tmp_path / "low")
+    with pytest.raises(ValueError, match=r"names no class; pass model_class=AutoModelForCausalLM"):
+        from_pretrained(tmp_path / "low")
+    again = from_pretrained(tmp_path / "low", model_class=AutoModelForCausalLM)
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_a_folder_whose_weights_fit_several_classes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    model = BertForMaskedLM(BertConfig(vocab_size=96, **sizes)).eval()  # or BertLMHeadModel
+    model.save_pretrained(tmp_path / "dense")
+    without_class(tmp_path / "dense")
+    convert(tmp_path / "dense", pf.plan(model, 0.25), tmp_path / "low")
+    loaded = from_pretrained(tmp_path / "low", AutoModelForMaskedLM)
+    assert type(loaded) is BertForMaskedLM
+    assert equal(dict(run_card(tmp_path / "low").state_dict()), dict(loaded.state_dict()))
 
 
 def test_merged_models_are_plain_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +32,7 @@ class Server:
 
     content: bytes = CONTENT
     ranges: bool = True
+    length: bool = True  # whether it is announced
     cuts: list[int] = field(default_factory=list)
     requested: list[str | None] = field(default_factory=list)
     port: int = 0
@@ -66,9 +67,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             self.send_response(206 if first else 200)
             if first:
                 self.send_header("Content-Range", f"bytes {first}-{len(it.content) - 1}/{len(it.content)}")
-            self.send_header("Content-Length", str(len(it.content) - first))
+            if it.length:
+                self.send_header("Content-Length", str(len(it.content) - first))
             self.end_headers()
-            self.wfile.write(it.content[first:][: it.cuts.pop(0) if it.cuts else None])
+            with suppress(ConnectionError):  # the client may have enough
+                self.wfile.write(it.content[first:][: it.cuts.pop(0) if it.cuts else None])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -125,7 +128,7 @@ def test_a_complete_partial_file_is_renamed(server: Server, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"sha256": "0" * 64}, "SHA-256"), ({"size": 5}, "got 512,000 bytes, expected 5")]
+    ("wrong", "message"), [({"sha256": "0" * 64}, "SHA-256"), ({"size": 5}, "more than the expected 5 bytes")]
 )
 def test_a_wrong_file_is_removed(
     server: Server, tmp_path: Path, wrong: dict[str, object], message: str
@@ -133,6 +136,32 @@ def test_a_wrong_file_is_removed(
     with pytest.raises(ValueError, match=rf"it\.bin: .*{message}.*removed"):
         fetch(server.dataset(**wrong), tmp_path)
     assert files_in(tmp_path) == {}
+
+
+@pytest.mark.parametrize("known_length", [False, True])
+def test_no_more_than_the_declared_size_is_received(
+    server: Server, tmp_path: Path, known_length: bool
+) -> None:
+    server.length = known_length
+    received: list[float] = []
+
+    @contextmanager
+    def display(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        yield received.append
+
+    with display_progress(display), pytest.raises(ValueError, match="more than the expected 70,000 bytes"):
+        fetch(server.dataset(size=70_000), tmp_path)
+    assert sum(received) == 70_001
+    assert files_in(tmp_path) == {}
+
+
+def test_nothing_is_written_through_a_link(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "tiny" / "it.bin.part").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"it\.bin\.part: it is a link.*remove it"):
+        fetch(server.dataset(), tmp_path)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
 def test_a_partial_file_of_another_file_is_removed(server: Server, tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pufferfish as pf
 from pufferfish.integrations.convert import convert, merge, plan_file
 from pufferfish.layers.names import own_keys
 from pufferfish.lowrank.optimizer_state_dict import low_rank_names
+from pufferfish.measure import RunLog
 
 
 class Mixed(nn.Module):
@@ -273,6 +277,104 @@ def test_save_and_load(tmp_path: Path, meta: bool) -> None:
     assert same(dict(other.state_dict()), dict(dense.state_dict()))
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path, umask: int) -> None:
+    model = small()
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    (tmp_path / "in").mkdir()
+    save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    before = os.umask(umask)
+    try:
+        out = tmp_path / "out"
+        out.mkdir()
+        for name in ("a.pt", "a.safetensors"):
+            convert(tmp_path / name, pf.plan(model, 8), out / name)
+        convert(tmp_path / "in", pf.plan(model, 8), out / "low")
+        pf.save(model, out / "saved")
+        pf.save(model, out / "saved")
+        with RunLog(out / "run") as log:
+            log.log(step=1, loss=1.0)
+    finally:
+        os.umask(before)
+    modes = {str(p): (0o777 if p.is_dir() else 0o666, p.stat().st_mode & 0o777) for p in out.rglob("*")}
+    assert len(modes) > 10
+    assert {name: mode for name, (most, mode) in modes.items() if mode != most & ~umask} == {}
+
+
+def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
+    """By a limit on the size of files, which fails like a full disk."""
+    model = small()
+    plan = pf.plan(model, 8)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    writes: dict[str, Any] = {
+        "model/model.safetensors": lambda: pf.save(model, tmp_path / "model"),
+        "b.pt": lambda: convert(tmp_path / "a.pt", plan, tmp_path / "b.pt"),
+        "b.safetensors": lambda: convert(tmp_path / "a.safetensors", plan, tmp_path / "b.safetensors"),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, write in writes.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as error:
+                write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert error.value.filename == str(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors"]
+
+
+def test_other_files_in_a_saved_folder_stay(tmp_path: Path) -> None:
+    model, folder = small(), tmp_path / "model"
+    pf.save(model, folder)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("main")
+    (folder / "notes.txt").write_text("mine")
+    save_file({"x": torch.zeros(2)}, folder / "model-00001-of-00002.safetensors")  # of an earlier save
+    pf.factorize_(model, pf.plan(model, 8))
+    assert_saved_and_loaded(model, small(), folder)
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == {".git/HEAD", "notes.txt", "model.safetensors", "pufferfish.json"}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fnuz, torch.float8_e8m0fnu],
+)
+def test_a_dtype_that_load_does_not_read_is_not_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = small()
+    model[1].register_buffer("table", torch.empty(4, dtype=dtype))
+    with pytest.raises(ValueError, match=rf"save: 1\.table is {dtype}, which cannot be saved"):
+        pf.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2])
+def test_buffers_of_any_shape_are_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also at addresses in the file that are no multiple of their size."""
+    model, other = small(), small()
+    for shape in ((), (0, 3), (3,), (2, 1)):
+        name = f"b{len(shape)}{sum(shape)}"
+        model.register_buffer(name, torch.randint(0, 2, shape).to(dtype))
+        other.register_buffer(name, torch.zeros(shape).to(dtype))
+    pf.save(model, tmp_path / "model")
+    pf.load(other, tmp_path / "model")
+    for name, value in model.named_buffers():
+        loaded = other.get_buffer(name)
+        assert loaded.dtype == dtype
+        assert torch.equal(loaded.double(), value.double())
+
+
+def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"save: 0\.weight is on the meta device"):
+        pf.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 def _damage(folder: Path, how: str) -> None:
     weights, manifest = folder / "model.safetensors", folder / "pufferfish.json"
     if how == "flipped bit":
@@ -315,6 +417,41 @@ def test_a_damaged_folder_leaves_the_model_alone(tmp_path: Path, how: str, messa
     assert modules == list(fresh.modules())
 
 
+def _places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to all values of nested containers."""
+    yield place
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield from _places(value, (*place, key))
+
+
+def test_a_manifest_of_a_wrong_structure_is_named(tmp_path: Path) -> None:
+    """With every value replaced, one at a time, by values of all types: it is loaded, or refused by name."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(32, 32, 3))
+    plan = pf.plan(model, 8, keep=["1"], overrides={"0": 8})
+    pf.factorize_(model, plan)
+    pf.save(model, tmp_path / "saved")
+    manifest = tmp_path / "saved" / "pufferfish.json"
+    text = manifest.read_text()
+    errors: list[str] = []
+    for place in _places(json.loads(text)):
+        for value in (None, True, -1, 1.5, "x", [], {}, [[]], {"x": 1}):
+            data = json.loads(text)
+            inner = data
+            for key in place[:-1]:
+                inner = inner[key]
+            if place:
+                inner[place[-1]] = value
+            manifest.write_text(json.dumps(data if place else value))
+            fresh = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(32, 32, 3))
+            try:
+                pf.load(fresh, tmp_path / "saved")
+            except ValueError as error:
+                errors.append(str(error))
+    assert len(errors) > 300
+    assert [error for error in errors if not error.startswith(str(tmp_path / "saved"))] == []
+
+
 def test_a_folder_of_another_model_leaves_the_model_alone(tmp_path: Path) -> None:
     pf.save(nn.Sequential(nn.Linear(8, 8)), tmp_path / "saved")
     for other in (nn.Sequential(nn.Linear(8, 9)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))):
@@ -354,8 +491,10 @@ def test_bad_checkpoints_give_one_clear_error_and_no_output(
         state = model.state_dict()
         state["0.weight"][3, 3] = float("nan")
         torch.save(state, source)
-    with pytest.raises(ValueError, match=r"a\.pt|0: "):
+    with pytest.raises(ValueError, match=r"a\.pt|0: ") as error:
         convert(source, pf.plan(model), tmp_path / "out.pt")
+    assert "weights_only" not in str(error.value)  # torch's advice is to switch it off
+    assert content != "pickle" or "it contains print, but only tensors" in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
     assert capsys.readouterr().out == ""
 

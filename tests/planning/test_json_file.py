@@ -44,7 +44,9 @@ def test_text_is_written_as_it_is(tmp_path: Path) -> None:
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").symlink_to("/dev/full")
     plan = pf.plan(nn.Sequential(nn.Linear(64, 64)))
-    with pytest.raises(OSError, match=r"No space left on device: '.*plan\.json'") as error:
+    with pytest.raises(
+        OSError, match=r"No space left on device; free some space .*: '.*plan\.json'"
+    ) as error:
         plan.save(tmp_path / "plan.json")
     assert error.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=r"No such file or directory: '.*nowhere/plan\.json'"):

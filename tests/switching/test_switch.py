@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
 import weakref
 from typing import Any
 
@@ -341,6 +342,17 @@ def test_there_and_back_again(make: Any) -> None:
         assert name == q[0]
         assert torch.equal(p, q[1])
     assert not switch.low_rank
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_pickling_is_refused_by_name(steps: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))
+    for epoch in range(steps):
+        switch.step(model, optimizer, epoch=epoch)
+    with pytest.raises(TypeError, match=r"cannot be pickled; save switch\.state_dict\(\) instead"):
+        pickle.dumps(switch)
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])

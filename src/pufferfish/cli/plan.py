@@ -7,7 +7,8 @@ MODEL is a built-in reference model:
 or your own file.py with a function build() that returns the model; also
 file.py:function or package.module:function. If the file has data() or
 example(), MACs are reported too, and layer times if they are measured; see
-`pufferfish train --help`.
+`pufferfish train --help`. Also a Hugging Face folder: its weights are read
+only where a rank depends on them.
 
 Columns: rank, "–" if the layer stays dense; weights, and MACs of a forward
 pass, before→after; bytes, the layer's share of all gradient bytes afterwards.
@@ -35,7 +36,7 @@ HELP = "show which layers become low-rank and what that saves"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="name of a model, or file.py with build()")
+    add("model", metavar="MODEL", help="name of a model, Hugging Face folder, or file.py with build()")
     rank = "0.25 (share of the full rank, the default), 8 (fixed), energy:0.9, stable, or budget:params=3e6 (also macs=, bytes=)"
     add("--rank", metavar="R", help=rank)
     add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")

@@ -4,9 +4,7 @@ import contextlib
 import fnmatch
 import importlib.util
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lowrank.files import DENSE_FILES, LOW_RANK, MANIFEST, new_folder, read_manifest, sync, write_manifest
+from ..lowrank.files import (
+    DENSE_FILES,
+    LOW_RANK,
+    MANIFEST,
+    hidden_name,
+    new_folder,
+    read_manifest,
+    sync,
+    write_manifest,
+)
 from ..lowrank.optimizer_state_dict import convert_optimizer
 from ..lowrank.state_dict import LazyTensor, Source, factorized, merged, resolve
 from ..lowrank.weight_files import (
     MAX_SHARD,
-    naming,
     open_file,
     open_weights,
     write_safetensors,
     write_weights,
 )
-from ..planning.json_file import read_json, write_text
+from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.progress import track
 from .model_card import add_notice, remove_notice
@@ -96,8 +102,8 @@ def _run(checkpoint: Path, out: Path, plan: Plan | None, max_shard: int, back: b
                 write_safetensors(fresh, tensors)
         else:
             plan, data = _torch_data(checkpoint, loaded, plan, back)
-            with _new_file(out) as fresh, naming(out):
-                torch.save(data, fresh)
+            with _new_file(out) as fresh:
+                _torch_save(data, fresh)
     if not back:
         plan.save(plan_file(out))
     return plan
@@ -152,7 +158,7 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
         if saved.ranks and not back:
             raise ValueError(f"{folder}: it is low-rank already; make it dense by `pufferfish merge` first")
     else:
-        plan, weights = plan or _plan_beside(folder), _dense_weights(folder)
+        plan, weights = plan or _plan_beside(folder), dense_weights(folder)
     plan = _check_resolved(plan, back)
     hub = (folder / _CONFIG).is_file()
     model = _meta_model(folder) if hub else None
@@ -180,16 +186,18 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
                 else:
                     dense, low_rank = source, stack.enter_context(open_weights(fresh / files[-1]))
                 state = convert_optimizer(saved_state, dense, low_rank, plan, back=back)
-                with naming(fresh / _OPTIMIZER):
-                    torch.save(state, fresh / _OPTIMIZER)
+                _torch_save(state, fresh / _OPTIMIZER)
             if not back:
                 write_manifest(fresh, plan, files)
+            if model is not None:
+                _name_class(fresh / _CONFIG, model)
             if hub:
                 remove_notice(fresh) if back else add_notice(fresh, plan)
     return plan
 
 
-def _dense_weights(folder: Path) -> Path:
+def dense_weights(folder: Path) -> Path:
+    """The file of a folder's weights, or their index."""
     for name in DENSE_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -216,9 +224,16 @@ def _copy_other_files(folder: Path, fresh: Path) -> None:
     skipped = (*_WEIGHT_FILES, MANIFEST, _OPTIMIZER)
     for item in folder.iterdir():
         if item.is_dir() and item.name == _TEMPLATES:
-            shutil.copytree(item, fresh / item.name)
+            shutil.copytree(item, fresh / item.name, copy_function=shutil.copyfile)
         elif item.is_file() and not any(fnmatch.fnmatch(item.name, pattern) for pattern in skipped):
-            shutil.copy2(item, fresh / item.name)
+            shutil.copyfile(item, fresh / item.name)  # with the umask, and writable
+
+
+def _name_class(file: Path, model: Any) -> None:
+    """Name the class in a config.json without one, for `from_pretrained`."""
+    config = read_json(file)
+    if not config.get("architectures"):
+        write_text(file, json.dumps(config | {"architectures": [type(model).__name__]}, indent=2) + "\n")
 
 
 def _forget_switch(file: Path) -> None:
@@ -257,6 +272,11 @@ def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, An
     return plan, data
 
 
+def _torch_save(data: Any, path: Path) -> None:
+    with errors_name(path), path.open("wb") as file:
+        torch.save(data, file)  # opening the path itself, torch reports a full disk as a RuntimeError
+
+
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
 
@@ -265,13 +285,14 @@ def _is_state(value: Any) -> bool:
 def _new_file(path: Path) -> Iterator[Path]:
     """A temporary file that is renamed to `path` when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    fresh = Path(name)
+    fresh = hidden_name(path.parent, path.name)  # tempfile ignores the umask
     try:
         yield fresh
         sync(fresh)
-        fresh.chmod(0o644)
         fresh.rename(path)
+    except OSError as error:
+        if error.filename == str(fresh):  # name the file as the user knows it
+            error.filename = str(path)
+        raise
     finally:
         fresh.unlink(missing_ok=True)

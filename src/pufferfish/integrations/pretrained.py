@@ -14,26 +14,26 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..layers import LowRank
 from ..layers.names import unwrap
 from ..lowrank.factorize import reshape_
-from ..lowrank.files import LOW_RANK, MANIFEST, load, read_manifest, write_manifest
+from ..lowrank.files import LOW_RANK, MANIFEST, load, move_files, read_manifest, write_manifest
 from ..lowrank.plan_of import plan_of
 from ..lowrank.weight_files import index_name, open_weights
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
-from .model_card import add_notice
+from .model_card import MODEL_CARD, add_notice
 
 _REFUSED = {
     "push_to_hub": "save the folder, then upload it by huggingface_hub.upload_folder",
@@ -43,7 +43,7 @@ _REFUSED = {
 
 
 def from_pretrained(
-    folder: str | Path, model_class: type[PreTrainedModel] | None = None, **kwargs: Any
+    folder: str | Path, model_class: type[Any] | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """Load a low-rank model from a folder that `save_pretrained` or `pufferfish convert` has written.
 
@@ -51,8 +51,8 @@ def from_pretrained(
 
     Args:
         folder: Local folder.
-        model_class: Class of the saved model, if it is not one of transformers' own. The default is the one that
-            config.json names.
+        model_class: Class of the saved model, if it is not one of transformers' own, or an Auto class such as
+            `AutoModelForCausalLM`. The default is the one that config.json names.
         kwargs: For the `from_pretrained` of that class, such as `dtype` or `device_map`.
 
     Returns:
@@ -77,10 +77,17 @@ def from_pretrained(
             f"{folder}: config.json is missing; load the weights into a model by pufferfish.load"
         )
     architectures = read_json(folder / "config.json").get("architectures")
-    cls = model_class or find_class(architectures)
+    cls: Any = model_class or find_class(architectures)
+    if cls is None and not architectures:
+        raise ValueError(
+            f"{folder}: its config.json names no class; pass model_class=AutoModelForCausalLM or another"
+        )
     if cls is None:
         raise ValueError(f"{folder}: its class {architectures} is not in transformers; pass model_class=")
     remote = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
+    if not issubclass(cls, PreTrainedModel):  # an Auto class, which has no models of its own
+        config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **remote)
+        cls = type(build_on_meta(functools.partial(cls.from_config, **remote), config))
     config = kwargs.pop("config", None) or cls.config_class.from_pretrained(folder, **remote)
     with open_weights(weights) as source:
         # These are mapped into memory, and read when they are used.
@@ -124,7 +131,7 @@ def find_class(architectures: list[str] | None) -> type[PreTrainedModel] | None:
     return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
 
-def build_on_meta(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+def build_on_meta(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
     """Build a model without weights."""
     from transformers.initialization import meta_device_safe_creation_ops
 
@@ -152,15 +159,10 @@ def _save_low_rank(save: Any, model: PreTrainedModel, folder: Path, arguments: d
         aside = Path(name)
         save(model, aside, **arguments)
         write_manifest(aside, plan, _rename_weights(aside))
-        # The manifest goes first and comes last: a folder with it is complete.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        _remove_weights(folder)
-        for file in sorted(aside.iterdir(), key=lambda file: file.name == MANIFEST):
-            if file.is_dir():
-                shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
-            else:
-                os.replace(file, folder / file.name)
-    add_notice(folder, plan)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(folder / MODEL_CARD, aside / MODEL_CARD)
+        add_notice(aside, plan)
+        move_files(aside, folder)
 
 
 def _plan(model: PreTrainedModel) -> Plan:
@@ -183,17 +185,6 @@ def _rename_weights(folder: Path) -> list[str]:
     write_text(folder / index_name(LOW_RANK), json.dumps(data | {"weight_map": where}, indent=2) + "\n")
     index.unlink()
     return [*names, index_name(LOW_RANK)]
-
-
-def _remove_weights(folder: Path) -> None:
-    """Remove the weights of an earlier save, as `save_pretrained` overwrites them."""
-    for stem in ("model", LOW_RANK):
-        for pattern in (f"{stem}.safetensors", f"{stem}-*-of-*.safetensors", index_name(stem)):
-            for file in folder.glob(pattern):
-                file.unlink()
-    for file in folder.glob("pytorch_model*.bin*"):  # transformers does not overwrite these
-        if file.suffix != ".old":
-            file.rename(file.with_name(f"{file.name}.old"))
 
 
 def _extend() -> None:

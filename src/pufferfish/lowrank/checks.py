@@ -205,7 +205,7 @@ class UsedGradients:
             int, tuple[int, int]
         ] = {}  # id(parameter) → stamp of the gradient of its last update
         # Optimizer → handle of its hook. Weak: an optimizer that the loop has replaced no longer counts.
-        self._watched: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._watched = _Hooks()
 
     def watch(self, optimizers: list[Optimizer]) -> None:
         """Register a hook with each optimizer, once."""
@@ -242,6 +242,11 @@ class UsedGradients:
     def _record(self, optimizer: Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._used |= {id(p): _stamp(p.grad) for p in params if p.grad is not None}
+
+
+class _Hooks(weakref.WeakKeyDictionary[Optimizer, Any]):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
 
 
 def _stamp(gradient: Tensor) -> tuple[int, int]:

@@ -4,12 +4,12 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
+from operator import index
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..layers import LowRank, meta_copy
@@ -20,7 +20,8 @@ from .checks import check_not_sharded, warn_of_other_optimizers
 from .factorize import reshape_
 from .plan_of import plan_of
 from .rewrite import nan_factors, replace_layers_, set_parameter
-from .weight_files import index_name, open_weights
+from .state_dict import LazyTensor
+from .weight_files import check_dtype, index_name, open_weights, write_safetensors
 
 WEIGHTS = "model.safetensors"
 LOW_RANK = "pufferfish"  # instead of "model" in the names of weights in low-rank Hugging Face folders
@@ -33,7 +34,8 @@ _VERSION = 2
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a model, low-rank or dense, to `folder`: its weights, and the plan with the ranks of its layers.
 
-    The folder appears when it is complete. A folder that `save` has written before is replaced.
+    A new folder appears when it is complete. In a folder that `save` or `save_pretrained` has written before,
+    the weights and the plan are replaced, and other files stay.
 
     Args:
         model: With or without wrappers.
@@ -51,9 +53,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """
     model = unwrap(model)
     check_not_sharded(model, "save")
-    tensors: dict[str, Tensor] = {}
+    tensors: list[LazyTensor] = []
     written: set[int] = set()
-    memory: set[int] = set()
     state = model.state_dict(keep_vars=True)
     for key, name in own_keys(state).items():
         value = state[key]
@@ -64,15 +65,16 @@ def save(model: nn.Module, folder: str | Path) -> None:
         if id(value) in written:
             continue  # write a tied weight once
         written.add(id(value))
-        value = value.detach().contiguous()
-        place = value.untyped_storage().data_ptr()
-        tensors[name] = (
-            value.clone() if place in memory else value
-        )  # safetensors refuses tensors that share memory
-        memory.add(place)
-    with new_folder(Path(folder)) as fresh:
-        save_file(tensors, fresh / WEIGHTS, {"format": "pt"})
-        write_manifest(fresh, plan_of(model))
+        if value.is_meta:
+            raise ValueError(f"save: {name} is on the meta device, without values; load the weights first")
+        check_dtype("save", name, value.dtype)
+        tensors.append(LazyTensor(name, value.shape, value.dtype, value.detach))
+    plan, folder = plan_of(model), Path(folder)
+    # transformers would load low-rank weights of its own name at random.
+    file = f"{LOW_RANK}.safetensors" if plan.ranks and (folder / "config.json").is_file() else WEIGHTS
+    with new_folder(folder) as fresh:
+        write_safetensors(fresh / file, sorted(tensors, key=lambda x: -x.dtype.itemsize))  # for aligned reads
+        write_manifest(fresh, plan, [file])
 
 
 def load(model: nn.Module, folder: str | Path) -> Plan:
@@ -183,7 +185,7 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
         raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
     try:
         records = [data["weights"]] if version == 1 else list(data["weights"])  # 1: always a single file
-        weights = [(Path(x["file"]), x["bytes"], x["sha256"]) for x in records]
+        weights = [(Path(x["file"]), index(x["bytes"]), x["sha256"]) for x in records]
         path = folder / weights[-1][0]
     except (KeyError, TypeError, IndexError):
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
@@ -214,28 +216,58 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `path` when it is complete."""
-    path = path.resolve()  # the folder that a link points to is replaced, not the link
+    """A temporary folder. When it is complete, it is renamed to `path`, or its files are moved into `path`."""
+    path = path.resolve()  # the folder that a link points to is written, and the link stays
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: it already exists and was not written by pufferfish; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    fresh = hidden_name(path if path.exists() else path.parent, path.name)
     try:
+        fresh.mkdir()  # with the umask, which tempfile ignores
         yield fresh
         for file in fresh.rglob("*"):
-            if file.is_file():
-                file.chmod(0o644)  # safetensors writes files that only the owner can read
             sync(file)
-        fresh.chmod(0o755)
         if path.exists():
-            old = fresh.with_name(f"{fresh.name}.old")
-            path.rename(old)
-            fresh.rename(path)
-            shutil.rmtree(old)
+            move_files(fresh, path)
         else:
             fresh.rename(path)
+    except OSError as error:
+        if str(error.filename).startswith(str(fresh)):  # name the file as the user knows it
+            error.filename = str(path) + error.filename.removeprefix(str(fresh))
+        raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def hidden_name(folder: Path, name: str) -> Path:
+    """Path of a temporary file or folder, which nothing has yet."""
+    return folder / f".{name}.{secrets.token_hex(4)}"
+
+
+def move_files(fresh: Path, folder: Path) -> None:
+    """Move the files of a saved folder into another, in place of the weights and the plan there; others stay."""
+    # The manifest goes first and comes last: a folder with it is complete.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    files = sorted(fresh.iterdir(), key=lambda file: file.name == MANIFEST)
+    for file in files[:-1]:
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+        else:
+            os.replace(file, folder / file.name)
+    _remove_weights(folder, {file.name for file in files})
+    os.replace(files[-1], folder / MANIFEST)
+
+
+def _remove_weights(folder: Path, keep: set[str]) -> None:
+    """Remove the weights of an earlier save, as `save_pretrained` of transformers overwrites them."""
+    for stem in ("model", LOW_RANK):
+        for pattern in (f"{stem}.safetensors", f"{stem}-*-of-*.safetensors", index_name(stem)):
+            for file in folder.glob(pattern):
+                if file.name not in keep:
+                    file.unlink()
+    for file in folder.glob("pytorch_model*.bin*"):  # transformers does not overwrite these
+        if file.suffix != ".old":
+            file.rename(file.with_name(f"{file.name}.old"))
 
 
 def sync(path: Path) -> None:

@@ -7,6 +7,7 @@ the memory.
 import contextlib
 import json
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..planning.json_file import read_json, write_text
+from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.progress import progress
 from .state_dict import LazyTensor, Source
 
@@ -32,24 +33,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file to an `OSError` that does not name one, such as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
-
-
-@contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
     """Open a safetensors file as a lazy `Source`, and any other file with `torch.load`."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.suffix == ".safetensors":
         try:
-            with naming(path):
+            with errors_name(path):
                 opened = safe_open(path, framework="pt")
             with opened as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
@@ -70,8 +60,13 @@ def open_file(path: Path) -> Iterator[Any]:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: it contains more than tensors and plain containers: {reason}") from None
+        kind = re.search(
+            r"GLOBAL (\S+)", str(error)
+        )  # torch advises to switch off weights_only: do not repeat it
+        raise ValueError(
+            f"{path}: it contains {kind[1] if kind else 'pickled objects'}, but only tensors and plain containers "
+            "are read; save the state_dict of the model and of the optimizer instead"
+        ) from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path}: not a complete torch.save file ({error})") from None
     yield data
@@ -161,21 +156,26 @@ def index_name(stem: str) -> str:
     return f"{stem}.safetensors.index.json"
 
 
+def check_dtype(where: str | Path, name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `open_weights` reads this dtype."""
+    if dtype not in _NAMES:
+        raise ValueError(f"{where}: {name} is {dtype}, which cannot be saved; convert it to another dtype")
+
+
 def write_safetensors(path: Path, tensors: list[LazyTensor]) -> None:
     """Compute and write tensors one by one. The format is: header length, JSON header, raw bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for m in tensors:
         start, end = end, end + m.nbytes
-        if m.dtype not in _NAMES:
-            raise ValueError(f"{path}: {m.name} is {m.dtype}, which safetensors files cannot hold")
+        check_dtype(path, m.name, m.dtype)
         header[m.name] = {"dtype": _NAMES[m.dtype], "shape": list(m.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with naming(path), path.open("wb") as file, progress("writing weights", end) as advance:
+    with errors_name(path), path.open("wb") as file, progress("writing weights", end) as advance:
         file.write(struct.pack("<Q", len(text)) + text)
         for m in tensors:
-            value = m.make().contiguous()
+            value = m.make().cpu().contiguous()
             assert value.shape == m.shape and value.dtype == m.dtype, m.name  # noqa: PT018
             file.write(value.view(-1).view(torch.uint8).numpy().data)
             advance(m.nbytes)

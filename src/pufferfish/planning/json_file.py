@@ -1,6 +1,7 @@
 """Read and write text and JSON files with errors that name the file."""
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,8 @@ def errors_name(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; free some space or write to another disk" if full else ""
+        raise OSError(error.errno, f"{error.strerror}{hint}", str(path)) from None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -21,6 +22,7 @@ from .json_file import parse_json, write_text
 from .profile import Profile
 from .rules import Rule
 
+T = TypeVar("T")
 VERSION = 1  # of the JSON format
 LITTLE = 0.1  # share of the parameters below which a plan is said to change little
 
@@ -155,10 +157,10 @@ class Entry:
         """Convert the values of `as_json`."""
         data = dict(data)
         if data.get("matrix"):
-            data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
+            data["matrix"] = _typed(Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()}))
         if data.get("rule"):
             data["rule"] = Rule.from_json(data["rule"])
-        return Entry(**{key: _tuples(value) for key, value in data.items()})
+        return _typed(Entry(**{key: _tuples(value) for key, value in data.items()}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,16 +302,17 @@ class Plan:
                 f"not a plan of version {VERSION} but of version {version}; use the pufferfish version that saved it"
             )
         try:
-            return Plan(
+            plan = Plan(
                 entries=tuple(Entry.from_json(e) for e in data["entries"]),
                 multiple=data["multiple"],
                 min_saving=data["min_saving"],
-                before=Totals(**data["before"]),
+                before=_typed(Totals(**data["before"])),
                 functional=data["functional"],
-                parameters=tuple(data["parameters"]),
-                shared_inputs=tuple(map(tuple, data.get("shared_inputs", ()))),
+                parameters=_tuples(data["parameters"]),
+                shared_inputs=tuple(map(_tuples, data.get("shared_inputs", ()))),
                 measured=dict(data.get("measured", {})),
             )
+            return _typed(plan)
         except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None
 
@@ -350,3 +353,27 @@ def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
 
 def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _typed(record: T) -> T:
+    """The dataclass read from a file; TypeError unless its fields have the types that it declares."""
+    for name, kind in _types(type(record)).items():
+        if not _fits(value := getattr(record, name), kind):
+            raise TypeError(f"{name} of {type(record).__name__} has the type {type(value).__name__}")
+    return record
+
+
+_types: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if options := get_args(kind):
+        origin = get_origin(kind)
+        if origin is tuple:
+            return isinstance(value, tuple) and all(_fits(x, options[0]) for x in value)
+        if origin is dict:
+            return isinstance(value, dict) and all(_fits(x, options[1]) for x in value.values())
+        return any(_fits(value, option) for option in options)
+    if isinstance(value, bool) and kind is not bool:
+        return kind is Any
+    return kind is Any or isinstance(value, int | float if kind is float else kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.client
+import os
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -29,6 +31,8 @@ def fetch(dataset: Dataset, folder: Path) -> Path:
 
 def _download(download: Download, path: Path) -> None:
     part = path.with_name(f"{path.name}.part")
+    if part.is_symlink():
+        raise ValueError(f"{part}: it is a link, and downloads are not written through links; remove it")
     while True:
         before, reason = _size(part), "the connection was closed early"
         try:
@@ -54,7 +58,11 @@ def _download(download: Download, path: Path) -> None:
 
 
 def _receive(download: Download, part: Path) -> int | None:
-    """Append the server's reply to `part`; return the size of the complete file, if known."""
+    """Append the server's reply to `part`; return the size of the complete file, if known.
+
+    Of a file that is longer than declared, one byte more is received, which `_mismatch` sees.
+    """
+    limit = sys.maxsize if download.size is None else download.size + 1
     done = _size(part)
     headers = {"User-Agent": "pufferfish", "Accept-Encoding": "identity"}
     if done:
@@ -73,16 +81,27 @@ def _receive(download: Download, part: Path) -> int | None:
         length = reply.headers.get("Content-Length")
         total = done + int(length) if length else download.size
         size = f" ({total / 1e6:,.1f} MB)" if total else ""
-        with part.open("ab" if done else "wb") as file, progress(download.file + size, total) as advance:
+        with (
+            open(part, "ab" if done else "wb", opener=_open) as file,
+            progress(download.file + size, total) as advance,
+        ):
             advance(done)
-            while chunk := reply.read(_CHUNK):
+            while chunk := reply.read(min(_CHUNK, max(limit - done, 0))):
                 file.write(chunk)
+                done += len(chunk)
                 advance(len(chunk))
-    return total
+    return None if total is None else min(total, limit)
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file, but not through a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _mismatch(download: Download, path: Path) -> str | None:
     """Describe how a downloaded file differs from the expected one; None if it does not."""
+    if download.size is not None and _size(path) > download.size:
+        return f"the server sent more than the expected {download.size:,} bytes"
     if download.size is not None and _size(path) != download.size:
         return f"got {_size(path):,} bytes, expected {download.size:,}"
     if download.sha256 is not None and sha256(path) != download.sha256:

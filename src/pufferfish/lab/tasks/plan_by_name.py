@@ -1,12 +1,16 @@
 """`plan_by_name`: the plan of a model given by name or by a user's file, as `pufferfish plan` shows it."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import pufferfish as pf
 
+from ...integrations.convert import dense_weights
+from ...lowrank.state_dict import resolve
+from ...lowrank.weight_files import open_weights
 from ...planning.profile import Example, run_example
 from ...planning.rules import RankLike, as_rule
 from ...planning.timing import Mode
@@ -42,6 +46,7 @@ def plan_by_name(
     remarks: list[str] = []
     example: Example | None
     file: UserFile | None = None
+    folder = Path(model) if (Path(model) / "config.json").is_file() else None
     try:
         on_gpu = torch.device(device).type == "cuda"
         target = torch.device(device if weights or measure or (measure is None and on_gpu) else "meta")
@@ -54,9 +59,16 @@ def plan_by_name(
             net, example = reference.build(), reference.example()
         keep = reference.keep if keep is None else keep
         multiple = 1 if multiple is None else multiple
+    elif folder is not None:
+        net, example, remarks = _model_of_folder(folder)
+        if measure:
+            raise ValueError(f"{folder}: --measure needs a batch; pass a file.py with build() and example()")
     else:
         if ":" not in model and not model.endswith(".py"):
-            raise ValueError(f"{model!r} is not a built-in model ({', '.join(REFERENCES)}) nor a file.py")
+            raise ValueError(
+                f"{model!r} is not a built-in model ({', '.join(REFERENCES)}), a file.py nor a Hugging Face "
+                "folder"
+            )
         file = UserFile(model)
         net, example, remarks = _model_and_inputs(file, target if target.type != "meta" else None)
         if measure and example is None:
@@ -84,7 +96,12 @@ def plan_by_name(
         if file is not None and example is not None and not isinstance(error, ValueError):
             file.call("the model on its batch", run_example, net, example)  # does it fit?
         raise
-    if not plan.resolved:
+    if not plan.resolved and folder is not None:
+        from ...integrations.checkpoint_names import in_model_names
+
+        with open_weights(dense_weights(folder)) as source:
+            plan = resolve(in_model_names(source, net), plan)
+    elif not plan.resolved:
         plan = pf.resolve(plan, net)
         remarks.append("The ranks are those of the initial weights; they change during training.")
     return plan, remarks
@@ -112,6 +129,28 @@ def parse_rank(text: str) -> RankLike:
         raise ValueError(
             f"invalid rank {text!r}: write 0.25, 8, energy:0.9, stable or budget:params=3e6 (macs=, bytes=)"
         ) from None
+
+
+def _model_of_folder(folder: Path) -> tuple[nn.Module, None, list[str]]:
+    """The model of a Hugging Face folder on the meta device, without inputs."""
+    import transformers
+
+    from ...integrations.checkpoint_names import meta_model
+    from ...integrations.pretrained import build_on_meta
+
+    if (model := meta_model(folder)) is not None:
+        return model, None, []
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError:  # whose text lists hundreds of names
+        raise ValueError(
+            f"{folder}: its config.json does not name a model of transformers; write a file.py"
+        ) from None
+    model = build_on_meta(transformers.AutoModel.from_config, config)
+    remark = (
+        f"config.json does not name a class of transformers: this is {type(model).__name__}, without a head."
+    )
+    return model, None, [remark]
 
 
 def _model_and_inputs(
