@@ -349,6 +349,7 @@ def test_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
             hosts.launch(["job.py"], write=broken, grace=1)
         assert hosts.process_ids() == set()
 
+
 @pytest.mark.timeout(120)
 def test_modules_of_the_working_folder_replace_none_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
