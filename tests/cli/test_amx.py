@@ -56,3 +56,27 @@ def test_no_check_without_need(cpuinfo: Path, tmp_path: Path, monkeypatch: pytes
 def test_unwritable_cache(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert avoid_broken_amx(cpuinfo, DIES.format(str(tmp_path / "tries"))) is not None
+
+
+def test_a_torch_of_the_working_folder_is_not_imported(
+    cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command may run anywhere, also in a folder of somebody else's files."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "torch.py").write_text("import pathlib; pathlib.Path('imported').touch()")
+    monkeypatch.chdir(folder)
+    assert avoid_broken_amx(cpuinfo, "import torch; torch.ones(1)") is None
+    assert not (folder / "imported").exists()
+    assert next((tmp_path / "cache" / "pufferfish").iterdir()).read_text() == "works"
+
+
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"])
+def test_only_a_verdict_is_cached(cpuinfo: Path, tmp_path: Path, ends: str) -> None:
+    """Not the death of a probe for which there was no memory: the next process tries again."""
+    tries = tmp_path / "tries"
+    probe = f"import os, signal; open({str(tries)!r}, 'a').write('x'); {ends}"
+    for _ in range(2):
+        assert avoid_broken_amx(cpuinfo, probe) is None
+    assert VARIABLE not in os.environ
+    assert tries.read_text() == "xx"

@@ -66,6 +66,7 @@ METHODS: dict[str, Any] = {
 #: Methods for matrices, in settings for matrices of a few rows.
 MATRIX_METHODS: dict[str, Any] = {
     "powersgd": PowerSGD(1),
+    "powersgd, later": PowerSGD(1, start=2),
     "alternating": AlternatingPowerSGD(1),
     "atomo": Atomo(1),
     "onebit": OneBitSGD(),

@@ -243,12 +243,39 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         compress(ddp, TopK(), scaler=True)
     with pytest.raises(ValueError, match="pass compressor=hook"):
         pf.Checkpoint(folder / "forgotten", wrapped()[0], None).save(step=0)
-    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4\) compresses nothing here"):
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4, start=0\) compresses nothing here"):
         compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, smallest=1000)
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="and so does the Adam"):
         compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), smallest=0)
     assert compress(ddp, DGC(), optimizer=plain, smallest=0).method == DGC()
+
+
+def a_different_model_raises_on_all(rank: int, size: int, folder: Path) -> None:
+    """Instead of an average of other parameters, or an abort inside gloo. Afterwards the engine goes on."""
+    engine = Engine(Settings(PowerSGD(2), smallest=0))
+    same = {"a": torch.ones(8, 8), "b": torch.full((8,), float(rank))}
+    others: list[tuple[dict[str, torch.Tensor], str, str]] = [
+        ({"a": same["a"], "c": same["b"]}, "b is float32 of shape [8] on this worker and missing on another",
+         "c is float32 of shape [8] on this worker and missing on another"),
+        (same | {"b": torch.ones(9)}, "b is float32 of shape [8] on this worker and float32 of shape [9] on another",
+         "b is float32 of shape [9] on this worker and float32 of shape [8] on another"),
+        (same | {"a": torch.ones(8, 8).double()}, "a is float32 of shape [8, 8]", "a is float64 of shape [8, 8]"),
+        ({"a": same["a"]}, "b is float32 of shape [8] on this worker and missing", "b is missing on this worker"),
+        ({}, "a is float32 of shape [8, 8] on this worker and missing", "a is missing on this worker"),
+    ]  # fmt: skip
+    for other, *texts in others:
+        with pytest.raises(ValueError, match="average the same model") as raised:
+            engine.average(other if rank else same)
+        assert str(raised.value).startswith(f"Engine.average: {texts[rank]}")
+    assert engine.steps == engine.meter.messages == 0
+    for _ in range(2):
+        assert torch.equal(engine.average(same)["b"], torch.full((8,), 0.5))
+    plain = Simulated(Settings(PowerSGD(2), smallest=0), 2)
+    for _ in range(2):
+        plain.average([same, same])
+    assert engine.meter.collective_bytes == plain.meter.collective_bytes  # the comparison is not counted
+    assert engine.meter.messages == plain.meter.messages
 
 
 BOTH_SIZES = (
@@ -260,6 +287,7 @@ BOTH_SIZES = (
 TWO_WORKERS = (
     several_backward_passes,
     several_dtypes,
+    a_different_model_raises_on_all,
     compiled,
     accordion_without_error_feedback_sees_the_learning_rate,
     uneven_inputs,

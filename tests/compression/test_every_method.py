@@ -35,6 +35,7 @@ METHODS = [
     Float16(),
     PowerSGD(rank=1),
     PowerSGD(rank=4),
+    PowerSGD(rank=4, start=2),
     TopK(),
     TopK(k=3),
     TopK(k=1.0),

@@ -168,7 +168,7 @@ def small_matrices_are_sent_uncompressed(mesh: DeviceMesh, rank: int, folder: Pa
     shard = mesh["shard"].get_local_rank()
     names = ["b0.0.weight", "b1.1.weight"] if shard == 0 else ["b0.0.weight"]
     assert sorted(kept(hook)) == [f"{name}[{shard}/2]" for name in names]
-    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=9\) compresses nothing here"):
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=9, start=0\) compresses nothing here"):
         hook.use({"b0": PowerSGD(1), "*": PowerSGD(9)})
 
 
@@ -207,10 +207,12 @@ def bytes_are_those_of_each_shard(mesh: DeviceMesh, rank: int, folder: Path) -> 
         first, b0, b1 = (5 + 6) + 5, (6 + 11) + 6 + (3 + 6) + 3, 10 + 10 + (2 + 21) + 2
         head, flags = 1, 3 + 5 + 5 + 2  # one zero of the head's padding
         elements = 30 + 5 + 66 + 6 + 18 + 3 + 10 + 10 + 42 + 2 + 1
-    sent = hook.meter.collective_bytes
-    assert sent == {**dict.fromkeys(sent, 0), "all_reduce": 3 * 4 * (first + b0 + b1 + head + flags)}
-    assert hook.meter.gradient_bytes == 3 * 4 * elements
-    assert hook.meter.steps == 3 * 4
+    meter, a_step = hook.meter, 4 * (first + b0 + b1 + head + flags)
+    assert meter.collective_bytes == {**dict.fromkeys(meter.collective_bytes, 0), "all_reduce": 3 * a_step}
+    assert meter.gradient_bytes == 3 * 4 * elements
+    assert meter.steps == 3
+    assert meter.wire_bytes / meter.steps == a_step  # of two replicas, each sends as much as it gives
+    assert meter.plain_wire_bytes / meter.steps == 4 * elements
 
 
 def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int, folder: Path) -> None:

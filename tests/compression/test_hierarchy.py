@@ -162,6 +162,15 @@ def workers_that_disagree_do_not_hang(rank: int, size: int) -> None:
         compress(DDP(build()), TopK(), hierarchy="node")
 
 
+def a_different_model_on_one_worker_raises_on_all(rank: int, size: int) -> None:
+    """A machine of two workers finds it inside, its neighbour between the machines; the fourth is told."""
+    engine = Engine(Settings(PowerSGD(2), smallest=0, hierarchy="node"))
+    given = {"a": torch.ones(8, 8), ("c" if rank == 2 else "b"): torch.ones(8, 8)}
+    with pytest.raises(ValueError, match=r"[bc] is (missing|float32 of shape \[8, 8\]) on this worker"):
+        engine.average(given)
+    torch.testing.assert_close(engine.average({"a": given["a"]})["a"], given["a"])
+
+
 def one_machine_compresses_nothing(rank: int, size: int) -> None:
     """Its first worker warns."""
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
@@ -232,6 +241,7 @@ def test_every_method_resumes(group: str) -> None:
         what_was_not_sent_moves_to_new_owners_and_another_method,
         another_hierarchy_starts_with_empty_state,
         workers_that_disagree_do_not_hang,
+        a_different_model_on_one_worker_raises_on_all,
         one_machine_compresses_nothing,
         two_process_groups,
         local_world_size_is_checked,

@@ -91,6 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ),
         ("Accordion(BFloat16, high=TopK, every=2)", Accordion(BFloat16(), TopK(), every=2)),
         ("powersgd-2", PowerSGD(2)),
+        ("powersgd(4,start=5)", PowerSGD(4, start=5)),
         ("PowerSGD-2", PowerSGD(2)),
         ("power-sgd", PowerSGD()),
         ("POWERSGD(rank=2)", PowerSGD(2)),
@@ -144,7 +145,11 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
         ("topkk-0.1", ValueError, r"there is no topkk \(did you mean TopK"),
         ("topk-x", ValueError, r"write Name, Name\(setting=value\), name-4"),
         ("Nonsense", ValueError, r"there is no Nonsense; choose from Accordion, "),
-        ("PowerSGD(rnk=2)", ValueError, r"unexpected keyword argument 'rnk'; write PowerSGD\(rank=4\)"),
+        (
+            "PowerSGD(rnk=2)",
+            ValueError,
+            r"unexpected keyword argument 'rnk'; write PowerSGD\(rank=4, start=0\)",
+        ),
         (
             "Accordion(TopK())",
             ValueError,
@@ -152,6 +157,7 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
         ),
         ("TopK(k=0.1, k=0.2)", ValueError, "each once"),
         ("PowerSGD(rank=0)", ValueError, "PowerSGD: rank=0 is not an integer"),
+        ("PowerSGD(start=-1)", ValueError, "PowerSGD: start=-1 is not an integer"),
         ("Accordion(1, TopK(), 5)", TypeError, "low=1 is not a compression method"),
         ("TopK(", ValueError, "write Name, "),
         ("TopK(0.1", ValueError, "write Name, "),

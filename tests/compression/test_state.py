@@ -87,7 +87,8 @@ def test_state_of_another_rank_is_dropped() -> None:
     first.average(gradients(1)[0])
     second.load_state_dict(first.state_dict())
     with pytest.warns(
-        UserWarning, match=r"was saved with PowerSGD\(rank=2\) and resumes with PowerSGD\(rank=3\)"
+        UserWarning,
+        match=r"was saved with PowerSGD\(rank=2, start=0\) and resumes with PowerSGD\(rank=3, start=0\)",
     ):
         assert second.average(gradients(1, 1)[0])["a.weight"].isfinite().all()
     assert second.state_dict()["shared"]["a.weight"]["Q"].shape == (36, 3)
@@ -256,7 +257,7 @@ def test_saved_methods_are_json_data() -> None:
     engine.average({"w": torch.ones(24, 36)})
     methods = engine.state_dict()["methods"]
     assert json.loads(json.dumps(methods)) == methods
-    low = {"class": "PowerSGD", "fields": {"rank": 2}}
+    low = {"class": "PowerSGD", "fields": {"rank": 2, "start": 0}}
     high = {"class": "TopK", "fields": {"k": 0.1, "sample": 1.0}}
     fields = {"low": low, "high": high, "every": 3, "change": 0.5}
     assert methods == {"w": {"class": "Accordion", "fields": fields, "shape": [24, 36]}}

@@ -52,6 +52,7 @@ METHODS: dict[str, Any] = {
     "bf16": BFloat16(),
     "fp16": Float16(),
     "powersgd": PowerSGD(rank=2),
+    "powersgd, later": PowerSGD(rank=2, start=2),
     "topk": TopK(0.05),
     "random": RandomK(0.05),
     "random, own": RandomK(0.05, "own"),
@@ -79,7 +80,7 @@ METHODS: dict[str, Any] = {
 #: Methods that share a test.
 GROUPS = {
     "casts": ("none", "bf16", "fp16", "several"),
-    "low rank": ("powersgd", "alternating", "atomo", "accordion"),
+    "low rank": ("powersgd", "powersgd, later", "alternating", "atomo", "accordion"),
     "sparse": ("topk", "random", "random, own", "random, unbiased"),
     "more sparse": ("block random, own", "threshold", "dgc", "sparseloco"),
     "signs": ("sign", "signum", "ef-sign", "one bit"),

@@ -61,6 +61,7 @@ def test_one_worker_counts_what_simulated_workers_count(method: Method, size: in
         (BlockRandomK(0.01, "own"), "yes", ["all-gather", "0.32"], [100, 25, 3.12]),
         (BlockRandomK(0.01, "shared"), "yes", ["all-reduce", "0.32"], [100, 100, 100]),
         (PowerSGD(4), "yes", ["all-reduce", "0.25"], [128, 128, 128]),
+        (PowerSGD(4, start=9), "yes", ["all-reduce", "0.25"], [128, 128, 128]),
         (QSGD(), "no", ["all-to-all", "4.06", "+", "all-gather", "2.03"], [7.88, 7.88, 7.88]),
         (Int4(), "yes", ["all-to-all", "4.12", "+", "all-gather", "2.06"], [7.76, 7.76, 7.76]),
         (Int2(), "yes", ["all-to-all", "2.12", "+", "all-gather", "1.06"], [15.1, 15.1, 15.1]),

@@ -348,3 +348,21 @@ def test_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BrokenPipeError, match="closed"):
             hosts.launch(["job.py"], write=broken, grace=1)
         assert hosts.process_ids() == set()
+
+
+@pytest.mark.timeout(120)
+def test_modules_of_the_working_folder_replace_none_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the agent nor in the workers; a module that exists only there is found."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("open('imported', 'x')")
+    (tmp_path / "mine.py").write_text(
+        "import os, sys, torch\nprint('report', torch.__name__ + os.environ['RANK'], *sys.argv[1:], __name__)\n"
+    )
+    lines: list[str] = []
+    with Loopback(1) as hosts:
+        assert hosts.launch(["-m", "mine", "-c", "a b"], per_host=2, write=lines.append) == 0
+    found = sorted(line.partition("report ")[2] for line in lines if "report" in line)
+    assert found == [f"torch{rank} -c a b __main__" for rank in (0, 1)]
+    assert not (tmp_path / "imported").exists()

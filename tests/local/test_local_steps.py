@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import pufferfish as pf
 from nested import equal
-from pufferfish.compression import DGC, BlockInt8, SignSGD, TopK
+from pufferfish.compression import DGC, BlockInt8, PowerSGD, SignSGD, TopK
 from pufferfish.local.local_steps import LocalSteps
 
 
@@ -182,3 +182,18 @@ def test_invalid_arguments_are_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         act()
+
+
+def test_the_first_averages_of_power_sgd_are_uncompressed() -> None:
+    """`start` counts averages, not updates."""
+    model = nn.Linear(40, 40)
+    local = LocalSteps(2, method=PowerSGD(1, start=2))
+    local.start(model)
+    exact = []
+    for step in range(6):
+        with torch.no_grad():
+            model.weight += torch.randn(40, 40, generator=torch.Generator().manual_seed(step))
+        own = model.weight.detach().clone()
+        if local.step(model):
+            exact.append(torch.allclose(model.weight, own, atol=1e-5))
+    assert exact == [True, True, False]

@@ -256,3 +256,5 @@ def test_dry_run_messages() -> None:
         dry_run(PowerSGD(rank=2), meta, 8, device="cpu").messages
         == dry_run(PowerSGD(rank=2), like, 8).messages
     )
+    later = dry_run(PowerSGD(rank=2, start=50), like, 8, steps=1)  # what it sends from then on
+    assert later.messages == dry_run(PowerSGD(rank=2), like, 8, steps=1).messages

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,6 +119,90 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         log.result(accuracy=1)
         log.describe(link={})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory is a repository of one committed file, `a.txt`; `ran` says that one of its programs ran."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "a.txt").write_text("a\n")
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "somebody")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "somebody@example.com")
+    git("init", "-q", ".")
+    git("add", "a.txt")
+    git("commit", "-q", "-m", "first")
+    (folder / "program").write_text(f"#!/bin/sh\ntouch '{tmp_path}/ran'\n")
+    (folder / "program").chmod(0o700)
+    return folder
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def logged_commit(folder: Path) -> str | None:
+    with RunLog(folder):
+        return read_run(folder).versions["commit"]
+
+
+def test_the_commit_and_whether_files_have_changed(repository: Path, tmp_path: Path) -> None:
+    head = git("rev-parse", "HEAD")
+    os.utime("a.txt", (1, 1))  # a new time alone is no change
+    assert logged_commit(tmp_path / "one") == head
+    Path("a.txt").write_text("b\n")
+    assert logged_commit(tmp_path / "two") == f"{head}+"
+
+
+def use_fsmonitor(repository: Path) -> None:
+    git("config", "core.fsmonitor", str(repository / "program"))
+
+
+def use_filter(repository: Path) -> None:
+    git("config", "filter.foreign.clean", str(repository / "program"))
+    (repository / ".git" / "info" / "attributes").write_text("a.txt filter=foreign\n")
+    os.utime("a.txt", (1, 1))  # git compares the contents
+
+
+def use_filter_of_another_repository_inside(repository: Path) -> None:
+    git("clone", "-q", ".", "inside")
+    git("add", "inside")
+    git("commit", "-q", "-m", "second")
+    git("-C", "inside", "config", "filter.foreign.clean", str(repository / "program"))
+    (repository / "inside" / ".git" / "info" / "attributes").write_text("a.txt filter=foreign\n")
+    os.utime("inside/a.txt", (1, 1))
+
+
+def use_remote_of_missing_objects(repository: Path) -> None:
+    """As in a partial clone, from which git fetches what it needs."""
+    tree = git("rev-parse", "HEAD^{tree}")
+    for key, value in (
+        ("core.repositoryFormatVersion", "1"),
+        ("extensions.partialClone", "origin"),
+        ("remote.origin.promisor", "true"),
+        ("remote.origin.url", f"ext::{repository}/program"),
+        ("protocol.ext.allow", "always"),
+    ):
+        git("config", key, value)
+    (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [use_fsmonitor, use_filter, use_filter_of_another_repository_inside, use_remote_of_missing_objects],
+)
+def test_no_program_of_the_repository_runs(
+    use: Callable[[Path], None], repository: Path, tmp_path: Path
+) -> None:
+    use(repository)
+    commit = logged_commit(tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+    subprocess.run(["git", "status"], capture_output=True, timeout=60)  # it is one that git would run
+    assert (tmp_path / "ran").exists()
+    if use is use_filter:
+        assert commit == git("rev-parse", "HEAD") + "?"  # unknown without the filter
 
 
 def test_settings_that_are_not_json_create_no_folder(tmp_path: Path) -> None:

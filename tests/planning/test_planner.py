@@ -205,3 +205,29 @@ def test_a_checkpoint_wrapper_around_everything() -> None:
     plan = pf.factorize_(model, pf.plan(model))
     assert plan.hash == pf.plan(blocks()).hash
     assert isinstance(model._checkpoint_wrapped_module[0][0], pf.layers.LowRankLinear)
+
+
+class OnCUDA(nn.Parameter):
+    """A parameter that says it lies on a CUDA device, which this machine need not have."""
+
+    is_cuda = True
+
+
+def test_recurrent_layers_stay_dense_on_cuda_unless_they_are_named() -> None:
+    def ranks(**options: Any) -> dict[str, int]:
+        return {e.name: e.rank for e in pf.plan(model, rank=8, **options) if e.rank}
+
+    model = nn.ModuleDict({"lstm": nn.LSTM(64, 64), "gru": nn.GRU(64, 64), "fc": nn.Linear(64, 64)})
+    everything = ranks()  # on a CPU
+    for module in model.values():
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, OnCUDA(p.detach()))
+    slower = {name for name, reason in reasons(model, rank=8).items() if "slower on CUDA" in reason}
+    assert (
+        slower
+        == everything.keys() - {"fc"}
+        == {f"{x}.weight_{y}_l0" for x in ("lstm", "gru") for y in ("ih", "hh")}
+    )
+    assert ranks() == {"fc": 8}
+    assert ranks(only=["lstm"]) == {"lstm.weight_ih_l0": 8, "lstm.weight_hh_l0": 8}
+    assert ranks(overrides={"gru.weight_hh_*": 4}) == {"gru.weight_hh_l0": 4, "fc": 8}

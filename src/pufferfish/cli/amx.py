@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from pathlib import Path
 
 #: oneDNN's environment variable, and the latest instruction set without AMX.
 VARIABLE, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
-# The smallest bf16 product that oneDNN computes with AMX tiles. The exit code is negative if a signal killed it.
+# The smallest bf16 product that oneDNN computes with AMX tiles.
 _PROBE = "import torch; torch.nn.Linear(64, 64).bfloat16()(torch.ones(64, 64, dtype=torch.bfloat16))"
 
 
@@ -33,8 +34,12 @@ def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo"), probe: str = _PROBE)
     try:
         works = cache.read_text() == "works"
     except OSError:
-        works = subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode >= 0
-        _write_cache(cache, "works" if works else "broken")
+        # Without the working folder, which may hold another torch.py; `-P` does that from Python 3.11 on.
+        safe = f"import sys; sys.path[:] = filter(None, sys.path); {probe}"
+        code = subprocess.run([sys.executable, "-c", safe], capture_output=True).returncode
+        works = code != -signal.SIGILL
+        if code in (0, -signal.SIGILL):  # else it is unknown: without memory, the kernel kills the probe
+            _write_cache(cache, "works" if works else "broken")
     if works:
         return None
     os.environ[VARIABLE] = WITHOUT_AMX

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.workers import Workers
 from .batch import Batch, Layout, gradient_norms, make_batches, make_buckets
 from .exchange import Exchange, Group, Transport
 from .hierarchy import Hierarchy, make_hierarchy
@@ -56,6 +57,7 @@ class Engine:
         inside = (self.hierarchy.size, self.hierarchy.worker) if self.hierarchy else (1, 0)
         self.state = State(self.transport.worker, self.transport.size, *inside)
         self._layout: Layout | None = None
+        self._agreed: dict[str, Any] | None = None  # what `average` was last given, the same on all workers
         self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
         self._used_before: bool  # whether these settings have been used in a step
         self.use(settings)
@@ -94,7 +96,8 @@ class Engine:
     ) -> dict[str, Tensor]:
         """Return the mean over the workers, by name, in the gradients' shapes and dtypes.
 
-        Call it on all workers, each time with all parameters: the state of a missing one is dropped.
+        Call it on all workers, each time with all parameters: the state of a missing one is dropped. Names, shapes and
+        dtypes must be the same on all of them: they are compared whenever they change, in messages that are not metered.
 
         Args:
             gradients: This worker's, by parameter name.
@@ -102,6 +105,7 @@ class Engine:
                 new/old.
             scale: Loss scale, to which momenta are rescaled.
         """
+        self._agree(gradients)
         means = {name: torch.empty_like(g) for name, g in gradients.items()}
         if any(g.numel() for g in gradients.values()):
             self.arrange(gradients)
@@ -110,6 +114,40 @@ class Engine:
             step.finish(means)
             step.commit()
         return means
+
+    def _agree(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise ValueError on all workers if any of them averages other names, shapes or dtypes.
+
+        Messages hold no names: they would be averaged with each other, and other sizes end a process in gloo. The hooks
+        and torchft, which do not call `average`, have compared the models.
+        """
+        layout = {name: [str(g.dtype).removeprefix("torch."), list(g.shape)] for name, g in gradients.items()}
+        if layout == self._agreed:
+            return
+        device = next((g.device for g in gradients.values()), torch.device("cpu"))
+
+        def compare(transport: Transport) -> None:
+            if transport.group is None:  # a single process, or simulated workers
+                return
+            for theirs in Workers(transport.group, device, "Engine.average").gather(lambda: layout):
+                for name in [*layout, *theirs]:
+                    if layout.get(name) != theirs.get(name):
+                        here, there = (
+                            "{} of shape {}".format(*x[name]) if name in x else "missing"
+                            for x in (layout, theirs)
+                        )
+                        raise ValueError(
+                            f"Engine.average: {name} is {here} on this worker and {there} on another; average the same "
+                            "model, with the same parameter names, on all workers"
+                        )
+
+        if self.hierarchy is None:
+            compare(self.transport)
+        else:
+            inside = Workers(self.hierarchy.inside.group, device, "Engine.average")
+            inside.run_on_all(lambda: compare(self.transport))
+            compare(self.hierarchy.inside)
+        self._agreed = layout
 
     def arrange(self, like: Mapping[str, Tensor], bucket_bytes: int | None = None) -> None:
         """Lay out messages for gradients of the shapes, dtypes and device of `like`, in the order of their use.

@@ -133,7 +133,7 @@ class FSDP2Hook:
 
     @property
     def meter(self) -> Meter:
-        """Bytes and times between the replicas so far. It counts one step for every sharded module in every pass."""
+        """Bytes and times between the replicas so far; a step is a backward pass."""
         return self._transport.meter
 
     def use(self, method: Methods, error_feedback: bool | None = None) -> None:
@@ -309,6 +309,8 @@ class _ModuleHook:
         self.step = self.engine.begin(units, self.hook._scale or 1.0)
         self.step.add(gradients)
         self.step.finish(gradients)
+        if self.hook._averaged:
+            self.hook.meter.steps -= 1  # a backward pass is one step, not one for each module
         self.hook._averaged.append(self)
         Variable._execution_engine.queue_callback(self.hook._commit)  # the first call commits all
 

@@ -35,11 +35,11 @@ def parse_method(text: str) -> Method:
     This package's names may be written in any case and with hyphens, and their first setting after a hyphen.
 
     >>> parse_method("PowerSGD(2)"), parse_method("powersgd-2"), parse_method("alternating-powersgd")
-    (PowerSGD(rank=2), PowerSGD(rank=2), AlternatingPowerSGD(rank=4))
+    (PowerSGD(rank=2, start=0), PowerSGD(rank=2, start=0), AlternatingPowerSGD(rank=4))
     >>> parse_method("BFloat16"), parse_method("bf16"), parse_method("top-k-0.001")
     (BFloat16(), BFloat16(), TopK(k=0.001, sample=1.0))
     >>> parse_method("Accordion(PowerSGD(rank=4), PowerSGD(rank=1), every=500)").low
-    PowerSGD(rank=4)
+    PowerSGD(rank=4, start=0)
     >>> parse_method("PowerSDG(rank=2)")
     Traceback (most recent call last):
     ValueError: method 'PowerSDG(rank=2)': there is no PowerSDG (did you mean PowerSGD?); choose from ...

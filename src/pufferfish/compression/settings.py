@@ -147,7 +147,7 @@ class Settings:
         >>> from pufferfish.compression import PowerSGD, TopK
         >>> settings = Settings({"embed": TopK(), "*": PowerSGD(2)})
         >>> settings.choose(["embed.weight", "fc.weight"])["fc.weight"]
-        PowerSGD(rank=2)
+        PowerSGD(rank=2, start=0)
         """
         patterns = self.by_pattern
         return {

@@ -294,7 +294,7 @@ def _describe(method: Method) -> dict[str, Any]:
 
     >>> from pufferfish.compression import PowerSGD
     >>> _describe(PowerSGD(rank=2))
-    {'class': 'PowerSGD', 'fields': {'rank': 2}}
+    {'class': 'PowerSGD', 'fields': {'rank': 2, 'start': 0}}
     """
     fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
     plain = {name: _describe(x) if isinstance(x, Method) else x for name, x in fields.items()}

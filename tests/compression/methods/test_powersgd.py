@@ -10,15 +10,17 @@ from torch.utils._pytree import tree_leaves
 
 from driver import State, drive, normal
 from pufferfish.compression import (
+    Accordion,
     AlternatingPowerSGD,
     Engine,
     Method,
+    NoCompression,
     PowerSGD,
     Settings,
     Simulated,
     StepContext,
 )
-from pufferfish.compression.check_compressor import check_compressor
+from pufferfish.compression.check_compressor import check_compressor, gradients
 from pufferfish.compression.methods.powersgd import SHIFTS, orthonormal_rows
 
 
@@ -231,3 +233,35 @@ def test_alternating_takes_zeros_and_dropped_steps() -> None:
 def test_settings(method: type[PowerSGD]) -> None:
     with pytest.raises(ValueError, match=rf"^{method.__name__}: rank=-1"):
         method(rank=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_start_equals_a_change_of_method_also_in_a_resumed_job(dtype: torch.dtype) -> None:
+    """Nothing is held back before `start`; a job resumes before, at and after it."""
+    method = PowerSGD(2, start=3)
+    changed, here = (Simulated(Settings(m, smallest=0), 2) for m in (NoCompression(), method))
+    for step in range(6):
+        if step == method.start:
+            changed.use(Settings(PowerSGD(2), smallest=0))
+        resumed = Simulated(Settings(method, smallest=0), 2)
+        resumed.load_state_dict(here.state_dict())
+        given = [{name: x.to(dtype) for name, x in g.items()} for g in gradients(2, step)]
+        expected = changed.average(given)[0]
+        for means in (here.average(given)[0], resumed.average(given)[0]):
+            assert all(torch.equal(means[name], x) for name, x in expected.items()), step
+        assert here.meter.collective_bytes == changed.meter.collective_bytes
+        held = here.engines[0].state.errors().values()
+        assert any(bool(x.any()) for x in held) == (step >= method.start)
+
+
+def test_error_feedback_of_another_method_is_sent_before_start() -> None:
+    method = Simulated(Settings(PowerSGD(1), smallest=0), 2)
+    given = [{"w": g["a.weight"]} for g in gradients(2)]
+    first = method.average(given)[0]["w"]
+    method.use(Settings(PowerSGD(2, start=2), smallest=0))
+    second = method.average(given)[0]["w"]
+    torch.testing.assert_close(first + second, given[0]["w"] + given[1]["w"])
+
+
+def test_accordion_starts_its_methods_later() -> None:
+    check_compressor(Accordion(PowerSGD(4, start=1), PowerSGD(1, start=2), every=1), sizes=(1, 3), draws=20)

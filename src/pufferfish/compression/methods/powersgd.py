@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..method import MessageGenerator, Method, StepContext, Sum
+from .casts import NoCompression
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
 SHIFTS = 1024
@@ -40,14 +41,26 @@ class PowerSGD(_PowerIteration):
 
     Args:
         rank: Lower → fewer bytes. A matrix that does not become smaller, r (m + n) ≥ m n, is sent uncompressed.
+        start: The first steps of the engine (averages, in local steps) that are sent uncompressed. More → fewer errors while
+            gradients change fast.
 
     >>> PowerSGD(rank=2).fits((64, 3, 3, 3)), PowerSGD(rank=2).fits((2, 100))
     (True, False)
     """
 
+    start: int = 0
+
     shared_state = ("Q",)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
+            raise ValueError(f"PowerSGD: start={self.start!r} is not an integer ≥ 0")
+
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
+        if ctx.step < self.start:
+            mean, _ = yield from NoCompression().compress(M, ctx)
+            return mean, torch.zeros_like(M)
         b, _, n = M.shape
         Q = ctx.state.get("Q")
         if Q is None:

@@ -62,7 +62,7 @@ def exchange_method(name: str) -> TrainingMethod:
     """Parse one of `--methods`: compression or local steps.
 
     >>> exchange_method("powersgd-4").compress, exchange_method("diloco-30").local.h
-    (PowerSGD(rank=4), 30)
+    (PowerSGD(rank=4, start=0), 30)
     """
     method = training_method(name)
     if (method.compress is None and method.local is None) or method.model != "dense":

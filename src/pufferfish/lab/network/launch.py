@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .hosts import Hosts
 
+#: Runs a module like `python -m`, with the working folder last in `sys.path`: it may hold a `torch.py`, for example.
+_RUN_MODULE = (
+    "import runpy, sys; sys.path.sort(key=lambda folder: not folder); del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
 #: Seconds that an agent waits for the rendezvous store; torchrun's default of 60 is less than a long link failure.
 _STORE_TIMEOUT = 600
 
@@ -33,7 +38,7 @@ def launch(
 
     Args:
         hosts: hosts of the job; this function is the method `Hosts.launch`.
-        command: script and arguments, or "-m", module and arguments.
+        command: script and arguments, or "-m", module and arguments. Modules of the working folder do not replace others.
         per_host: workers on each host.
         env: variables added to the environment.
         restarts: how often torchrun may restart the workers on all hosts after a failure. torchrun then
@@ -50,6 +55,8 @@ def launch(
         raise ValueError(f"workers per host must be between 1 and 64, got {per_host}")
     if restarts < 0:
         raise ValueError(f"restarts must be 0 or more, got {restarts}")
+    if command[0] == "-m":
+        command = ["--no-python", sys.executable, "-c", _RUN_MODULE, *command[1:]]
     port = hosts.free_port()
     threads = max(1, (os.cpu_count() or 1) // (hosts.hosts * per_host))
     variables = {
@@ -68,7 +75,7 @@ def launch(
     try:
         for host in range(hosts.hosts):
             agent_command = [
-                sys.executable, "-m", "torch.distributed.run",
+                sys.executable, "-c", _RUN_MODULE, "torch.distributed.run",
                 f"--nnodes={hosts.hosts}", f"--nproc-per-node={per_host}",
                 # Without it an agent resolves its host name, which gives 127.0.0.1.
                 f"--local-addr={hosts.address(host)}",

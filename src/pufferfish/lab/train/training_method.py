@@ -32,7 +32,7 @@ class TrainingMethod:
         local: local steps, which replace DDP, or None.
 
     >>> training_method("auto+powersgd-4")
-    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4), scope='layer', local=None)
+    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4, start=0), scope='layer', local=None)
     """
 
     name: str
@@ -71,7 +71,7 @@ def training_method(text: str) -> TrainingMethod:
     >>> training_method("bf16").compress, training_method("topk-0.01").compress, training_method("pufferfish").model
     (BFloat16(), TopK(k=0.01, sample=1.0), 'pufferfish')
     >>> training_method("early-bird-0.5+powersgd-4")
-    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4), scope='layer', local=None)
+    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4, start=0), scope='layer', local=None)
     >>> training_method("pufferfish+diloco-30+int4").local
     LocalMethod(h=30, fragments=1, delay=0, mixing=None, lr=0.7, momentum=0.9, compress=Int4(...))
     >>> training_method("pufferfsh")
