@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Muon, Optimizer
 
 from ..distributed import shared_svd
-from ..distributed.job import Job, find_ddp
+from ..distributed.job import Job
 from ..layers.names import unwrap
 from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import ranks_of
@@ -164,7 +164,6 @@ class Switch:
         """
         at = Position(epoch=epoch, step=step, total=total)
         self._decision.warn_past_total(at)
-        find_ddp(model)  # raises at the first call, not only when it is time
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
         if self._skips(at, optimizers):
