@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pufferfish as pf
+from processes import in_processes
 
 
 def build() -> nn.Module:
@@ -56,3 +58,16 @@ def test_an_optimizer_inside_another() -> None:
     inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, Wrapped(inside), epoch=0)
     assert {id(p) for p in inside.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+
+
+def sharded_state(rank: int, size: int) -> None:
+    model = build()
+    wrapper = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for passed in (wrapper, wrapper.optim, [wrapper, wrapper.optim]):
+        with pytest.raises(TypeError, match=r"^ZeroRedundancyOptimizer contains AdamW, .* delete it first"):
+            pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, passed, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+
+
+def test_an_optimizer_that_shards_its_state() -> None:
+    in_processes(sharded_state, 1)

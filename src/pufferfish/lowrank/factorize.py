@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules, unwrap
-from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
+from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers, warn_of_stacks
 from ..planning import svd
 from ..planning.plan import Entry, Plan, check_is_plan
 from ..planning.planner import resolve
@@ -21,6 +21,7 @@ from .checks import (
     check_not_sharded,
     check_plan,
     check_unwrapped,
+    factorized_weights,
     find_compiled,
     replaced_parameters,
     warn_of_other_optimizers,
@@ -65,6 +66,7 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     plan = resolve(plan, model)
     plan.warn_if_little_changes()
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
+    warn_of_stacks(as_list(optimizer), factorized_weights(model, plan), stacklevel=2)
     return replace_layers_(model, plan, optimizer, svd_factors)
 
 

@@ -158,6 +158,11 @@ def _register_line(module: nn.Module) -> str:
     assert form is not None
     place = "pf.layers" if form.__module__.startswith("pufferfish.layers.") else form.__module__
     what = " (x Wᵀ + b)" if base is nn.Linear else ""
+    if kind.forward is not base.forward:  # it may cast, scale …
+        return (
+            f"{kind.__name__} has a forward of its own: write a subclass of {place}.{form.__qualname__} whose forward does "
+            f'the same, and register it: pf.register("{kind.__module__}.{kind.__qualname__}", …)'
+        )
     return (
         f"If {kind.__name__} computes the same as {base.__name__}{what}, register it: "
         f'pf.register("{kind.__module__}.{kind.__qualname__}", {place}.{form.__qualname__})'
