@@ -281,7 +281,7 @@ def test_an_optimizer_inside_of_another_with_its_own_groups_is_refused() -> None
     wrapper = Wrapper(optim.SGD(model.parameters(), lr=0.1))
     wrapper.param_groups = copy.copy(wrapper.param_groups)
     with pytest.raises(
-        TypeError, match="Wrapper contains SGD, with parameter groups of its own, so .* delete it"
+        TypeError, match=r"Wrapper contains SGD, with parameter groups of its own, so .* delete it"
     ):
         pf.factorize_(model, pf.plan(model, 16), wrapper)
     assert isinstance(model[0], nn.Linear)
