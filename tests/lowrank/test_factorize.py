@@ -316,6 +316,8 @@ def test_what_is_not_announced() -> None:
         pf.factorize_(fresh, pf.plan(fresh, 0.25))  # to be trained
         pf.factorize_(batch_norm, pf.plan(batch_norm, 0.25))
         pf.factorize_(model, pf.plan(model, 0.25), optimizer)  # is being trained
+        model, optimizer = trained(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+        pf.factorize_(model, pf.plan(model, 0.25), optimizer)  # without state
         pf.factorize_(exact, pf.plan(exact, 16))  # loses nothing
 
 

@@ -314,16 +314,27 @@ def test_an_optimizer_that_counts_updates_in_its_groups_is_refused(place: str) -
     optimizer = Counting(model.parameters(), place=place)
     before = list(model.modules())
     train(model, [optimizer], range(3))
-    with pytest.raises(TypeError, match=f"Counting counts its updates in the parameter group .'{place}'."):
+    with pytest.raises(
+        TypeError, match=f"Counting counts its updates for all parameters together .'{place}'."
+    ):
         pf.factorize_(model, plan(model), optimizer)
     assert list(model.modules()) == before
     fresh = Counting(model.parameters(), place=place)
     del optimizer
-    pf.factorize_(model, plan(model), fresh)  # it has made no update
+    with pytest.warns(UserWarning, match="too little for this trained model"):
+        pf.factorize_(model, plan(model), fresh)  # it has made no update
     train(model, [fresh], range(2))
     with pytest.raises(TypeError, match="Counting counts its updates"):
         pf.merge_(model, fresh)
     assert isinstance(model.fc, pf.layers.LowRank)
+
+
+def test_an_optimizer_that_counts_updates_for_all_parameters_is_refused() -> None:
+    model = Net()
+    optimizer = Sign(model.parameters())
+    optimizer.state["k"] = torch.tensor([3])  # as MADGRAD
+    with pytest.raises(TypeError, match="Sign counts its updates"):
+        pf.factorize_(model, plan(model), optimizer)
 
 
 def test_an_optimizer_that_counts_updates_is_refused_before_the_warm_up() -> None:
@@ -421,5 +432,5 @@ def test_optimizers_of_equal_names_are_told_apart() -> None:
     optimizer = type("Muon", (Sign,), {"__module__": "mylib"})(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-    with pytest.warns(UserWarning, match=r"^mylib\.Muon: .* state is carried for torch\.optim's .*Muon$"):
+    with pytest.warns(UserWarning, match=r"^mylib\.Muon: .* state is carried for .*Muon of torch\.optim$"):
         pf.factorize_(model, pf.plan(model, 16), optimizer)

@@ -71,7 +71,8 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
     plan.warn_if_little_changes()
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
     warn_of_stacks(as_list(optimizer), factorized_weights(model, plan), stacklevel=2)
-    continues = any(x.state for x in as_list(optimizer))
+    # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
+    continues = any(x.state or x.defaults.get("momentum") == 0 for x in as_list(optimizer))
     done = replace_layers_(model, plan, optimizer, svd_factors)
     kept = [1 - e.error**2 for e in done if e.error is not None]
     if kept and sum(kept) < _KEPT * len(kept) and not continues and _is_trained(model):

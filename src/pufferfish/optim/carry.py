@@ -30,7 +30,7 @@ _SUPPORTED = (
     optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Muon,
 )  # fmt: skip
 _REFUSED = (optim.LBFGS, optim.SparseAdam)
-_CARRIED = f"state is carried for torch.optim's {', '.join(kind.__name__ for kind in _SUPPORTED)}"
+_CARRIED = f"state is carried for {', '.join(kind.__name__ for kind in _SUPPORTED)} of torch.optim"
 #: Names under which optimizers count their updates once per parameter group (schedule-free: k, apex and timm: step).
 _COUNTERS = ("k", "step")
 
@@ -87,7 +87,7 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer], later: bool = False)
             )
         if not _carries_all(optimizer) and (counter := _group_counter(optimizer, later)):
             raise TypeError(
-                f"{type(optimizer).__name__} counts its updates in the parameter group ({counter!r}), so new parameters would "
+                f"{type(optimizer).__name__} counts its updates for all parameters together ({counter!r}), so new ones would "
                 "start without moments but with the old count, and their updates would be far too large; delete it first, "
                 "and create a new one after pf.factorize_"
             )
@@ -95,8 +95,8 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer], later: bool = False)
 
 def _group_counter(optimizer: optim.Optimizer, later: bool) -> str:
     """Name of the number of updates that is not part of a parameter's state; "" if there is none, or none was made yet."""
-    places = [*optimizer.param_groups, {key: x for key, x in optimizer.state.items() if isinstance(key, str)}]
-    for place in places:
+    shared: State = {str(k): x for k, x in optimizer.state.items() if not isinstance(k, Tensor)}
+    for place in (*optimizer.param_groups, shared):
         for name in _COUNTERS:
             if name in place and (later or place[name] != 0):
                 return name
