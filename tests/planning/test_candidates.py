@@ -185,8 +185,8 @@ def special_int8() -> nn.Module:
         ),
         (
             Cast(64, 64),
-            "Cast has a forward of its own: write a subclass of pf.layers.LowRankLinear whose forward does the same, and "
-            f'register it: pf.register("{__name__}.Cast", …)',
+            "Cast.forward may cast or scale: then register a subclass of pf.layers.LowRankLinear that does so too. If Cast "
+            f'computes the same as Linear (x Wᵀ + b), register it: pf.register("{__name__}.Cast", pf.layers.LowRankLinear)',
         ),
         (special_int8(), ""),
         (nn.Bilinear(8, 8, 8), ""),

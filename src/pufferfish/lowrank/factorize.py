@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS
@@ -87,8 +88,9 @@ def factorize_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Pl
 
 def _is_trained(model: nn.Module) -> bool:
     """Whether the scales of a normalization layer differ from each other: all start equal."""
-    scales = [p for name, p in model.named_parameters() if name.endswith("weight") and p.dim() == 1]
-    return any(not p.is_meta and bool((p != p[:1]).any()) for p in scales)
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    known = [p for p in weights if not (is_lazy(p) or p.is_meta)]
+    return any(p.dim() == 1 and bool((p != p[:1]).any()) for p in known)
 
 
 def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
