@@ -91,6 +91,23 @@ def test_plain_from_pretrained_raises_without_pufferfish(tmp_path: Path) -> None
     assert done.stdout == "refused False\n", done.stderr
 
 
+def test_classes_of_transformers_are_extended_for_its_models_only() -> None:
+    code = (
+        "import torch, pufferfish as pf\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel\n"
+        "save = PreTrainedModel.save_pretrained\n"
+        "other = torch.nn.Sequential(torch.nn.Linear(64, 64))\n"
+        "pf.factorize_(other, pf.plan(other))\n"
+        "print(PreTrainedModel.save_pretrained is save)\n"
+        "config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=9)\n"
+        "part = LlamaForCausalLM(config).model.layers\n"
+        "pf.factorize_(part, pf.plan(part))\n"
+        "print(PreTrainedModel.save_pretrained is save)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\nFalse\n", done.stderr
+
+
 def test_the_folder_says_which_line_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()

@@ -234,6 +234,22 @@ def test_macs_on_the_meta_device(dtype):
     assert counted == [3 * positions * weights] * 2
 
 
+@pytest.mark.parametrize("trained", ["up_proj", "down_proj"])
+def test_macs_of_a_part_that_is_trained(trained):
+    model = build("no gate")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == f"experts.{trained}")
+    args = [x.detach() for x in inputs()]
+    plan = pf.plan(model, 8, frozen=True, multiple=1, min_saving=-1, example=lambda m: m["experts"](*args))
+    pf.factorize_(model, plan)
+    with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
+        output = model["experts"](*args)
+        forward = counter.get_total_flops() // 2
+        output.sum().backward()
+    assert plan.after.forward_macs == forward
+    assert plan.after.backward_macs == counter.get_total_flops() // 2 - forward
+
+
 def spectra_that_differ(model):
     """Give the experts weights of different ranks: expert e has rank 2 (e + 1)."""
     with torch.no_grad():

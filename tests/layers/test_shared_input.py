@@ -129,15 +129,40 @@ def test_other_inputs():
         assert_same([getattr(grouped, n)(z) for n, z in mixed], [getattr(alone, n)(z) for n, z in mixed])
 
 
-def test_an_input_that_changes_between_calls():
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_input_that_changes_between_calls(context, inside):
     grouped, alone, x = pair()
     results = []
     for model in (grouped, alone):
         z = x.clone()
-        first = model.q(z)
-        z.mul_(2)
-        results.append([first, model.k(z)])
+        with context():
+            z = x.clone() if inside else z  # one that is created in inference mode has no version counter
+            first = model.q(z)
+            z.mul_(2)
+            results.append([first, model.k(z)])
     assert_same(*results)
+
+
+def test_a_weight_that_changes_in_inference_mode():
+    with torch.inference_mode():
+        grouped, alone, x = pair()
+        results = []
+        for model in (grouped, alone):
+            first = model.q(x)
+            model.k.down.weight.mul_(2)
+            results.append([first, model.k(x)])
+    assert_same(*results)
+
+
+def test_frozen_weights_get_no_gradients():
+    grouped, alone, x = pair()
+    for model in (grouped, alone):
+        model.k.requires_grad_(False)
+    assert_same(gradients(grouped, x), gradients(alone, x))
+    assert products(lambda: gradients(grouped, x)) == products(lambda: gradients(alone, x))
+    with torch.no_grad():
+        assert products(lambda: alone(x)) - products(lambda: grouped(x)) == 2
 
 
 def test_modes_that_change_between_calls():

@@ -1,7 +1,9 @@
 """factorize_: best approximations, what is carried over, hooks, devices and compilation."""
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import pufferfish as pf
 from mixed import Mixed, images, low_rank_modules
+from pufferfish.planning.progress import display_progress
 
 # Splitting.
 
@@ -261,3 +264,71 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.slow
 def test_compiled_with_inductor_equals_eager() -> None:
     compiled_equals_eager("inductor")
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def trained(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Normed()
+    made, x = optimizer(model), torch.randn(128, 64)
+    for _ in range(5):
+        made.zero_grad()
+        (model(x) - x).square().mean().backward()
+        made.step()
+    return model, made
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 1e-3)
+
+
+def test_a_trained_model_that_is_not_trained_further_is_announced() -> None:
+    model = trained(adam)[0]
+    with pytest.warns(UserWarning, match="too little for this trained model to work as before") as caught:
+        done = pf.factorize_(model, pf.plan(model, 0.5))
+    assert caught[0].filename == __file__
+    kept = sum(1 - e.error**2 for e in done if e.error) / 2
+    assert f"keep {kept:.1%} of" in str(caught[0].message)
+    model = trained(adam)[0]
+    with pytest.warns(UserWarning, match="too little"):
+        pf.factorize_(model, pf.plan(model, 0.5), adam(model))  # fine-tuning: has no state yet
+
+
+def test_what_is_not_announced() -> None:
+    fresh, (model, optimizer), exact = Normed(), trained(adam), trained(adam)[0]
+    batch_norm = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    batch_norm(torch.randn(9, 64))
+    with torch.no_grad():
+        for layer in (exact.first, exact.last):
+            layer.weight.copy_(torch.randn(64, 16) @ torch.randn(16, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pf.factorize_(fresh, pf.plan(fresh, 0.25))  # to be trained
+        pf.factorize_(batch_norm, pf.plan(batch_norm, 0.25))
+        pf.factorize_(model, pf.plan(model, 0.25), optimizer)  # is being trained
+        model, optimizer = trained(lambda model: torch.optim.SGD(model.parameters(), 0.1))
+        pf.factorize_(model, pf.plan(model, 0.25), optimizer)  # without state
+        pf.factorize_(exact, pf.plan(exact, 16))  # loses nothing
+
+
+def test_progress_is_reported_for_every_layer() -> None:
+    seen: list[tuple[str, float]] = []
+
+    @contextmanager
+    def display(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        yield lambda amount: seen.append((text, amount))
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    with display_progress(display):
+        pf.factorize_(model, pf.plan(model, pf.Energy(0.5), keep=["2"]))
+    assert seen == [("computing singular values", 1)] * 2 + [("factorizing layers", 1)] * 2

@@ -281,7 +281,156 @@ def test_an_optimizer_inside_of_another_with_its_own_groups_is_refused() -> None
     wrapper = Wrapper(optim.SGD(model.parameters(), lr=0.1))
     wrapper.param_groups = copy.copy(wrapper.param_groups)
     with pytest.raises(
-        TypeError, match="Wrapper contains SGD, with parameter groups of its own; pass that one"
+        TypeError, match=r"Wrapper contains SGD, with parameter groups of its own, so .* delete it"
     ):
         pf.factorize_(model, pf.plan(model, 16), wrapper)
     assert isinstance(model[0], nn.Linear)
+
+
+class Counting(optim.Optimizer):
+    """Like Adam of schedule-free: the number of updates is in the group, the moment is in the state of a parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, place: str = "k") -> None:
+        super().__init__(params, {"lr": lr, place: 0, "weight_sum": 0.0, "train_mode": True})
+        self.place = place
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group[self.place] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            for p in group["params"]:
+                state = self.state[p]
+                state["z"] = state.get("z", p.clone())
+                state["square"] = 0.999 * state.get("square", 0) + 0.001 * p.grad.square()
+                corrected = state["square"] / (1 - 0.999 ** group[self.place])
+                state["z"] -= group["lr"] * p.grad / (corrected.sqrt() + 1e-8)
+                p.lerp_(state["z"], group["lr"] ** 2 / group["weight_sum"])
+
+
+@pytest.mark.parametrize("place", ["k", "step"])
+def test_an_optimizer_that_counts_updates_in_its_groups_is_refused(place: str) -> None:
+    model = Net()
+    optimizer = Counting(model.parameters(), place=place)
+    before = list(model.modules())
+    train(model, [optimizer], range(3))
+    with pytest.raises(
+        TypeError, match=f"Counting counts its updates for all parameters together .'{place}'."
+    ):
+        pf.factorize_(model, plan(model), optimizer)
+    assert list(model.modules()) == before
+    fresh = Counting(model.parameters(), place=place)
+    del optimizer
+    with pytest.warns(UserWarning, match="too little for this trained model"):
+        pf.factorize_(model, plan(model), fresh)  # it has made no update
+    train(model, [fresh], range(2))
+    with pytest.raises(TypeError, match="Counting counts its updates"):
+        pf.merge_(model, fresh)
+    assert isinstance(model.fc, pf.layers.LowRank)
+
+
+def test_an_optimizer_that_counts_updates_for_all_parameters_is_refused() -> None:
+    model = Net()
+    optimizer = Sign(model.parameters())
+    optimizer.state["k"] = torch.tensor([3])  # as MADGRAD
+    with pytest.raises(TypeError, match="Sign counts its updates"):
+        pf.factorize_(model, plan(model), optimizer)
+
+
+def test_an_optimizer_that_counts_updates_is_refused_before_the_warm_up() -> None:
+    model = Net()
+    optimizer = Counting(model.parameters())
+    for state in ("project", "reset"):
+        switch = pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(3), state=state)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="Counting counts its updates"):
+            switch.step(model, optimizer, epoch=0)
+    assert pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
+
+
+def test_a_reset_is_announced_before_the_warm_up() -> None:
+    model = Net()
+    optimizer = Sign(model.parameters())
+    switch = pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(2))
+    with pytest.warns(UserWarning, match="test_carry.Sign: the state of .* will be reset") as caught:
+        switch.step(model, optimizer, epoch=0)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        switch.step(model, optimizer, epoch=1)  # once
+        pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(2), state="reset").step(model, optimizer, epoch=0)
+        # One that holds no weight that is replaced, and one of torch.
+        other = Sign([model.head.weight])
+        adam = optim.Adam([p for p in model.parameters() if p is not model.head.weight])
+        pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(2)).step(model, [other, adam], epoch=0)
+
+
+# Optimizers that stack the matrices of a group.
+
+
+class Stacking(Sign):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            update = torch.stack([p.grad for p in group["params"]])
+            with torch.no_grad():
+                for p, u in zip(group["params"], update, strict=True):
+                    p -= group["lr"] * u.sign()
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64)
+    )
+
+
+def groups_by_size(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return [{"params": [p for p in matrices if p.numel() == n]} for n in {p.numel() for p in matrices}]
+
+
+def announced(change: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        change()
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught if "stacks" in str(w.message)]
+
+
+@pytest.mark.parametrize("at", ["factorize_", "first call"])
+def test_an_optimizer_with_a_group_for_each_size_is_told(at: str) -> None:
+    def told(make: Any, groups: Any = groups_by_size) -> bool:
+        model = blocks()
+        optimizers = [make(groups(model)), optim.SGD([p for p in model.parameters() if p.dim() == 1])]
+        switch = pf.Switch(rank=16, when=pf.AtEpoch(2))
+        if at == "factorize_":
+            return bool(announced(lambda: pf.factorize_(model, pf.plan(model, 16), optimizers)))
+        return bool(announced(lambda: switch.step(model, optimizers, epoch=0)))
+
+    assert told(Stacking)
+    assert not told(
+        Stacking, lambda model: [p for p in model.parameters() if p.dim() == 2]
+    )  # all in one group
+    assert not told(optim.SGD)
+    assert not told(optim.Muon)
+    assert not told(pf.Muon)
+    assert not told(optim.Adafactor)
+
+
+def test_the_remedy_of_the_warning() -> None:
+    model, x = blocks(), torch.randn(3, 32)
+    pf.factorize_(model, pf.plan(model, 16))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    shapes = {p.shape for p in matrices}
+    optimizer = Stacking([{"params": [p for p in matrices if p.shape == shape]} for shape in shapes])
+    before = [p.detach().clone() for p in matrices]
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(matrices, before, strict=True))
+
+
+def test_optimizers_of_equal_names_are_told_apart() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False))
+    optimizer = type("Muon", (Sign,), {"__module__": "mylib"})(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"^mylib\.Muon: .* state is carried for .*Muon of torch\.optim$"):
+        pf.factorize_(model, pf.plan(model, 16), optimizer)

@@ -159,6 +159,11 @@ class SpecialConv(nn.Conv2d):
     pass
 
 
+class Cast(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype))
+
+
 def special_int8() -> nn.Module:
     layer = Special(64, 64)
     layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
@@ -178,11 +183,16 @@ def special_int8() -> nn.Module:
             "If SpecialConv computes the same as Conv2d, register it: "
             f'pf.register("{__name__}.SpecialConv", pf.layers.LowRankConv)',
         ),
+        (
+            Cast(64, 64),
+            "Cast.forward may cast or scale: then register a subclass of pf.layers.LowRankLinear that does so too. If Cast "
+            f'computes the same as Linear (x Wᵀ + b), register it: pf.register("{__name__}.Cast", pf.layers.LowRankLinear)',
+        ),
         (special_int8(), ""),
         (nn.Bilinear(8, 8, 8), ""),
         (parametrizations.weight_norm(nn.Linear(64, 64)), ""),
     ],
-    ids=["Linear", "Conv2d", "int8", "Bilinear", "weight_norm"],
+    ids=["Linear", "Conv2d", "forward", "int8", "Bilinear", "weight_norm"],
 )
 def test_subclasses_are_offered_with_the_line_that_registers_them(layer: nn.Module, line: str) -> None:
     plan = pf.plan(in_sequence(layer))

@@ -150,6 +150,23 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.q, self.k, self.v = (nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.q(y) * self.k(y) * self.v(y)
+
+
+def only(model: nn.Module, *names: str) -> nn.Module:
+    """The model, in which only these parameters are trained."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in names)
+    return model
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 48))
 
@@ -178,6 +195,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "middle_frozen": (lambda: frozen(mlp(), "2"), (torch.randn(5, 40),)),
     "last_frozen": (lambda: frozen(mlp(), "4"), (torch.randn(5, 40),)),
     "all_but_the_last_frozen": (lambda: frozen(mlp(), "0", "2"), (torch.randn(5, 40),)),
+    "shared_input": (Projections, (torch.randn(5, 40),)),
+    "shared_input_frozen": (lambda: frozen(Projections(), "q"), (torch.randn(5, 40),)),
     "call_twice": (CallTwice, (torch.randn(5, 48),)),
     "convolutions": (convolutions, (torch.randn(2, 8, 16, 16),)),
     "convolution_frozen": (lambda: frozen(convolutions(), "1"), (torch.randn(2, 8, 16, 16),)),
@@ -201,6 +220,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: nn.Sequential(nn.Linear(32, 32), nn.LSTM(32, 48).requires_grad_(False)),
         (torch.randn(7, 3, 32),),
     ),
+    "lstm_second_layer": (
+        lambda: only(nn.Sequential(nn.LSTM(32, 48, 2)), "0.weight_ih_l1", "0.weight_hh_l1"), (torch.randn(7, 3, 32),),
+    ),
+    "lstm_first_layer": (
+        lambda: only(nn.Sequential(nn.LSTM(32, 48, 2)), "0.weight_ih_l0", "0.weight_hh_l0"), (torch.randn(7, 3, 32),),
+    ),
+    "lstm_one_direction": (
+        lambda: only(nn.Sequential(nn.LSTM(32, 32, bidirectional=True)), "0.weight_ih_l0", "0.weight_hh_l0"), (torch.randn(7, 3, 32),),
+    ),
     "gru": (lambda: nn.Sequential(nn.GRU(32, 48, 2)), (torch.randn(7, 32),)),
     "rnn": (lambda: nn.Sequential(nn.RNN(32, 48, nonlinearity="relu")), (torch.randn(7, 3, 32),)),
     "self_attention": (lambda: nn.TransformerEncoderLayer(32, 4, 64), (torch.randn(6, 2, 32),)),
@@ -208,6 +236,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "cross_attention": (
         lambda: CrossAttention(kdim=40, vdim=40),
         (torch.randn(2, 6, 32, requires_grad=True), torch.randn(2, 5, 40)),
+    ),
+    "attention_output": (
+        lambda: only(CrossAttention(), "attention.out_proj.weight"), (torch.randn(2, 6, 32), torch.randn(2, 5, 32)),
     ),
     "attention_frozen": (
         lambda: CrossAttention().requires_grad_(False),

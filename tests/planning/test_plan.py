@@ -68,6 +68,27 @@ def test_the_table_after_factorizing_has_errors() -> None:
     assert f"{float(relative):.3f}" in str(plan)
 
 
+def test_errors_fit_80_columns() -> None:
+    """Of the columns that have to be left out, errors are the last."""
+    block = nn.ModuleDict(
+        {"self_attn": nn.ModuleDict({"q_proj": nn.Linear(192, 192), "k_proj": nn.Linear(192, 64)})}
+    )
+    model = nn.ModuleDict(
+        {"model": nn.ModuleDict({"layers": nn.ModuleList(copy.deepcopy(block) for _ in range(12))})}
+    )
+    for p in model.parameters():
+        nn.init.normal_(p)
+    plan = pf.plan(
+        model,
+        0.5,
+        example=lambda m: [x["self_attn"]["q_proj"](torch.ones(192)) for x in m["model"]["layers"]],
+    )
+    table = str(pf.factorize_(model, plan)).partition("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    assert "MACs" not in table[0]
+    assert "error" in table[0]
+
+
 # JSON.
 
 

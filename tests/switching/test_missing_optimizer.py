@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import pufferfish as pf
+from processes import in_processes
 
 
 def build() -> nn.Module:
@@ -95,3 +97,16 @@ def test_weights_that_nobody_trains_need_no_optimizer() -> None:
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
     assert pf.Switch(plan, when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
     assert not any(p.requires_grad for p in (model[2].down.weight, model[2].up.weight))
+
+
+def sharded_state(rank: int, size: int) -> None:
+    model = build()
+    wrapper = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for passed in (wrapper, wrapper.optim, [wrapper, wrapper.optim]):
+        with pytest.raises(TypeError, match=r"^ZeroRedundancyOptimizer contains AdamW, .* delete it first"):
+            pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, passed, epoch=0)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+
+
+def test_an_optimizer_that_shards_its_state() -> None:
+    in_processes(sharded_state, 1)

@@ -4,7 +4,7 @@ The weights are in `pufferfish.safetensors` instead of `model.safetensors`, and 
 `from_pretrained` of transformers does not find its file and raises, also where pufferfish is not installed. Under the
 usual name it would initialize the factorized layers at random, and only log that.
 
-`factorize_`, `reshape_` and `Switch` import this module where transformers is in use. It extends four methods of
+`factorize_`, `reshape_` and `Switch` import this module for models with modules of transformers. It extends four methods of
 transformers' classes, which stay the same for dense models and their folders, with one exception: the Trainer also reads
 weights that its files have under other names than the model, such as experts.
 """

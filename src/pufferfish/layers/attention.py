@@ -86,8 +86,9 @@ class LowRankMultiheadAttention(LowRank):
         cls, matrix: Matrix, dense: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
         arguments = dict(zip(_INPUTS.values(), args, strict=False)) | kwargs
-        everything = (args, kwargs, list(dense.parameters()))  # the input of `out` depends on all of these
-        source = arguments[_INPUTS[matrix.name]] if matrix.name in _INPUTS else everything
+        before = [p for name, p in dense.named_parameters() if name not in (matrix.weight, matrix.bias)]
+        # The input of `out` depends on everything before it.
+        source = arguments[_INPUTS[matrix.name]] if matrix.name in _INPUTS else (args, kwargs, before)
         return cls.positions(matrix, args, kwargs, output) if any_requires_grad(source) else 0
 
     @property

@@ -165,7 +165,8 @@ class LowRankExperts(LowRank):
     ) -> int:
         # Only the first product reads the input; the others read what trainable weights have computed.
         first = matrix.weight == cls.matrices(dense)[0].weight
-        source = (args, kwargs) if first else (args, kwargs, list(dense.parameters()))
+        before = [p for name, p in dense.named_parameters() if name not in (matrix.weight, matrix.bias)]
+        source = (args, kwargs) if first else (args, kwargs, before)
         return cls.positions(matrix, args, kwargs, output) if any_requires_grad(source) else 0
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -121,7 +121,16 @@ class LowRankRNNBase(LowRank):
         positions = cls.positions(matrix, args, kwargs, output)
         if matrix.name in ("weight_ih_l0", "weight_ih_l0_reverse"):
             return positions if any_requires_grad(arguments["input"]) else 0
-        if not any_requires_grad((args, kwargs, list(dense.parameters()))):
+        kind, place = matrix.name.split("_l")  # "weight_hh", "1_reverse"
+
+        def feeds(
+            parameter: str,
+        ) -> bool:  # the input of this matrix: in a layer before it, or in the same recurrence
+            at = parameter.split("_l")[1]
+            before = int(at.partition("_")[0]) < int(place.partition("_")[0])
+            return before or (kind != "weight_ih" and at == place)
+
+        if not any_requires_grad((args, kwargs, [p for name, p in dense.named_parameters() if feeds(name)])):
             return 0
         if matrix.name.startswith("weight_hh") and not any_requires_grad(arguments.get("hx")):
             final = output[1][0] if isinstance(output[1], tuple) else output[1]

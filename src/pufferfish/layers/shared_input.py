@@ -19,8 +19,8 @@ class SharedInput:
 
     The first layer that is called multiplies the input by the first factors of all layers at once, which reads the input
     once instead of once per layer, forward and backward. The others take their part of the result, unless a weight has changed
-    since then, or a backward pass has used up its graph. A layer that is called with another tensor, or whose first factor is
-    not a plain `nn.Linear` without hooks, computes alone.
+    since then, or a backward pass has used up its graph. A layer that is called with another tensor, or with one that was
+    created in inference mode, or whose first factor is not a plain `nn.Linear` without hooks, computes alone.
 
     Args:
         layers: At least two layers with equally many inputs.
@@ -51,6 +51,10 @@ class SharedInput:
         if place is None or not all(is_plain(other.down, input) for other in self.active):
             return None  # `layer` is a replica of DataParallel, or a module has changed
         weights = [cast(Tensor, other.down.weight) for other in self.active]
+        if not torch.compiler.is_compiling() and any(x.is_inference() for x in (input, *weights)):
+            return None  # it has no version counter, which would show a change between two calls
+        if torch.is_grad_enabled() and len({x.requires_grad for x in weights}) > 1:
+            return None  # together, the backward pass would compute the gradients of frozen weights too
         mode = _mode(input, weights)
         waiting = self._waiting  # read once: another thread may replace it
         if (
@@ -104,7 +108,7 @@ def _mode(input: Tensor, weights: Sequence[Tensor]) -> tuple[Any, ...]:
     mode = torch.is_grad_enabled(), torch.get_autocast_dtype(device) if autocast else None
     if torch.compiler.is_compiling():
         return mode  # versions are not known, and one compiled graph contains all calls
-    versions = [None if x.is_inference() else x._version for x in (input, *weights)]
+    versions = [x._version for x in (input, *weights)]
     # Inside of a checkpoint, tensors are saved in another way than outside.
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     stream = torch.cuda.current_stream(input.device) if input.is_cuda else None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
-from ..optim.carry import accepts, check_optimizers
+from ..optim.carry import accepts, as_list, check_optimizers
 from ..planning.plan import Plan
 from ..planning.svd import check_values
 
@@ -280,10 +280,11 @@ def check_optimizers_complete(model: nn.Module, plan: Plan, optimizers: list[Opt
         optimizers: those that will be updated.
     """
     weights = factorized_weights(model, plan)
-    for name, kind in _alive(lambda: _held_by_others(weights, optimizers)):
+    for name, other in _alive(lambda: _held_by_others(weights, optimizers)):
+        check_optimizers(as_list(other))  # the wrapper of one that was passed cannot be passed either
         raise ValueError(
-            f"{name}: another optimizer ({kind}) holds this parameter and was not passed to the switch; pass all "
-            "optimizers as a list"
+            f"{name}: another optimizer ({type(other).__name__}) holds this parameter and was not passed to the switch; "
+            "pass all optimizers as a list"
         )
     for name in _in_no_optimizer(model, weights, optimizers):
         raise ValueError(
@@ -306,8 +307,9 @@ def warn_of_other_optimizers(model: nn.Module, plan: Plan, optimizers: list[Opti
     if not weights or next(model.parameters()).is_meta:
         return
     problems = [
-        f"{name} is replaced by two factors, but an existing optimizer ({kind}) holds it and does not train them; {remedy}"
-        for name, kind in _alive(lambda: _held_by_others(weights, optimizers))
+        f"{name} is replaced by two factors, but an existing optimizer ({type(other).__name__}) holds it and does not train "
+        f"them; {remedy}"
+        for name, other in _alive(lambda: _held_by_others(weights, optimizers))
     ]
     problems += [
         f"{name} is replaced by two factors, but no optimizer that was passed holds it, so none trains them; {remedy}"
@@ -337,14 +339,12 @@ def _wrapped_by_others(weights: Mapping[int, str], ddp: DistributedDataParallel 
     return [weights[id(p)] for x in others for p in x.parameters() if id(p) in weights]
 
 
-def _held_by_others(weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[tuple[str, str]]:
-    """(parameter name, type of optimizer) of every weight that an optimizer not in `optimizers` holds."""
+def _held_by_others(weights: Mapping[int, str], optimizers: list[Optimizer]) -> list[tuple[str, Optimizer]]:
+    """(parameter name, optimizer) of every weight that an optimizer not in `optimizers` holds."""
     passed = {id(optimizer.param_groups) for optimizer in optimizers}
     groups = [(x, getattr(x, "param_groups", ())) for x in _live_objects(Optimizer)]
-    held = [
-        (p, type(x).__name__) for x, own in groups if id(own) not in passed for g in own for p in g["params"]
-    ]
-    return [(weights[id(p)], kind) for p, kind in held if id(p) in weights]
+    held = [(p, x) for x, own in groups if id(own) not in passed for g in own for p in g["params"]]
+    return [(weights[id(p)], x) for p, x in held if id(p) in weights]
 
 
 def _alive(find: Callable[[], list[T]]) -> list[T]:

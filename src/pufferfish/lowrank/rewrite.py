@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from ..layers.names import named_modules
 from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
 from ..optim.undo import Undo
 from ..planning.plan import Entry, Plan
+from ..planning.progress import track
 from .checks import check_hooks, check_layer_accepted, check_not_sharded, replaced_parameters
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
@@ -85,7 +85,7 @@ class Rewrite:
             dense = self.model.get_submodule(paths[layer])
             check_layer_accepted(layer, low_rank, dense, self._optimizers)
         errors: dict[str, float | None] = {}
-        for layer, low_rank in structures.items():
+        for layer, low_rank in track(structures.items(), "factorizing layers"):
             dense, ranks = self.model.get_submodule(paths[layer]), low_rank.ranks
             mapping = FactorMap(
                 matrices_of(type(low_rank), dense, ranks), ranks, dict(dense.named_parameters()), {}
@@ -114,7 +114,10 @@ class Rewrite:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
             if len(layers) > 1:
                 SharedInput(layers)
-        if "transformers.modeling_utils" in sys.modules:
+        kinds = {kind for module in self.model.modules() for kind in type(module).__mro__}
+        if any(
+            kind.__module__.startswith("transformers.") for kind in kinds
+        ):  # a model of it, or a part of one
             from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
         return plan.replace(
             dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries

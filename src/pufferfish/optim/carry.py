@@ -5,7 +5,7 @@ carried by the same products, and squares by products with the squared factors.
 """
 
 import warnings
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,9 @@ _SUPPORTED = (
     optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Muon,
 )  # fmt: skip
 _REFUSED = (optim.LBFGS, optim.SparseAdam)
+_CARRIED = f"state is carried for {', '.join(kind.__name__ for kind in _SUPPORTED)} of torch.optim"
+#: Names under which optimizers count their updates once per parameter group (schedule-free: k, apex and timm: step).
+_COUNTERS = ("k", "step")
 
 Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
 
@@ -64,8 +67,12 @@ def _held(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
     return [x for x in vars(optimizer).values() if isinstance(x, optim.Optimizer)]
 
 
-def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
-    """Raise TypeError for optimizers whose parameters cannot be replaced."""
+def check_optimizers(optimizers: Iterable[optim.Optimizer], later: bool = False) -> None:
+    """Raise TypeError for optimizers whose parameters cannot be replaced.
+
+    Args:
+        later: whether they make updates before their parameters are replaced.
+    """
     for optimizer in optimizers:
         if not isinstance(optimizer, optim.Optimizer):
             raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
@@ -76,8 +83,67 @@ def check_optimizers(optimizers: Iterable[optim.Optimizer]) -> None:
             )
         if held := _held(optimizer):
             raise TypeError(
-                f"{type(optimizer).__name__} contains {type(held[0]).__name__}, with parameter groups of its own; pass that "
-                "one if it does the updates, or change the model before creating the optimizer"
+                f"{type(optimizer).__name__} contains {type(held[0]).__name__}, with parameter groups of its own, so its "
+                "parameters cannot be replaced; delete it first, and create a new one after pf.factorize_"
+            )
+        if not _carries_all(optimizer) and (counter := _group_counter(optimizer, later)):
+            raise TypeError(
+                f"{type(optimizer).__name__} counts its updates for all parameters together ({counter!r}), so new ones would "
+                "start without moments but with the old count, and their updates would be far too large; delete it first, "
+                "and create a new one after pf.factorize_"
+            )
+
+
+def _group_counter(optimizer: optim.Optimizer, later: bool) -> str:
+    """Name of the number of updates that is not part of a parameter's state; "" if there is none, or none was made yet."""
+    shared: State = {str(k): x for k, x in optimizer.state.items() if not isinstance(k, Tensor)}
+    for place in (*optimizer.param_groups, shared):
+        for name in _COUNTERS:
+            if name in place and (later or place[name] != 0):
+                return name
+    return ""
+
+
+def _carries_all(optimizer: optim.Optimizer) -> bool:
+    """Whether all state that the optimizer has now can be carried."""
+    states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+    return isinstance(optimizer, _SUPPORTED) and all(map(can_carry, states))
+
+
+def type_name(optimizer: optim.Optimizer) -> str:
+    """Type with its module: `torch.optim.Muon` is not the Muon of another package."""
+    kind = type(optimizer)
+    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    return f"{module}.{kind.__name__}"
+
+
+def warn_of_reset(optimizers: Iterable[optim.Optimizer], weights: Collection[int], stacklevel: int) -> None:
+    """Warn of the optimizers that hold one of `weights` (ids) and will lose the state of replaced parameters."""
+    for optimizer in optimizers:
+        held = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
+        if held and not _carries_all(optimizer):
+            warnings.warn(
+                f"{type_name(optimizer)}: the state of the parameters that the switch replaces will be reset; {_CARRIED}",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def warn_of_stacks(optimizers: Iterable[optim.Optimizer], weights: Collection[int], stacklevel: int) -> None:
+    """Warn of the optimizers that seem to stack the matrices of a parameter group, and hold one of `weights` (ids).
+
+    They have one group for each size, as torch's own never need. The two factors of a matrix go into its group.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _SUPPORTED) or type(optimizer).__module__.startswith("torch."):
+            continue
+        groups = [group["params"] for group in optimizer.param_groups if len(group["params"]) > 1]
+        sizes = [{p.numel() for p in group} for group in groups if any(id(p) in weights for p in group)]
+        if sizes and all(len(group) == 1 for group in sizes):
+            warnings.warn(
+                f"{type_name(optimizer)}: each parameter group has matrices of one size only; if its step stacks them, it "
+                "fails after low rank has put two factors of different shapes into the group: create it after "
+                "pf.factorize_, or stack by shape in its step",
+                stacklevel=stacklevel + 1,
             )
 
 
@@ -178,16 +244,14 @@ class Carrier:
             return False
         supported = isinstance(draft.optimizer, _SUPPORTED) and can_carry(state)
         if not supported:
-            self._reset.add(type(draft.optimizer).__name__)
+            self._reset.add(type_name(draft.optimizer))
         return supported
 
     def warn_of_resets(self, stacklevel: int = 4) -> None:
         """Warn about state that was not carried."""
         for name in sorted(self._reset):
             warnings.warn(
-                f"{name}: the state of replaced parameters was reset; state is carried for "
-                + ", ".join(kind.__name__ for kind in _SUPPORTED),
-                stacklevel=stacklevel,
+                f"{name}: the state of replaced parameters was reset; {_CARRIED}", stacklevel=stacklevel
             )
 
     def commit(self, undo: Undo) -> None:

@@ -158,8 +158,11 @@ def _register_line(module: nn.Module) -> str:
     assert form is not None
     place = "pf.layers" if form.__module__.startswith("pufferfish.layers.") else form.__module__
     what = " (x Wᵀ + b)" if base is nn.Linear else ""
+    own = ""
+    if kind.forward is not base.forward:
+        own = f"{kind.__name__}.forward may cast or scale: then register a subclass of {place}.{form.__qualname__} that does so too. "
     return (
-        f"If {kind.__name__} computes the same as {base.__name__}{what}, register it: "
+        f"{own}If {kind.__name__} computes the same as {base.__name__}{what}, register it: "
         f'pf.register("{kind.__module__}.{kind.__qualname__}", {place}.{form.__qualname__})'
     )
 

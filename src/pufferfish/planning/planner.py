@@ -17,6 +17,7 @@ from .candidates import candidates, expert_entries
 from .measured_times import with_measured_times
 from .plan import Entry, Plan, check_is_plan, totals
 from .profile import Call, Example, profile
+from .progress import track
 from .rules import Budget, PerExpert, RankLike, Rule, StableRank, align, as_rule, largest_rank
 from .timing import Mode
 
@@ -183,7 +184,8 @@ def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, T
     >>> {name: len(s) for name, s in pf.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
     {'0': 32}
     """
-    return {e.name: matrix_spectrum(e, weight) for e, weight in factorizable(model, names)}
+    found = track(factorizable(model, names), "computing singular values")
+    return {e.name: matrix_spectrum(e, weight) for e, weight in found}
 
 
 def factorizable(model: nn.Module, names: Iterable[str] | None = None) -> list[tuple[Entry, nn.Parameter]]:

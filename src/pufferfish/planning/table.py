@@ -144,7 +144,7 @@ def _folded_layers(plan: Plan) -> tuple[Table, str]:
             columns[name].append(cell)
     shown = [[name, *column] for name, column in columns.items() if any(column)]
     left = [i for i, column in enumerate(shown) if column[0] in ("layer", "shape")]
-    table = Table([*zip(*shown, strict=True)], left, spare=("MACs", "error", "shape", "bytes", "n"))
+    table = Table([*zip(*shown, strict=True)], left, spare=("MACs", "shape", "bytes", "n"))
     return table, "\n".join(f"{number}: {reason}" for reason, number in notes.items())
 
 

@@ -23,7 +23,7 @@ from ..lowrank.checks import (
     factorized_weights,
     find_compiled,
 )
-from ..optim.carry import check_optimizers
+from ..optim.carry import check_optimizers, warn_of_reset, warn_of_stacks
 from ..planning.plan import LITTLE, Plan
 from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
@@ -94,9 +94,15 @@ class Decision:
             if not switched:
                 if job.workers.rank == 0:
                     self._warn_without_total(at)
-                self._plan = job.workers.run_on_all(lambda: self._start(job, at, optimizers, averages))
+                self._plan = job.workers.run_on_all(
+                    lambda: self._start(job, at, optimizers, averages, not now)
+                )
                 if job.workers.rank == 0:
                     self._warned = self._plan.warn_if_little_changes(stacklevel=3)
+                    weights = factorized_weights(job.inner, self._plan)
+                    warn_of_stacks(optimizers, weights, stacklevel=3)
+                    if self.settings.state == "project" and not now:
+                        warn_of_reset(optimizers, weights, stacklevel=3)
             self._started = True
         return (bool(observe) and self._observe(job, at)) or bool(now)
 
@@ -196,9 +202,19 @@ class Decision:
         return repr((__version__, at, switched, settings, layers, shapes))
 
     def _start(
-        self, job: Job, at: Position, optimizers: list[Optimizer], averages: Iterable[nn.Module]
+        self,
+        job: Job,
+        at: Position,
+        optimizers: list[Optimizer],
+        averages: Iterable[nn.Module],
+        later: bool,
     ) -> Plan:
-        """Make the plan, and raise before the warm-up for what would fail after it."""
+        """Make the plan, and raise before the warm-up for what would fail after it.
+
+        Args:
+            later: whether there is a warm-up.
+        """
+        check_optimizers(optimizers, later)
         self._check(job, optimizers)
         if known_in_advance(back := self.settings.back) and back is not None:
             back(at)  # raises if the loop does not pass what it needs
