@@ -234,9 +234,9 @@ class Switch:
                     model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            job = Job(model, "switch.rebuild")
-            self._report(job, plan, at, optimizers, Undo())
-            self._finish(job, loss, optimizers)
+            rebuilt = Job(model, "switch.rebuild")
+            self._report(rebuilt, plan, at, optimizers, Undo())
+            self._finish(rebuilt, loss, optimizers)
         return model, optimizer
 
     def due(
@@ -315,7 +315,12 @@ class Switch:
         self._decision.prepare_merge(job, optimizers)
         changes = [Rewrite(job.inner, optimizers, self.settings.state == "project")]
         changes += [Rewrite(averaged_model(average, job.inner), None) for average in also]
-        job.workers.run_on_all(lambda: [change.merge() for change in changes])
+
+        def prepare() -> None:
+            for change in changes:
+                change.merge()
+
+        job.workers.run_on_all(prepare)
         report = dataclasses.replace(self.report, merged=at)
         job.commit(
             changes,
