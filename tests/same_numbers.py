@@ -43,7 +43,7 @@ from zoo import ZOO
 ALIASES: dict[str, str] = {}
 #: Pattern of cases that may differ → largest relative difference (at most 1e-6) and the reason.
 MAY_DIFFER: dict[str, tuple[float, str]] = {}
-#: Where public names are looked for, in this order.
+#: Where public names are looked for, in this order. Where a module moves, add its new path.
 PLACES = (
     "pufferfish", "pufferfish.compression", "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
     "pufferfish.lab.models",
@@ -307,8 +307,12 @@ def rebuild(variant: str) -> Values:
 # Compression
 
 
+def sgd(text: str, model: nn.Module) -> list[optim.Optimizer]:
+    return OPTIMIZERS["plain SGD" if "momentum" in METHODS.get(text, "") else "SGD"](inner(model))
+
+
 def compressed(text: str, model: nn.Module, **options: Any) -> Values:
-    optimizers = OPTIMIZERS["plain SGD" if "momentum" in METHODS.get(text, "") else "SGD"](inner(model))
+    optimizers = sgd(text, model)
     hook = pf.compress(model, method(text), optimizer=optimizers, **options)
     train(model, optimizers, range(5))
     backward(model, 5)
@@ -374,21 +378,22 @@ def outer(params: Any) -> optim.Optimizer:
     return optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
 
 
-def plain_outer(params: Any) -> optim.Optimizer:
-    return optim.SGD(params, lr=0.1)
-
-
 @case(2, each=METHODS)
 def local_steps(text: str) -> Values:
-    chosen = plain_outer if "momentum" in METHODS[text] else outer
+    chosen = (lambda params: optim.SGD(params, lr=0.1)) if "momentum" in METHODS[text] else outer
     yield from locally(pf.LocalSteps(2, outer=chosen, method=method(text)))
 
 
-@case(
-    2, 4, each=("{'h':3}", "{'h':2,'fragments':2,'delay':1}", "{'h':4,'fragments':3,'pattern':'sequential'}")
-)
-def local_schedules(options: str) -> Values:
-    yield from locally(pf.LocalSteps(**eval(options), method=method("Int4(64)")))
+SCHEDULES = {
+    "plain": {"h": 3},
+    "streaming": {"h": 2, "fragments": 2, "delay": 1},
+    "sequential": {"h": 4, "fragments": 3, "pattern": "sequential"},
+}
+
+
+@case(2, 4, each=SCHEDULES)
+def local_schedules(name: str) -> Values:
+    yield from locally(pf.LocalSteps(**SCHEDULES[name], method=method("Int4(64)")))
 
 
 def locally(local: Any) -> Values:
@@ -405,24 +410,30 @@ def locally(local: Any) -> Values:
 
 @case(0, each=METHODS)
 def simulated(text: str) -> Values:
-    workers = pf.Simulated(pf.Settings(method(text), smallest=0), 3)
-    model, means = plain_net(), []
-    for step in range(6):
-        given = []
-        for worker in range(3):
-            model.zero_grad()
-            x, y = batch(step // 2, worker)
-            nn.functional.cross_entropy(model(x), y).backward()
-            given.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        means.append(workers.average(given))
-    yield "", (means, workers.meter.wire_bytes)
+    """Also resumed, by as many workers and by fewer."""
+    model, saved = plain_net(), None
+    for size in (3, 3, 2):
+        workers = pf.Simulated(pf.Settings(method(text), smallest=0), size)
+        if saved is not None:
+            workers.load_state_dict(copy.deepcopy(saved))
+        means = []
+        for step in range(6):
+            given = []
+            for worker in range(size):
+                model.zero_grad()
+                x, y = batch(step // 2, worker)
+                nn.functional.cross_entropy(model(x), y).backward()
+                given.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            means.append(workers.average(given))
+        yield f"{size} workers" + (" resumed" if saved else ""), (means, workers.meter.wire_bytes)
+        saved = saved or workers.state_dict()
 
 
-@case(2, each=("PowerSGD(2)", "TopK(0.05)", "Accordion(PowerSGD(2),PowerSGD(1),every=2)"))
+@case(2, each=(*FEW[1:], "OneBitSGD()"))
 def compression_through_a_switch(text: str) -> Values:
     """Error feedback of what stays is kept; then another method takes over what is left."""
     model = ddp_net()
-    optimizers = OPTIMIZERS["SGD"](model.module)
+    optimizers = sgd(text, model)
     hook = pf.compress(model, method(text), optimizer=optimizers, smallest=0)
     train(model, optimizers, range(2))
     pf.Switch(rank=0.25, when=pf.AtStep(0)).step(model, optimizers, step=2)
@@ -653,7 +664,11 @@ def print_digests(only: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = run_cases(0, only, folder)
         for size in (1, 2, 4):
-            in_processes(run_worker, size, only, folder, limit=400)
+            try:
+                in_processes(run_worker, size, only, folder, limit=400)
+            except Exception as error:
+                results[f"workers@{size}"] = f"error {type(error).__name__}: {str(error).strip()[-200:]!r}"
+                continue
             found = [json.loads(Path(folder, f"{size}-{worker}.json").read_text()) for worker in range(size)]
             for name in sorted({name for one in found for name in one}):
                 own = [one.get(name, "error: not on this worker") for one in found]
@@ -672,10 +687,14 @@ def compare(sources: list[str], only: str) -> int:
             raise SystemExit(f"{source}: it has no folder pufferfish; pass the folder src of a checkout")
         environment = os.environ | {"PYTHONPATH": str(Path(source).resolve())}
         command = [sys.executable, __file__, "--only", only]
-        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [job.communicate()[0] for job in jobs]
+        jobs.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    outputs, errors = zip(*(job.communicate() for job in jobs), strict=True)
     if any(job.returncode for job in jobs):
-        print("a run failed, with the exit status", *(job.returncode for job in jobs))
+        print("a run failed:", *errors, sep="\n")
         return 1
     old, new = ({k: v for k, _, v in (x.partition(" ") for x in text.splitlines())} for text in outputs)
     wrong = [
