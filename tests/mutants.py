@@ -89,20 +89,13 @@ def omitted_call(node: ast.AST) -> Iterator[Change]:
 def swapped(node: ast.AST) -> Iterator[Change]:
     """Two statements about the same objects, at least one of them a call; neither uses a name that the other assigns."""
     for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
-        for a, b in itertools.pairwise(block) if isinstance(block, list) else ():
-            calls = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Call) for x in (a, b)]
-            simple = all(
-                call or isinstance(x, ast.Assign | ast.AugAssign)
-                for x, call in zip((a, b), calls, strict=True)
-            )
-            needed = (_names(a, ast.Store) & _names(b)) | (_names(b, ast.Store) & _names(a))
-            if (
-                simple
-                and any(calls)
-                and not needed
-                and _names(a) & _names(b) - {"self", "cls", "torch", "dist"}
-            ):
-                yield [a, b], ""
+        for pair in itertools.pairwise(block) if isinstance(block, list) else ():
+            calls = [isinstance(x, ast.Expr) and isinstance(x.value, ast.Call) for x in pair]
+            if not any(calls) or not all(isinstance(x, ast.Expr | ast.Assign | ast.AugAssign) for x in pair):
+                continue
+            (a, stored_a), (b, stored_b) = ((_names(x), _names(x, ast.Store)) for x in pair)
+            if not (stored_a & b or stored_b & a) and a & b - {"self", "cls", "torch", "dist"}:
+                yield list(pair), ""
 
 
 def comparison(node: ast.AST) -> Iterator[Change]:
@@ -195,26 +188,17 @@ def mutants(source: Path) -> list[Mutant]:
             raise SystemExit(
                 f"{part}: none of its files is there; add where it is now to PARTS in {__file__}"
             )
-        draw = random.Random(f"{SEED} {part}")
-        chosen: list[Mutant] = []
+        draw, count = random.Random(f"{SEED} {part}"), len(found)
         for operator in draw.sample(OPERATORS, len(OPERATORS)):
-            sites = [
-                (f, change)
-                for f in files
-                for x in places(ast.parse(f.read_text("utf-8")))
-                for change in operator(x)
-            ]
-            if sites and len(chosen) < EACH:
-                file, (nodes, code) = draw.choice(sites)
-                before, after, line, text = changed(file.read_text("utf-8"), nodes, code)
-                number = len(found) + len(chosen) + 1
-                name = operator.__name__.replace("_", " ")
-                chosen.append(
-                    Mutant(
-                        number, part, name, file.relative_to(source), line, before, after, text, tuple(tests)
-                    )
+            nodes = [(f, x) for f in files for x in places(ast.parse(f.read_text("utf-8")))]
+            sites = [(f, change) for f, x in nodes for change in operator(x)]
+            if sites and len(found) < count + EACH:
+                file, change = draw.choice(sites)
+                before, after, line, text = changed(file.read_text("utf-8"), *change)
+                name, where = operator.__name__.replace("_", " "), file.relative_to(source)
+                found.append(
+                    Mutant(len(found) + 1, part, name, where, line, before, after, text, tuple(tests))
                 )
-        found += chosen
     return found
 
 
