@@ -26,8 +26,9 @@ demo: .venv/.ready ## the whole story in a few minutes
 test: lint ## linters, types, tests and doctests
 	$(BIN)/pytest -q $(PARALLEL)
 
-test-all: lint wheel pythons .venv/.docs ## the same with the slow tests, the wheel and other Pythons
+test-all: lint wheel pythons .venv/.docs ## the same with the slow tests, the wheel, other Pythons and mutants
 	$(BIN)/pytest -q $(PARALLEL) -m ""
+	$(BIN)/python tests/mutants.py
 
 docs: .venv/.docs ## build the documentation site, build/docs/index.html
 	$(BIN)/sphinx-build -W --keep-going -q docs build/docs
