@@ -4,7 +4,9 @@
 
 One single-threaded process against two on gloo, in turn, the same model and plan (every layer that can be, ratio
 0.25). Then how evenly the SVDs' cost is shared out among 4 and 16 ranks: the most loaded rank against the fair
-share, which is the mean, or the largest single SVD where that is more.
+share, which is the mean, or the largest single SVD where that is more. Last, the peak memory (Linux) of a training step
+and of the switch in one process: the switch keeps factors and moments beside the dense ones, a step gradients and
+activations.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from pufferfish.distributed.shared_svd import balance, svd_cost
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.planning.table import format_table
 
+BATCH, SIZE = 8, 64  # of the step whose memory is measured
+
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,6 +50,8 @@ def main() -> None:
     one, two = (statistics.median(times[size]) for size in (1, 2))
     print(f"\nmedian {one:.2f} s alone, {two:.2f} s with two: {one / two:.2f}× as fast\n")
     print(shares())
+    with mp.get_context("spawn").Pool(1) as pool:
+        print(f"\n{pool.apply(memory, (arguments.model,))}")
 
 
 def timed(model: str, size: int) -> float:
@@ -72,6 +78,44 @@ def switched(name: str) -> float:
     start = time.perf_counter()
     switch.step(model, optimizer, epoch=0)
     return time.perf_counter() - start
+
+
+def memory(name: str) -> str:
+    """Peaks of the resident memory in a step with AdamW and in the switch, of what is there between steps."""
+    torch.manual_seed(0)
+    model = REFERENCES[name].build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(BATCH, 3, SIZE, SIZE)).square().mean().backward()
+        optimizer.step()
+
+    switch.step(model, optimizer, epoch=0)
+    step()
+    optimizer.zero_grad()
+    between = resident("VmRSS")
+    peaks = []
+    for work in (step, lambda: switch.step(model, optimizer, epoch=1)):
+        optimizer.zero_grad()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+        work()
+        peaks.append(resident("VmHWM"))
+    rows = [["", "MB", "of the memory between steps"]]
+    for label, value in zip(
+        ("between steps", f"a step, {BATCH} images of {SIZE}×{SIZE}", "the switch"),
+        (between, *peaks),
+        strict=True,
+    ):
+        rows.append([label, f"{value:.0f}", f"{value / between:.2f}"])
+    return f"peak memory, {name}, AdamW\n{format_table(rows, left=(0,))}"
+
+
+def resident(key: str) -> float:
+    """Memory of this process in MB: "VmRSS" now, "VmHWM" at its peak."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) / 1e3
 
 
 def shares() -> str:

@@ -230,7 +230,11 @@ def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
         or like.stride() != torch.empty_like(like, device="meta", memory_format=order).stride()
     ):
         order = torch.contiguous_format
-    return _with_flags(torch.empty_like(value, dtype=like.dtype, memory_format=order).copy_(value), like)
+    stride = torch.empty_like(value, device="meta", memory_format=order).stride()
+    own_memory = value.untyped_storage().nbytes() == value.nbytes  # no part of a larger tensor
+    if not (own_memory and value.dtype == like.dtype and value.stride() == stride):
+        value = torch.empty_like(value, dtype=like.dtype, memory_format=order).copy_(value)
+    return _with_flags(value, like)
 
 
 def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
