@@ -116,9 +116,15 @@ def test_parameter_attributes() -> None:
     model = Mixed()
     for name, p in model.named_parameters():
         p.my_name = name  # type: ignore[attr-defined]
+        p.options = {"lr_scale": 0.5}  # type: ignore[attr-defined]
+        p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]  # as Megatron does; not of a factor's shape
+    bias = model.fc.bias
     pf.factorize_(model, pf.plan(model, 4))
     assert model.fc.down.weight.my_name == model.fc.up.weight.my_name == "fc.weight"
     assert model.fc.up.bias.my_name == "fc.bias"
+    assert model.fc.up.weight.options == {"lr_scale": 0.5}
+    assert not any(hasattr(p, "main_grad") for p in (model.fc.down.weight, model.fc.up.weight))
+    assert model.fc.up.bias.main_grad is bias.main_grad  # the same parameter
     assert model.attention.q.up.bias.my_name == "attention.in_proj_bias"
     pf.merge_(model)
     assert {p.my_name for p in model.parameters()} == {name for name, _ in Mixed().named_parameters()}  # type: ignore[attr-defined]

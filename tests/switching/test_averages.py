@@ -42,6 +42,26 @@ def test_the_average_of_a_model_that_stood_still_is_that_model() -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 
 
+class Average(nn.Module):
+    """An average as other packages write it: the copy is its child `module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+
+def test_any_module_that_holds_a_copy_is_an_average() -> None:
+    live, bare = build(), build()
+    averages = [Average(live), copy.deepcopy(live)]
+    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(live, None, epoch=0, also=averages)
+    for p, q in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(
+        ValueError, match=r"also: ReLU is not a copy of the model: 0: .*; pass the module that has"
+    ):
+        pf.Switch(rank=0.25, when=pf.AtEpoch(5)).step(bare, None, epoch=0, also=[nn.ReLU()])
+
+
 def test_close_to_the_best_of_that_rank() -> None:
     """Against the slow way: the average's own truncated SVD, which is the best but in another basis."""
     live = build()

@@ -446,6 +446,20 @@ def a_wrapper_of_the_past_does_not_count(rank: int, size: int) -> None:
     assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
 
 
+def uneven_inputs(rank: int, size: int) -> None:
+    """Inside of `join`, after the switch as before it, a worker without data takes part in the others' collectives."""
+    model = DDP(build())
+    optimizer = momentum(model)
+    switch = pf.Switch(rank=8, when=pf.AtStep(2))
+    with model.join():
+        for step in range(4 + 2 * rank):
+            switch.step(model, optimizer, step=step)
+            update(model, optimizer, step, rank, size)
+    assert switch.low_rank
+    for p in model.parameters():
+        same_everywhere(p)
+
+
 def flat_spectra() -> nn.Module:
     """With orthogonal weights: which part of them a truncation keeps is arbitrary."""
     torch.manual_seed(0)
@@ -571,6 +585,7 @@ CASES = [
     the_plan_of_the_first_call_is_applied,
     the_module_of_a_wrapper_is_refused_at_the_first_call,
     a_wrapper_of_the_past_does_not_count,
+    uneven_inputs,
     averaging_by_hand_is_like_ddp,
     ranks_settle_alike_by_hand,
     factorized_by_hand,
