@@ -110,7 +110,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
-            with pytest.raises(OSError, match=r"No space left on device: '.*model\.json'"):
+            with pytest.raises(OSError, match=r"No space left on device.*model\.json'"):
                 checkpoint.save(step=3)
             assert names(tmp_path / "disk" / "a") == ["000001-step-1"]
             checkpoint.close()
@@ -118,7 +118,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
                 file.write(bytes(4096))
             assert checkpoint.resume() is not None  # a full disk can still be read
-            with pytest.raises(OSError, match=rf"No space left on device: '.*{OWNER}'"):
+            with pytest.raises(OSError, match=rf"No space left on device.*{OWNER}'"):
                 checkpoint.save(step=3)
             ballast.unlink()
             checkpoint.save(step=3)  # and on, once there is room

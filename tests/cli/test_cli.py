@@ -277,7 +277,7 @@ def test_methods_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[-4:] == ["2", "workers", "16", "workers"]
-    assert [line.split()[0] for line in lines[1:3]] == ["Threshold(tau=0.1)", "Mine(rank=2)"]
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["Threshold(tau=0.1)", "Mine(rank=2, start=0)"]
     assert main(["methods", "TopKK"]) == 2
     assert "did you mean TopK?" in capsys.readouterr().err
 

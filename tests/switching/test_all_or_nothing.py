@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -20,9 +21,11 @@ from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from processes import in_processes
+from pufferfish.optim.carry import Undo
 
 SOURCE = str(Path(pf.__file__).parent)
-UNDO = str(Path(SOURCE, "optim", "undo.py"))  # must not be interrupted itself
+#: Lines that take back what was assigned; they must not be interrupted themselves.
+UNDO = range(*(inspect.getsourcelines(Undo)[1] + n for n in (0, len(inspect.getsourcelines(Undo)[0]))))
 
 Line = tuple[str, int]
 
@@ -45,9 +48,8 @@ class Lines:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(SOURCE) or (
-            file == UNDO and frame.f_code.co_name not in ("set", "setattr", "keep")
-        ):
+        undo = file == inspect.getsourcefile(Undo) and frame.f_code.co_firstlineno in UNDO
+        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("set", "setattr", "keep")):
             return None
         if event == "line":
             self.at((file, frame.f_lineno))
@@ -152,7 +154,7 @@ def test_at_every_line(change: str, stride: int, few_objects: None) -> None:
             elif bits == old:
                 work(case)
             assert case.bits() == new, line
-    assert outcomes["old"] > 100 / stride
+    assert outcomes["old"] > 50 / stride
 
 
 def wrapped(case: Case) -> DistributedDataParallel:

@@ -18,8 +18,7 @@ from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, own_name, unwrap
 from ..lowrank.checks import check_plan
 from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
-from ..optim.carry import check_optimizers, reset_state
-from ..optim.undo import Undo
+from ..optim.carry import Undo, check_optimizers, reset_state
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
 from . import shared_svd

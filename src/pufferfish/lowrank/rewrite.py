@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules
-from ..optim.carry import Carrier, Optimizers, as_list, check_optimizers
-from ..optim.undo import Undo
+from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
 from ..planning.plan import Entry, Plan
 from ..planning.progress import track
 from .checks import check_hooks, check_layer_accepted, check_not_sharded, replaced_parameters

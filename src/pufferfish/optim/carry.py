@@ -5,7 +5,7 @@ carried by the same products, and squares by products with the squared factors.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 from ..layers import FactorMap, Matrix
 from ..layers.matrix import at_least_fp32
 from ..layers.names import own_name
-from .undo import Undo
 
 State = dict[str, Any]
 
@@ -254,7 +253,7 @@ class Carrier:
                 f"{name}: the state of replaced parameters was reset; {_CARRIED}", stacklevel=stacklevel
             )
 
-    def commit(self, undo: Undo) -> None:
+    def commit(self, undo: "Undo") -> None:
         """Assign groups, in the order of the changed model, and state."""
         place = {id(p): i for i, p in enumerate(self.model.parameters())}
         for group in self._ordered:
@@ -264,6 +263,47 @@ class Carrier:
             group["param_names"] = [names[id(p)] for p in group["params"]]
         for draft in self._drafts:
             draft.commit(undo)
+
+
+class Undo:
+    """Assigns, and remembers what was there, so that it can be taken back.
+
+    >>> undo, d = Undo(), {"a": 1}
+    >>> undo.set(d, "a", 2)
+    >>> undo.run()
+    >>> d
+    {'a': 1}
+    """
+
+    def __init__(self) -> None:
+        self._back: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Take all assignments back, the last one first."""
+        while self._back:
+            self._back.pop()()
+
+    def set(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+        """Set the value of a key that is there."""
+        old = mapping[key]
+        self._back.append(lambda: mapping.__setitem__(key, old))
+        mapping[key] = value
+
+    def setattr(self, owner: object, name: str, value: Any) -> None:
+        """Set an attribute that is there."""
+        old = getattr(owner, name)
+        self._back.append(lambda: setattr(owner, name, old))
+        setattr(owner, name, value)
+
+    def keep(self, mapping: MutableMapping[Any, Any]) -> None:
+        """Remember all items of a mapping that the caller is going to change."""
+        old = dict(mapping)
+
+        def back() -> None:
+            mapping.clear()
+            mapping.update(old)
+
+        self._back.append(back)
 
 
 class _Draft:

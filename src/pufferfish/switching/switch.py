@@ -15,9 +15,8 @@ from ..layers.names import unwrap
 from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
-from ..optim.carry import Optimizers, as_list
+from ..optim.carry import Optimizers, Undo, as_list
 from ..optim.rewarm import Rewarm, ScaledRate
-from ..optim.undo import Undo
 from ..planning.plan import Plan
 from ..planning.planner import as_patterns, resolve
 from ..planning.planner import plan as make_plan
@@ -173,23 +172,23 @@ class Switch:
             return False
         if self.report is None:
             plan, loss = self._decision.prepare(job, optimizers, also)
-            changes: list[Rewrite] = []
             if plan.ranks:
                 fill = shared_svd.factors(job.inner, plan, job.workers)
                 plan, changes = job.workers.run_on_all(
                     lambda: self._factorized(job, plan, fill, optimizers, also)
                 )
                 del fill
-            job.commit(
-                changes,
-                self.settings.rewrap,
-                also,
-                agree=True,
-                then=lambda undo: self._report(job, plan, at, optimizers, undo),
-            )
-            for change in changes:
-                change.carrier.warn_of_resets(stacklevel=3)
-            del changes
+                job.commit(
+                    changes,
+                    self.settings.rewrap,
+                    also,
+                    agree=True,
+                    then=lambda undo: self._report(job, plan, at, optimizers, undo),
+                )
+                changes.pop(0).carrier.warn_of_resets(stacklevel=3)
+                del changes
+            else:
+                self._report(job, plan, at, optimizers, Undo())
             self._finish(job, loss, optimizers)
         else:
             self._merge(job, at, optimizers, also)

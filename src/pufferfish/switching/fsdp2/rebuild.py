@@ -15,8 +15,7 @@ from ...distributed.workers import Workers
 from ...layers.names import REBUILT, named_modules, own_name, unwrap
 from ...lowrank.checks import check_accepted
 from ...lowrank.factorize import reshape_, svd_factors
-from ...optim.carry import Carrier, Optimizers, as_list, check_optimizers
-from ...optim.undo import Undo
+from ...optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
 from ...planning.plan import Plan
 from .outline import buffers, check_finite, check_same_sharding, check_sharded, local, outline, parameters
 from .routes import Factors, NewParameters, Route, find_routes, transfer
