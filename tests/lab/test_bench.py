@@ -1,4 +1,4 @@
-"""A bench: its runs, timed rounds and table; resuming, sharding and tuning; failed runs and bad input."""
+"""A bench: its runs, timed rounds and table; resuming and tuning; failed runs and bad input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.bench import BenchSettings, Shard, bench
-from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, bench_runs, is_finished, slug
+from pufferfish.lab.bench import BenchSettings, bench
+from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, is_finished, slug
 from pufferfish.lab.bench.bench_settings import load_settings, split_methods
 from pufferfish.lab.bench.bench_worker import write_event
 from pufferfish.lab.bench.run_on_hosts import EventDisplay
@@ -181,35 +181,6 @@ def test_learning_rates_are_chosen_on_validation_data(tmp_path: Path) -> None:
     assert f",{TUNE_SEED}" not in report([tmp_path], "csv")  # trials are not among the seeds
 
 
-@pytest.mark.timeout(120)
-def test_shards_in_folders_of_their_own_merge(tmp_path: Path) -> None:
-    for n in (1, 2):
-        bench(dataclasses.replace(SMALL, seeds=2), tmp_path / str(n), shard=Shard(n, 2))
-    runs = [name for n in (1, 2) for name in finished_at(tmp_path / str(n))]
-    assert sorted(runs) == sorted(BenchRun(m, s).name for m in SMALL.methods for s in (0, 1))
-    for n in (1, 2):
-        rounds_like(tmp_path / str(n))
-        write_summary(tmp_path / str(n), SMALL.methods, {})
-    together = report([tmp_path / "1", tmp_path / "2"], "markdown").splitlines()
-    rows = {line.split(" | ")[0]: line for line in reversed(together)}
-    assert list(rows["| pufferfish"].split(" | "))[-1] == "2 |"
-    assert "2.50× (2.25–2.75)" in report([tmp_path], "markdown", against="dense")
-    assert sum(line.startswith("| no exchange | –") for line in together) == 1
-
-
-@pytest.mark.parametrize("tune", [0, 3])
-@pytest.mark.parametrize("of", [1, 2, 3, 5])
-def test_each_run_belongs_to_one_shard(tune: int, of: int) -> None:
-    settings = BenchSettings(task="digits", methods=("pufferfish", "auto", "powersgd-4"), seeds=3, tune=tune)
-    runs = list(bench_runs(settings, settings.resolve()[1]))
-    owners = {run: [n for n in range(of) if Shard(n + 1, of).has_run(run, settings)] for run in runs}
-    assert all(len(shards) == 1 for shards in owners.values())
-    if tune:
-        for method in settings.methods:
-            assert len({shards[0] for run, shards in owners.items() if run.method == method}) == 1
-    assert len({run.name for run in runs}) == len(runs) == 4 * (3 + tune)
-
-
 def test_names_of_folders_differ() -> None:
     names = ["file.py:Mine(2)", "file.py:Mine(3)", "file.py:Mine[2]", "topk-0.1", "a/../../b"]
     assert len({slug(name) for name in names}) == len(names)
@@ -350,7 +321,6 @@ def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:
         (["--seeds", "0"], "--seeds 0"),
         (["--tune", "5"], "such as lr=5"),
         (["--tune", "lr=1"], "at least 2 rates"),
-        (["--shard", "3/2"], "expected 1/2 to 2/2"),
         (["--hosts", "3"], "equally over 3 workers"),
         (["--network", "1gbit"], "a single host has no link"),
         (["--network", "10gbit", "--hosts", "2"], "too fast to be emulated"),

@@ -17,8 +17,8 @@ import torch
 from processes import in_processes
 from pufferfish.cli import main
 from pufferfish.distributed.workers import Workers
-from pufferfish.lab.bench import BenchSettings, Shard, bench
-from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
+from pufferfish.lab.bench import BenchSettings, bench
+from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.find_length import find_length
 from pufferfish.lab.bench.models_to_time import to_final_model
@@ -319,21 +319,6 @@ def test_equal_time_may_be_added_to_a_bench(tmp_path: Path) -> None:
         json.dumps({k: v for k, v in saved.items() if k not in ("equal", "stretch")})
     )
     assert load_settings(tmp_path) == plain  # of an earlier version
-
-
-def test_a_shard_has_all_seeds_of_a_method() -> None:
-    settings = BenchSettings(task=TASK, methods=("pufferfish", "auto"), seeds=3, equal="time")
-    runs = list(bench_runs(settings, settings.resolve()[1]))
-    names = [run.name for run in runs]
-    for seed in range(3):  # a seed is complete before the next one
-        equal = [f"equal-time/{m}/seed-{seed}" for m in ("pufferfish", "auto")]
-        assert names[5 * seed : 5 * seed + 5] == [f"runs/{m}/seed-{seed}" for m in settings.methods] + equal
-    owners: dict[str, set[int]] = {}
-    for run in runs:
-        shards = [n for n in (1, 2) if Shard(n, 2).has_run(run, settings)]
-        assert len(shards) == 1
-        owners.setdefault(run.method, set()).update(shards)
-    assert all(len(shards) == 1 for shards in owners.values())
 
 
 def test_without_a_run_at_equal_steps(tmp_path: Path) -> None:

@@ -82,17 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=modes, default="auto", help=text)
     add("--target", type=number, metavar="X", help="also report the time to reach this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
-    text = "number of runs that share the device, each in its own process; steps are timed alone afterwards (default: 1)"
-    add("--beside", type=whole, metavar="N", help=text)
-    text = "start no run that would end after X minutes; rerun the same command to continue"
-    add("--minutes", type=number, metavar="X", help=text)
-    text = "also save finished runs to FILE, one JSON object per line, and skip runs that are already there"
-    add("--lines", type=Path, metavar="FILE", help=text)
-    add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..lab.bench import BenchLines, BenchSettings, Shard, run_bench
+    from ..lab.bench import BenchSettings, run_bench
     from ..lab.bench.bench_runs import slug
     from ..lab.bench.bench_settings import parse_tune, split_methods
     from ..lab.tasks.text import with_tokenizer
@@ -110,11 +103,5 @@ def run(arguments: argparse.Namespace) -> int:
         per_host=arguments.per_host if arguments.workers is None else arguments.workers,
     )
     out = arguments.out or Path("runs") / f"bench-{slug(arguments.task)}"
-    if not out.exists():  # an existing folder may be in use by other shards, so no temporary files there
-        check_output_folder(out)
-    shard = Shard.parse(arguments.shard)
-    lines = BenchLines(arguments.lines, settings.task) if arguments.lines else None
-    return run_bench(
-        settings, out, data=arguments.data, shard=shard, target=arguments.target,
-        beside=arguments.beside, minutes=arguments.minutes, lines=lines,
-    )  # fmt: skip
+    check_output_folder(out)
+    return run_bench(settings, out, data=arguments.data, target=arguments.target)

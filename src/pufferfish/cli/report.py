@@ -1,7 +1,6 @@
 """Compare runs as one HTML page, or as CSV, LaTeX or Markdown tables."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from .arguments import check_output_file, number
@@ -11,8 +10,7 @@ HELP = "compare runs as an HTML page, CSV, LaTeX or Markdown"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    runs = "folder of a run, folder that contains runs, or .jsonl file written by `bench --lines`"
-    add("runs", nargs="+", metavar="RUN", help=runs)
+    add("runs", nargs="+", metavar="RUN", help="folder of a run, or folder that contains runs")
     out = "output file (default: report.html for HTML, standard output for other formats)"
     add("--out", type=Path, metavar="FILE", help=out)
     form = parser.add_mutually_exclusive_group()
@@ -48,15 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _text(arguments: argparse.Namespace, refresh: float | None = None) -> str:
-    from ..lab.bench.bench_lines import restore_parts
     from ..lab.report import report
 
     title = {} if arguments.title is None else {"title": arguments.title}
-    with tempfile.TemporaryDirectory() as folder:
-        runs: list[str | Path] = []
-        for n, path in enumerate(arguments.runs):
-            is_file = path.endswith(".jsonl")
-            runs += restore_parts(Path(path), Path(folder) / str(n)) if is_file else [path]
-        return report(
-            runs, arguments.form, against=arguments.against, target=arguments.target, refresh=refresh, **title
-        )
+    return report(
+        arguments.runs, arguments.form, against=arguments.against, target=arguments.target, refresh=refresh, **title
+    )  # fmt: skip

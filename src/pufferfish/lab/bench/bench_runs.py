@@ -1,4 +1,4 @@
-"""`BenchRun`: one run of a bench in a folder of its own; which runs a bench has, and which of them a shard does."""
+"""`BenchRun`: one run of a bench in a folder of its own; and which runs a bench has."""
 
 from __future__ import annotations
 
@@ -76,42 +76,3 @@ def slug(method: str) -> str:
     """
     plain = re.sub(r"[^\w.+=@-]+", "_", method.rsplit("/", 1)[-1]).strip("_.")
     return plain if plain == method else f"{plain}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of `count` parts of the work, numbered from 1. Shards never wait for each other.
-
-    With tuning, or at equal time or bytes, a shard does all runs of a method, since the seeds share the tuned learning
-    rate and the number of updates; otherwise it does every `count`-th run.
-
-    >>> settings = BenchSettings(task="digits", methods=("pufferfish",), seeds=2, hosts=2)
-    >>> [run.name for run in bench_runs(settings, settings.resolve()[1]) if Shard.parse("2/3").has_run(run, settings)]
-    ['runs/bf16/seed-0', 'runs/bf16/seed-1']
-    """
-
-    number: int = 1
-    count: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Parse `NUMBER/COUNT`."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            n = match[2] if match and int(match[2]) else "4"
-            raise ValueError(f"--shard {text}: expected 1/{n} to {n}/{n}")
-        return cls(int(match[1]), int(match[2]))
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    def has_run(self, run: BenchRun, settings: BenchSettings) -> bool:
-        """Whether a run belongs to this shard."""
-        position = settings.methods.index(run.method)
-        if not settings.tune and settings.equal == "steps":
-            position += run.seed * len(settings.methods)
-        return position % self.count == self.number - 1
-
-    def has_timing(self, method: str, settings: BenchSettings) -> bool:
-        """Whether this shard times the steps of a method; all shards time the references too."""
-        return settings.methods.index(method) % self.count == self.number - 1

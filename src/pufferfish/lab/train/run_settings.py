@@ -29,7 +29,7 @@ class RunSettings:
         accumulate: backward passes per update.
         mode: how updates run: "eager"; "compile": with torch.compile; "graph": whole updates in a CUDA graph;
             "compile+graph": both; "auto": the fastest that works on a GPU, eager on a CPU.
-        save_every: updates between checkpoints; None: at the end of epochs, at most every `save_seconds`.
+        save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
         validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
@@ -58,7 +58,6 @@ class RunSettings:
     accumulate: int = 1
     mode: str = "auto"
     save_every: int | None = None
-    save_seconds: float = 10.0
     validate_every: int = 1
     simulate: int | None = None
     network: str = "10gbit"

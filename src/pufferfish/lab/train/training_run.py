@@ -35,6 +35,8 @@ from .training_log import TrainingLog
 
 #: Updates between rows of the log.
 LOG_EVERY = 20
+#: Between checkpoints at the end of epochs, at least.
+SAVE_SECONDS = 10.0
 _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
@@ -247,7 +249,7 @@ class TrainingRun:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
         last = self.diverged or epoch + 1 == self.change.epochs
         always = last or self.settings.save_every is not None
-        due = self.last_save + self.settings.save_seconds
+        due = self.last_save + SAVE_SECONDS
         return self.workers.run_on_first(lambda: always or time.monotonic() > due)
 
     def _show_progress(self, epoch: int, loss: float) -> None:
