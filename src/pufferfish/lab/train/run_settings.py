@@ -7,7 +7,6 @@ import torch
 
 from ..network import LinkShape
 from ..tasks import Recipe, Task
-from .equal_length import EqualLength
 from .narrow_method import NarrowWidth, check_takes_width
 from .sinks import check_sinks
 from .training_method import TrainingMethod
@@ -40,7 +39,6 @@ class RunSettings:
         timeout: seconds that workers wait for one another; None: torch's default.
         name: of the run in its records; "": the method's.
         narrow: width of a narrow model; None: the run finds it, if its method needs one.
-        equal_length: updates of an epoch, if it is not a pass over the data.
 
     >>> from pufferfish.lab.train.training_method import training_method
     >>> from pufferfish.lab.tasks import find_task
@@ -68,7 +66,6 @@ class RunSettings:
     timeout: float | None = None
     name: str = ""
     narrow: NarrowWidth | None = None
-    equal_length: EqualLength | None = None
 
     def __post_init__(self) -> None:
         counts = {
