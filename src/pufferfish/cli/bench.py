@@ -13,8 +13,8 @@ examples:
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 
-  # compare with dense models of the same size and of the same step time
-  pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
+  # compare with a narrower dense model of the same size
+  pufferfish bench digits --methods pufferfish,narrow --seeds 3
 
   # pruning methods
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3

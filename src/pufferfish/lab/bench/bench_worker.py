@@ -24,8 +24,6 @@ from ...distributed.workers import Workers
 from ..advise.timing_rounds import steps_per_round, timing_rounds
 from ..network import LinkShape
 from ..train import train
-from ..train.find_width import saved_width
-from ..train.narrow_method import NarrowWidth
 from ..train.process_group import process_group
 from ..train.worker_device import worker_device
 from .bench_method import bench_method
@@ -105,14 +103,12 @@ class BenchWorker:
             recipe = recipe.override(epochs=self.settings.tune_epochs)
         results: Any = {}
         with self._report_failure(run.name):
-            width = self.workers.run_on_first(lambda: self._width(run.method))
             settings = self.settings.run_settings(
                 run.method,
                 recipe,
                 folder,
                 data=self.data,
                 seed=run.seed,
-                narrow=width and NarrowWidth(**width),
             )
             results = train(self.task, settings, link=self.link)
         if results:
@@ -121,12 +117,6 @@ class BenchWorker:
             if run.lr is not None and self.workers.rank == 0:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return results is not None
-
-    def _width(self, method: str) -> dict[str, Any] | None:
-        """The width of a narrow model that a run of the method has found: all its runs train the same model."""
-        name = bench_method(method).method.name
-        runs = (run for run in bench_runs(self.settings, self.recipe) if run.method == method)
-        return next((found for run in runs if (found := saved_width(self.root / run.name, name))), None)
 
     def _time_steps(self) -> bool:
         """Time the methods that lack rounds, together with the references; False if it was stopped."""
