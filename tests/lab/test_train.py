@@ -337,10 +337,6 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["digits", "--held", "-1"], "--held -1"),
         (["digits", "--held", "0.1"], "--held 0.1: the task digits takes a number of images, not a fraction"),
         (["wikitext2", "--held", "5"], "its own validation data"),
-        (
-            ["digits", "--mode", "graph", "--device", "cpu"],
-            "--mode graph: CUDA graphs need a GPU; use --mode auto",
-        ),
         (["cifar10", "--data", "nowhere"], "nowhere"),
         (["digits", "--workers", "3"], "cannot be split equally over 3 workers"),
         (["digits", "--workers", "65"], "must be 1 to 64"),

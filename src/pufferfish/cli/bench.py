@@ -68,11 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
     )
-    modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = (
-        "mode of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
-    )
-    add("--mode", choices=modes, default="auto", help=text)
+    add("--compile", action="store_true", help="train with torch.compile")
     add("--target", type=number, metavar="X", help="also report the time to reach this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
 

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..train.process_group import process_group
 from ..train.run_folder import check_same_task
 from ..train.worker_device import check_gpu_count
 from .bench_method import bench_method
-from .bench_mode import bench_mode
 from .bench_runs import bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker
@@ -52,15 +51,12 @@ def bench(
     task, recipe = settings.resolve()
     for path in root.glob(f"*/*/*/{RUN_FILE}"):
         check_same_task(task, path.parent)
-    loaded = task.load(data)
-    steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
+    steps_per_epoch = task.steps(task.load(data), recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
         if settings.tune_epochs is not None:
             tuning = recipe.override(epochs=settings.tune_epochs)
             check_method(method, settings, task, tuning, steps_per_epoch)
-    settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
-    del loaded
     if "RANK" in os.environ:
         return _bench_in_job(settings, root, data, target)
     if not settings.simulate:

@@ -40,8 +40,7 @@ class BenchSettings:
         rounds: timed rounds, in which the methods take turns.
         validate_every: epochs between validations of a run; its last epoch is always validated.
         simulate: exact simulation of all workers in one process; step times are predicted.
-        device, precision: as in `pufferfish train`.
-        mode: of all runs, as in `pufferfish train`; `bench_mode` chooses it for "auto".
+        device, precision, compile: as in `pufferfish train`.
 
     >>> BenchSettings(task="digits", methods=("pufferfish",), hosts=4).methods
     ('dense', 'bf16', 'pufferfish')
@@ -65,7 +64,7 @@ class BenchSettings:
     simulate: bool = False
     device: str = "cpu"
     precision: str = "fp32"
-    mode: str = "auto"
+    compile: bool = False
     validate_every: int = 1
 
     def __post_init__(self) -> None:
@@ -97,8 +96,8 @@ class BenchSettings:
 
     @property
     def timed(self) -> bool:
-        """Whether steps are timed in rounds, which run eagerly: in other modes, the runs record them."""
-        return not self.simulate and self.mode in ("auto", "eager")
+        """Whether steps are timed in rounds, which run eagerly: compiled runs record them."""
+        return not self.simulate and not self.compile
 
     def resolve(self) -> tuple[Task, Recipe]:
         """The task and the recipe; raises ValueError for settings that do not fit together."""
@@ -121,7 +120,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            mode=self.mode, hosts=self.hosts, validate_every=self.validate_every, **more,
+            compile=self.compile, hosts=self.hosts, validate_every=self.validate_every, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -131,8 +130,6 @@ class BenchSettings:
                 raise ValueError(f"{folder}: not empty, and not the folder of a bench; choose another --out")
             return self
         saved = load_settings(folder)
-        if self.mode == "auto":
-            self = dataclasses.replace(self, mode=saved.mode)
         differences = [
             f"{f.name.replace('_', '-')} was {getattr(saved, f.name)!r}, now {getattr(self, f.name)!r}"
             for f in dataclasses.fields(self)
@@ -164,7 +161,6 @@ def load_settings(folder: Path) -> BenchSettings:
         raise ValueError(
             f"{path}: not a bench of version {VERSION}, the only one that this version of pufferfish supports"
         )
-    data.setdefault("mode", "graph" if data.get("graph") else "eager")  # as earlier versions wrote it
     names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()
     if missing:

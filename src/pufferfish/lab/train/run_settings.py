@@ -12,7 +12,6 @@ from .sinks import check_sinks
 from .training_method import TrainingMethod
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-MODES = ("auto", "eager", "compile", "graph", "compile+graph")
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class RunSettings:
         data: folder with the data; None: the task's default.
         precision: of forward and backward passes: "fp32", "bf16" or "fp16".
         accumulate: backward passes per update.
-        mode: how updates run: "eager"; "compile": with torch.compile; "graph": whole updates in a CUDA graph;
-            "compile+graph": both; "auto": the fastest that works on a GPU, eager on a CPU.
+        compile: train with torch.compile.
         save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
         validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
@@ -54,7 +52,7 @@ class RunSettings:
     device: str = "cpu"
     precision: str = "fp32"
     accumulate: int = 1
-    mode: str = "auto"
+    compile: bool = False
     save_every: int | None = None
     validate_every: int = 1
     simulate: int | None = None
@@ -81,9 +79,6 @@ class RunSettings:
             raise ValueError(f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-        if self.mode not in MODES:
-            raise ValueError(f"--mode {self.mode}: must be one of {', '.join(MODES)}")
-        self._check_graph(self.graph_refusal())
         LinkShape.parse(self.network)
         check_sinks(self.sinks)
 
@@ -117,7 +112,6 @@ class RunSettings:
             )
         if self.method.narrow is not None:
             check_takes_width(task)
-        self._check_graph(self.graph_refusal(task, processes))
         if self.simulate and processes > 1:
             raise ValueError(
                 f"--simulate: all workers run in one process, but {processes} processes were started; start one"
@@ -129,20 +123,6 @@ class RunSettings:
                 f"a batch of {self.recipe.batch} cannot be split equally over {workers} workers{passes}; "
                 "change --batch"
             )
-
-    def graph_refusal(self, task: Task | None = None, processes: int = 1) -> str | None:
-        """Why no CUDA graph can capture updates of this run; None if one may."""
-        if self.device != "cuda":
-            return "CUDA graphs need a GPU"
-        if self.precision == "fp16":
-            return "fp16's loss scaler synchronizes with the host"
-        if task is not None and not task.static_shapes:
-            return f"batches of {task.name} differ in shape"
-        return f"CUDA graphs support one process, not {processes}" if processes > 1 else None
-
-    def _check_graph(self, refusal: str | None) -> None:
-        if "graph" in self.mode and refusal is not None:
-            raise ValueError(f"--mode {self.mode}: {refusal}; use --mode auto")
 
     @property
     def run_name(self) -> str:

@@ -68,7 +68,7 @@ class SimulatedDDP:
         self.average(self.gradients(loss, parts))
 
     def gradients(self, loss: Loss, parts: Sequence[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
-        """Return each worker's gradients by parameter name. Does not synchronize the device: a CUDA graph may capture it.
+        """Return each worker's gradients by parameter name. Does not synchronize the device.
 
         `loss` may also yield the losses of several passes, whose gradients are summed as under DDP's `no_sync`.
         """
@@ -126,7 +126,7 @@ class WorkerGenerators:
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._host = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
         self._default: Any = None
-        self.device: list[Any] = []  # on a GPU; a CUDA graph must register them
+        self.device: list[Any] = []  # on a GPU
         if device.type == "cuda":
             self._default = torch.cuda.default_generators[device.index or 0]
             for seed in seeds:
@@ -145,8 +145,6 @@ class WorkerGenerators:
             yield
         finally:
             if self._default is not None:
-                # A failed capture has given the default generator another state.
-                self.device[worker].graphsafe_set_state(self._default.graphsafe_get_state())
                 self._default.graphsafe_set_state(default)
             self._host[worker] = torch.get_rng_state()
             torch.set_rng_state(host)

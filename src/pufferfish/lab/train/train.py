@@ -15,7 +15,6 @@ from .find_width import find_width
 from .process_group import process_group
 from .run_folder import check_same_run
 from .run_settings import RunSettings
-from .step_modes import step_modes
 from .training_run import TrainingRun
 from .worker_device import worker_device
 
@@ -48,7 +47,7 @@ def train(
         if settings.method.narrow is not None:
             width = workers.run_on_all(lambda: find_width(task, settings))
             settings = replace(settings, narrow=width)
-        if step_modes(task, settings, world_size).compiles:
+        if settings.compile:
             torch.compiler.reset()  # torch compiles a limited number of models of one class
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:

@@ -63,7 +63,7 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        self.runner = build_step_runner(c, steps_left=self._steps_left, tell=self.console.info)
+        self.runner = build_step_runner(c)
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
         elif isinstance(self.runner, SimulatedLocalRunner):
@@ -145,13 +145,10 @@ class TrainingRun:
                 return self._results(log, training_seconds)
 
     def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
-        """Train an epoch and log where its time went: not for a simulation, and only in total if a graph may be captured."""
+        """Train an epoch and log where its time went; not for a simulation."""
         parts: dict[str, float] = {}
         if self.settings.simulate:
             finished = self._epoch(epoch, start, log)
-        elif self.runner.mode not in ("eager", "compile"):
-            finished = self._epoch(epoch, start, log)
-            parts = {"step": self.timer.recent() or 0.0}
         else:
             waited = self.runner.waited
             with Breakdown(self.runner.model, self.optimizer) as times:
@@ -331,7 +328,6 @@ class TrainingRun:
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
-        results["mode"] = self.runner.mode or "eager"
         if self.settings.narrow is not None:
             results["notes"] = [self.settings.narrow.note]
         # Last, since it copies the model, which must not count as peak memory.
