@@ -1,4 +1,4 @@
-"""The recipe's optimizer: fused on a GPU and for CUDA graphs, and equal to the plain one."""
+"""The recipe's optimizer: fused on a GPU, and equal to the plain one."""
 
 from __future__ import annotations
 
