@@ -1,18 +1,13 @@
 "use strict";
-// Draws the charts of a report with uPlot, from the JSON in #data. The reader's choices are kept over a reload.
+// Draws the charts of a report with uPlot, from the JSON in #data.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = method => dark.matches ? method.dark : method.light;
-const kept = "pufferfish report " + location.pathname;
-const state = {x: null, logX: false, logY: false, off: [], zoom: {}, open: {}, layers: {}};
+const state = {x: null, logX: false, logY: false, off: [], zoom: {}};
 const charts = new Map(); // element → {plot, methods}, the name of each series' method
 let following = false; // whether a series is being switched because another chart's was
-
-// Storage may be forbidden for local files; then nothing is kept.
-try { Object.assign(state, JSON.parse(sessionStorage.getItem(kept))); } catch {}
-function save() { try { sessionStorage.setItem(kept, JSON.stringify(state)); } catch {} }
 
 // ---- numbers as text ----
 const digits = (value, n = 3) => String(Number(value.toPrecision(n)));
@@ -116,7 +111,6 @@ function follow(holder, n, change) {
   const name = charts.get(holder)?.methods[n];
   if (following || name == null || change.show == null) return;
   state.off = state.off.filter(other => other !== name).concat(change.show ? [] : [name]);
-  save();
   following = true;
   for (const {plot, methods} of charts.values())
     methods.forEach((other, i) => { if (other === name && plot.series[i].show !== change.show) plot.setSeries(i, {show: change.show}); });
@@ -182,7 +176,6 @@ function drawCurve(holder, spec) {
       setScale: [(u, key) => {
         if (key !== "x" || !charts.has(holder)) return;
         if (whole(u)) delete state.zoom[id]; else state.zoom[id] = [over, u.scales.x.min, u.scales.x.max];
-        save();
       }],
     },
   }, values, [null, ...lines.map(line => line.of.name)]);
@@ -313,11 +306,9 @@ function drawRanks(holder, spec) {
 }
 
 function drawSpectra(holder, spec) {
-  const select = document.createElement("select"), id = holder.dataset.chart;
+  const select = document.createElement("select");
   select.ariaLabel = `layer of ${spec.name}`;
   select.append(...spec.layers.map((layer, n) => new Option(layer.name, n)));
-  select.value = state.layers[id] ?? 0;
-  if (select.selectedIndex < 0) select.value = 0;
   const values = () => {
     const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
     const places = [...Array(length).keys()];
@@ -333,5 +324,5 @@ function drawSpectra(holder, spec) {
     series: [{label: "number", value: (u, v) => v == null ? "–" : String(v)},
       line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
   }, values(), [null, null, null]);
-  select.onchange = () => { state.layers[id] = select.value; save(); u.setData(values()); };
+  select.onchange = () => u.setData(values());
 }

@@ -28,17 +28,8 @@ _PARTS = {
 }  # fmt: skip
 
 
-def page(
-    comparisons: Sequence[Comparison],
-    title: str,
-    target: float | None = None,
-    refresh: float | None = None,
-) -> str:
-    """The page of a report. Missing data is stated in its place.
-
-    Args:
-        refresh: seconds after which the page loads itself again; None for a page that is not going to change.
-    """
+def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
+    """The page of a report. Missing data is stated in its place."""
     charts, one = Charts(), len(comparisons) == 1
     parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
@@ -53,12 +44,11 @@ def page(
     ]  # fmt: skip
     style = _asset("uplot/uPlot.min.css") + _asset("page.css")
     library = f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}"
-    reload = "" if refresh is None else f' data-refresh="{refresh:g}"'
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{text(title)}</title><style>{style}</style></head><body{reload}>",
+        f"<title>{text(title)}</title><style>{style}</style></head><body>",
         element("main", *body), f'<script type="application/json" id="data">{charts.as_json()}</script>',
         f"<script>{library}</script>", f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>", "",
     ])  # fmt: skip

@@ -24,7 +24,6 @@ def report(
     title: str = "Comparison of training runs",
     against: str | None = None,
     target: float | None = None,
-    refresh: float | None = None,
 ) -> str:
     """Compare runs and return the report as text.
 
@@ -38,7 +37,6 @@ def report(
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
         target: also show the time until the validation metric reached this value, in the units of the table.
-        refresh: seconds after which the HTML page loads itself again, to follow runs that go on.
 
     >>> import tempfile
     >>> from pufferfish.measure import RunLog
@@ -54,7 +52,7 @@ def report(
         raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
     comparisons = compare_runs(find_runs(runs), against)
     if form == "html":
-        return page(comparisons, title, target, refresh)
+        return page(comparisons, title, target)
     several, with_curves = len(comparisons) > 1, form == "csv"
     tables = [table for c in comparisons for table in _tables(c, target, several, with_curves)]
     return {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}[form](tables)
