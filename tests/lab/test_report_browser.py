@@ -101,7 +101,7 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert complaints == []
     assert found["wide"] <= 0  # tables scroll in their own frame; the page does not
     assert "as fast as bf16" in found["first"]  # below the title
-    assert len(found["charts"]) == 11  # six costs, predictions, the accuracy, ranks, two of singular values
+    assert len(found["charts"]) == 5  # predictions, the accuracy, ranks, two of singular values
     assert all(w > 250 and h > 150 for w, h in found["charts"])
     assert all(count > 2000 for count in found["ink"].values())
     # One reads values where the pointer is, over whatever the axis is.
@@ -113,7 +113,7 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert found["overSteps"]["step"] == "200"
     assert 90 <= int(found["zoomed"]) <= 120
     # A method that is switched off in one chart is off in all that have it, and comes back.
-    assert [names for names in found["off"].values() if names] == [["dense"]] * 8
+    assert [names for names in found["off"].values() if names] == [["dense"]] * 2
     assert found["less"] < found["again"] == pytest.approx(found["ink"]["curve"], rel=0.05)
     assert found["log"] > 2000
     assert all(w and w > 250 for w in found["opened"])

@@ -15,7 +15,6 @@ from .export import right_aligned
 from .headline import headline
 from .highlights import highlights
 from .method_colour import method_colour
-from .pareto import pareto_notes, pareto_table, pareto_views
 from .step_bars import step_bars
 from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
 from .verdict import verdict
@@ -23,7 +22,7 @@ from .verdict import verdict
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 #: Parts of a comparison, by the end of their anchors.
 _PARTS = {
-    "methods": "Methods", "cost": "Quality and cost", "time": "Step time", "curves": "Training curves",
+    "methods": "Methods", "time": "Step time", "curves": "Training curves",
     "layers": "Layers", "setup": "Setup and settings",
 }  # fmt: skip
 
@@ -104,7 +103,6 @@ def _section(
         parts.append(element("ul", *cards, class_="cards"))
     parts.append(heading("methods"))
     parts += [_table(table) for table in (headline(comparison, target), *equal_tables(comparison))]
-    parts += [heading("cost"), *_cost(comparison, charts)]
     parts += [heading("time"), *_time(comparison, charts)]
     parts += [heading("curves"), *_curves(comparison, charts)]
     parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]
@@ -112,25 +110,6 @@ def _section(
     for table in (all_results(comparison), settings(comparison)):
         parts += [_folded(table.title, _table(table))] if table and table.rows else []
     return parts
-
-
-def _cost(comparison: Comparison, charts: Charts) -> list[str]:
-    views = pareto_views(comparison)
-    if not views:
-        return [_missing("No two methods have a score and a different size, traffic or time.")]
-    higher = "Up" if comparison.metric.higher else "Down"
-    intervals = "Vertical bars are 95 % intervals over seeds. " * any(
-        len(m.finished) > 1 for m in comparison.methods
-    )
-    note = f"{higher} and to the left is better. {intervals}Line and filled points: the Pareto front. "
-    figures = [
-        _figure(
-            f"{comparison.metric.words.capitalize()} over {view.title}", "", charts.view(comparison, view)
-        )
-        for view in views
-    ]
-    said = element("p", text(note + " ".join(pareto_notes(comparison)[1:])), class_="soft")
-    return [said, _beside(figures), _folded("Quality and cost as a table", _table(pareto_table(comparison)))]
 
 
 def _time(comparison: Comparison, charts: Charts) -> list[str]:

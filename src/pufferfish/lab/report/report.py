@@ -11,7 +11,6 @@ from .exchange_table import exchange_table
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
 from .page import page
-from .pareto import pareto_table
 from .tables import Table, all_results, breakdown, predicted, progress, ranks, settings, setup
 
 FORMATS = ("html", "csv", "latex", "markdown")
@@ -77,7 +76,6 @@ def _tables(comparison: Comparison, target: float | None, several: bool, with_cu
     tables = [
         headline(comparison, target),
         *equal_tables(comparison),
-        pareto_table(comparison),
         breakdown(comparison),
         exchange_table(comparison),
         ranks(comparison),
