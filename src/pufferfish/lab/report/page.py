@@ -13,7 +13,6 @@ from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import right_aligned
 from .headline import headline
-from .highlights import highlights
 from .method_colour import method_colour
 from .step_bars import step_bars
 from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
@@ -90,17 +89,6 @@ def _section(
 
     parts = [element("h2", text(comparison.title))] if sections > 1 else []
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
-    shown = highlights(comparison)
-    if shown:
-        cards = [
-            element(
-                "li", element("span", text(h.title)), element("b", text(h.figure)),
-                element("span", _name(h.method), class_="who"), element("span", text(h.note)), class_=h.kind or None,
-            ) for h in shown
-        ]  # fmt: skip
-        against = comparison.reference.name if comparison.reference else ""
-        parts.append(element("p", text(f"Compared with {against}:")))
-        parts.append(element("ul", *cards, class_="cards"))
     parts.append(heading("methods"))
     parts += [_table(table) for table in (headline(comparison, target), *equal_tables(comparison))]
     parts += [heading("time"), *_time(comparison, charts)]
