@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 
 from processes import in_processes
 from pufferfish.cli import main
@@ -23,12 +25,17 @@ from pufferfish.lab.bench import BenchSettings, bench
 from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, is_finished, slug
 from pufferfish.lab.bench.bench_settings import load_settings, split_methods
 from pufferfish.lab.bench.bench_worker import write_event
+from pufferfish.lab.bench.models_to_time import to_final_model
 from pufferfish.lab.bench.run_on_hosts import EventDisplay
 from pufferfish.lab.bench.summary import write_summary
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
 from pufferfish.lab.report import report
+from pufferfish.lab.tasks import find_task
+from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.layers import LowRankLinear
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"
@@ -300,6 +307,48 @@ def test_the_time_left_is_that_of_the_runs_before() -> None:
         "measuring computation and compression, to predict these steps …",
         "round 1 of 5 …",
     ]
+
+
+FROZEN = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    return model
+
+def data():
+    return (torch.ones(128, 8), torch.arange(128) % 4), (torch.ones(8, 8), torch.arange(8) % 4)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_gradients_of_frozen_parameters_are_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    task = str(tmp_path / "frozen.py")
+    settings = BenchSettings(task=task, methods=(), epochs=2, per_host=2, simulate=True)
+    assert bench(settings, tmp_path / "bench") == []
+    dense, bf16 = (read_run(tmp_path / "bench" / BenchRun(name, 0).name).results for name in settings.methods)
+    assert dense["bytes"] == dense["updates"] * 4 * (64 * 4 + 4)  # two workers: 2 · 1/2
+    assert bf16["bytes"] == pytest.approx(dense["bytes"] / 2, rel=0.1)
+
+
+def test_the_timed_model_is_the_trained_one(tmp_path: Path) -> None:
+    """Layers that share an input compute together in both."""
+    task = find_task("text:d=64,layers=2,heads=2,context=8")
+    tiny.text(tmp_path)
+    recipe = dataclasses.replace(task.recipe("short"), epochs=2, switch_at=1, batch=4)
+    given = RunSettings(training_method("pufferfish"), recipe, tmp_path / "run", data=tmp_path, quiet=True)
+    train(task, given)
+    change = to_final_model("pufferfish", task, recipe, task.load(tmp_path), given.folder)
+    model = task.build()
+    assert change is not None
+    change(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    q, k, v = (model.get_submodule(f"blocks.1.attention.{name}") for name in "qkv")
+    assert isinstance(q, LowRankLinear)
+    assert q._shared_input is not None
+    assert q._shared_input.layers == (q, k, v)
 
 
 def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:

@@ -13,11 +13,8 @@ examples:
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 
-  # compare with dense models of the same size and of the same step time
-  pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
-
-  # also train each with as many updates as fit into the time of the dense run
-  pufferfish bench digits --methods pufferfish,narrow --equal time --seeds 3
+  # compare with a narrower dense model of the same size
+  pufferfish bench digits --methods pufferfish,narrow --seeds 3
 
   # pruning methods
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3
@@ -56,10 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "epochs between validations of a run; the last epoch is always validated (default: 1)"
     add("--validate-every", type=whole, default=1, metavar="N", help=text)
-    text = "time, bytes: also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
-    add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
-    text = "with --equal, make at most X times the updates of the dense run (default: 4)"
-    add("--stretch", type=number, default=4.0, metavar="X", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")

@@ -32,8 +32,7 @@ methods:
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
   narrow            a narrower dense model with as many parameters as
-                    pufferfish's low-rank one; narrow@time: with the same step
-                    time on this device; narrow-0.5: for rank ratio 0.5
+                    pufferfish's low-rank one; narrow-0.5: for rank ratio 0.5
   early-bird-0.5    removes this fraction of the channels once the selection
                     is stable
   lottery-ticket-5  prunes in this number of rounds, each trained from the start

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...planning.json_file import read_json
 from ..tasks import Recipe
 from .bench_method import bench_method
-from .bench_settings import REFERENCES, BenchSettings
+from .bench_settings import BenchSettings
 from .tuned_rate import inner_rates, rate_grid
 
 #: Seed of the tuning runs, different from those of the reported runs.
@@ -20,44 +20,36 @@ TUNE_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class BenchRun:
-    """A run of a method: with a seed, with as much time or as many bytes as the dense run, or with a learning rate to try.
+    """A run of a method: with a seed, or with a learning rate to try.
 
     >>> BenchRun("powersgd-4", seed=2).name, BenchRun("dense", lr=0.015).name
     ('runs/powersgd-4/seed-2', 'tune/dense/lr-0.015')
-    >>> BenchRun("powersgd-4", seed=2, equal="time").name
-    'equal-time/powersgd-4/seed-2'
     """
 
     method: str
     seed: int = TUNE_SEED
     lr: float | None = None  # of a tuning run; None: the chosen learning rate
-    equal: str = "steps"
 
     @property
     def name(self) -> str:
         """Its folder, relative to the bench folder."""
         if self.lr is not None:
             return f"tune/{slug(self.method)}/lr-{self.lr:.4g}"
-        kind = "runs" if self.equal == "steps" else f"equal-{self.equal}"
-        return f"{kind}/{slug(self.method)}/seed-{self.seed}"
+        return f"runs/{slug(self.method)}/seed-{self.seed}"
 
 
 def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
     """All runs of a bench in order: the tuning runs, then all methods with the first seed, the second, …
 
-    Of the tuning runs, the outermost rates come last, and may not be needed. At equal time or bytes, each seed again, without
-    the dense run, which would be the same. So an interrupted bench is complete for fewer seeds.
+    Of the tuning runs, the outermost rates come last, and may not be needed. An interrupted bench is complete for fewer seeds.
     """
     for method in settings.methods:
         grid = rate_grid(bench_method(method).recipe(recipe).lr, settings.tune)
         inner = inner_rates(grid)
         rates = [*inner, *(lr for lr in grid if lr not in inner)]
         yield from (BenchRun(method, lr=lr) for lr in rates)
-    others = [method for method in settings.methods if method != REFERENCES[0]]
     for seed in range(settings.seeds):
         yield from (BenchRun(method, seed) for method in settings.methods)
-        if settings.equal != "steps":
-            yield from (BenchRun(method, seed, equal=settings.equal) for method in others)
 
 
 def is_finished(folder: Path) -> bool:

@@ -24,19 +24,15 @@ from ...distributed.workers import Workers
 from ..advise.timing_rounds import steps_per_round, timing_rounds
 from ..network import LinkShape
 from ..train import train
-from ..train.equal_length import EqualLength
-from ..train.find_width import saved_width
-from ..train.narrow_method import NarrowWidth
 from ..train.process_group import process_group
 from ..train.worker_device import worker_device
 from .bench_method import bench_method
 from .bench_runs import BenchRun, bench_runs, is_finished
-from .bench_settings import load_settings, read_json, write_json
+from .bench_settings import load_settings, write_json
 from .choose_rate import choose_rate, untried_runs
-from .find_length import find_length
 from .models_to_time import models_to_time, untimed_methods
 from .predictions import predictions
-from .summary import LENGTH, read_rounds
+from .summary import read_rounds
 
 Event = dict[str, Any]
 
@@ -107,15 +103,12 @@ class BenchWorker:
             recipe = recipe.override(epochs=self.settings.tune_epochs)
         results: Any = {}
         with self._report_failure(run.name):
-            width = self.workers.run_on_first(lambda: self._width(run.method))
             settings = self.settings.run_settings(
                 run.method,
                 recipe,
                 folder,
                 data=self.data,
                 seed=run.seed,
-                narrow=width and NarrowWidth(**width),
-                equal_length=self._equal_length(run),
             )
             results = train(self.task, settings, link=self.link)
         if results:
@@ -124,29 +117,6 @@ class BenchWorker:
             if run.lr is not None and self.workers.rank == 0:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return results is not None
-
-    def _width(self, method: str) -> dict[str, Any] | None:
-        """The width of a narrow model that a run of the method has found: all its runs train the same model."""
-        name = bench_method(method).method.name
-        runs = (run for run in bench_runs(self.settings, self.recipe) if run.method == method)
-        return next((found for run in runs if (found := saved_width(self.root / run.name, name))), None)
-
-    def _equal_length(self, run: BenchRun) -> EqualLength | None:
-        """The updates of a run at equal time or bytes, measured once for all seeds; None at equal steps."""
-        if run.equal == "steps":
-            return None
-        path = (self.root / run.name).with_name(LENGTH)
-        saved = self.workers.run_on_first(lambda: read_json(path, "") if path.is_file() else None)
-        if saved is not None:
-            return EqualLength(**saved["length"])
-        self.on_event({"measuring": run.method})
-        found = find_length(
-            run.method, self.settings, self.root, self.task.load(self.data), self.workers,
-            worker_device(self.settings.device), self.target_link,
-        )  # fmt: skip
-        record = {"method": run.method, "length": dataclasses.asdict(found)}
-        self.workers.run_on_first(lambda: write_json(path, record))
-        return found
 
     def _time_steps(self) -> bool:
         """Time the methods that lack rounds, together with the references; False if it was stopped."""

@@ -13,9 +13,6 @@ from ..report.bench_folder import NO_EXCHANGE, SUMMARY
 from .bench_settings import REFERENCES, read_json, write_json
 from .tuned_rate import TunedRate
 
-#: Updates of a method at equal time or bytes, beside its runs.
-LENGTH = "length.json"
-
 
 def read_rounds(root: Path) -> list[dict[str, Any]]:
     """The files of all timed rounds, in order."""
@@ -28,7 +25,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
 
     "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
     quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
-    measured step times are left out. "equal" has the updates at equal time or bytes.
+    measured step times are left out.
     """
     files = read_rounds(root)
     rounds = [file["methods"] for file in files]
@@ -49,11 +46,10 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
             share = computing / prediction["seconds"]
             predicted = {"seconds_a_step": prediction["seconds"], "utilisation": share, "parts": parts}
         summary[method] = {"results": results, "predicted": predicted}
-    lengths = [read_json(path, "") for path in sorted(root.glob(f"equal-*/*/{LENGTH}"))]
     dense = REFERENCES[0]
     if any("compute_seconds" in r[dense] for r in rounds):
         summary[NO_EXCHANGE] = _no_exchange(rounds, summary[dense])
-    elif seconds := _simulated_compute(root, lengths):
+    elif seconds := _simulated_compute(root):
         summary[NO_EXCHANGE] = {"results": {}, "predicted": {"seconds_a_step": statistics.median(seconds)}}
     for method, rate in rates.items():
         if rate.edge:
@@ -61,8 +57,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
                 f"{method}: its best learning rate, {rate.lr:.3g}, is the {rate.edge} of the {len(rate.scores)} that were "
                 "tried; a better one may lie beyond."
             )
-    equal = {"equal": {each["method"]: each["length"] for each in lengths}} if lengths else {}
-    write_json(root / SUMMARY, {"methods": summary, **equal})
+    write_json(root / SUMMARY, {"methods": summary})
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
@@ -93,12 +88,8 @@ def _compute(timings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"compute_seconds": seconds, "utilisation": statistics.median(shares)}
 
 
-def _simulated_compute(root: Path, lengths: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Predicted seconds of a dense step without its exchange, for simulated workers; measured alone, if possible."""
-    if alone := [
-        s["dense computing"] for each in lengths if "dense computing" in (s := each["length"]["seconds"])
-    ]:
-        return alone
+def _simulated_compute(root: Path) -> list[float]:
+    """Predicted seconds of a dense step without its exchange, for simulated workers."""
     runs = [read_run(path.parent) for path in sorted((root / "runs" / REFERENCES[0]).glob("*/run.json"))]
     metrics = [run.metrics for run in runs if run.workers > 1]
     curves = [(m.get("predicted/step"), m.get("predicted/exchange")) for m in metrics]

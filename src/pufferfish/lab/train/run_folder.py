@@ -49,7 +49,7 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
     saved = {"mode": settings.mode} | run.settings | {"seed": run.seed}  # earlier versions have no mode
     given = _record(task, settings) | {"seed": settings.seed}
     names = [
-        "method", "seed", "precision", "accumulate", "plan", "mode", "simulated", "recipe", "equal_length",
+        "method", "seed", "precision", "accumulate", "plan", "mode", "simulated", "recipe",
     ]  # fmt: skip
     if settings.simulate:  # a real job may continue with another number of workers, on another network
         saved |= {"workers": run.workers, "network": run.link and run.link["asked"]}
@@ -103,5 +103,4 @@ def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
         "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
         **({"plan": plan} if plan else {}),
         **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
-        **({"equal_length": dataclasses.asdict(settings.equal_length)} if settings.equal_length else {}),
     }  # fmt: skip

@@ -7,7 +7,6 @@ import torch
 
 from ..network import LinkShape
 from ..tasks import Recipe, Task
-from .equal_length import EqualLength
 from .narrow_method import NarrowWidth, check_takes_width
 from .sinks import check_sinks
 from .training_method import TrainingMethod
@@ -39,8 +38,7 @@ class RunSettings:
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
         name: of the run in its records; "": the method's.
-        narrow: width of a narrow model; None: the run finds it, if its method needs one.
-        equal_length: updates of an epoch, if it is not a pass over the data.
+        narrow: width of a narrow model, which `train` finds.
 
     >>> from pufferfish.lab.train.training_method import training_method
     >>> from pufferfish.lab.tasks import find_task
@@ -68,7 +66,6 @@ class RunSettings:
     timeout: float | None = None
     name: str = ""
     narrow: NarrowWidth | None = None
-    equal_length: EqualLength | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -120,10 +117,6 @@ class RunSettings:
             )
         if self.method.narrow is not None:
             check_takes_width(task)
-        if self.method.narrow and self.method.narrow.time and self.simulate:
-            raise ValueError(
-                f"--simulate: steps of simulated workers are predicted, but {self.method.model} needs measured ones; use narrow"
-            )
         self._check_graph(self.graph_refusal(task, processes))
         if self.simulate and processes > 1:
             raise ValueError(

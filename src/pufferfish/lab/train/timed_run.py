@@ -1,21 +1,15 @@
 """`TimedRun`: updates of a run that are only timed, as they run in training: eager, compiled or in a CUDA graph."""
 
-import math
-import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ...distributed.workers import Workers
 from .build_step_runner import build_step_runner
 from .run_components import RunComponents
 
 #: Updates before the timing: DDP rebuilds its buckets, models are compiled or captured in a CUDA graph.
 WARM_UP = 5
-#: Rounds in which two models take turns; the updates of a model in a round take about `SECONDS`.
-ROUNDS, SECONDS, MAX_STEPS = 5, 0.3, 50
 
 
 class TimedRun:
@@ -31,12 +25,6 @@ class TimedRun:
         self._steps_per_epoch = components.task.steps(components.data, components.settings.recipe.batch)
         self._done = 0
         components.model.train()
-
-    @property
-    def period(self) -> int:
-        """Number of updates after which all of them recur: 1, or a round of local steps."""
-        local = self.components.settings.method.local
-        return 1 if local is None else local.h
 
     @property
     def mode(self) -> str:
@@ -64,33 +52,3 @@ class TimedRun:
             torch.cuda.synchronize(self.components.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-
-
-def time_ratio(run: TimedRun, reference: TimedRun, workers: Workers) -> float:
-    """Seconds of an update relative to those of `reference`: the median of rounds in which both take turns.
-
-    The same on all workers.
-    """
-    _, (_, ratio) = relative_times([reference, run], workers)
-    return ratio
-
-
-def relative_times(runs: Sequence[TimedRun], workers: Workers) -> tuple[float, list[float]]:
-    """Seconds of an update of the first run, and those of each run relative to it: medians of rounds in which all take turns.
-
-    The same on all workers.
-    """
-    for run in runs:
-        run.seconds(WARM_UP)
-    longest = max(workers.mean([run.seconds(3) for run in runs]))
-    steps = min(MAX_STEPS, max(1, round(SECONDS / longest)))
-    counts = [math.ceil(steps / run.period) * run.period for run in runs]
-    rounds = []
-    for number in range(ROUNDS):
-        first = number % len(runs)
-        order = [*range(first, len(runs)), *range(first)]
-        times = {n: runs[n].seconds(counts[n]) for n in order}
-        rounds.append([times[n] for n in range(len(runs))])
-    ratios = [statistics.median(times[n] / times[0] for times in rounds) for n in range(len(runs))]
-    seconds, *ratios = workers.mean([statistics.median(times[0] for times in rounds), *ratios])
-    return seconds, ratios

@@ -70,9 +70,7 @@ class TrainingRun:
             self.hook = self.runner.local
         workers.run_on_all(self._check)
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
-        self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
-        if settings.equal_length is not None:
-            self.steps_per_epoch = settings.equal_length.steps_per_epoch
+        self.steps_per_epoch = task.steps(data, self.recipe.batch)
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
         self.change.sync = self._sync
         self.total_steps = self.change.epochs * self.steps_per_epoch
@@ -127,8 +125,6 @@ class TrainingRun:
                 self.predicted_step = known or log_predicted_step(self.components, log, self.console, done)
             if at and done % self.steps_per_epoch == 0:
                 self.diverged = self._weights_diverged()
-            if done % self.steps_per_pass:
-                self.runner.begin_epoch(*divmod(done, self.steps_per_pass))
             for epoch in range(done // self.steps_per_epoch, self.change.epochs):
                 if self.diverged:
                     break
@@ -178,9 +174,8 @@ class TrainingRun:
         ring = 2 * (self.world_size - 1) / self.world_size  # of a tensor's bytes in a ring all-reduce
         ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
         self.timer.tick()
+        self.runner.begin_epoch(epoch, start)
         for i in range(start, self.steps_per_epoch):
-            if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
-                self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
             with self.bytes.update():
                 loss = self.runner.update(lr)
