@@ -9,7 +9,6 @@ from .charts import MAX_SPECTRA, Charts, low_rank_methods
 from .comparison import Comparison
 from .curves import curve_spec
 from .element import element, text
-from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import right_aligned
 from .headline import headline
@@ -59,9 +58,7 @@ def _asset(name: str) -> str:
 
 def _lead(comparisons: Sequence[Comparison]) -> str:
     """Number and days of the runs."""
-    methods = [m for c in comparisons for group in (c.methods, *c.equal.values()) for m in group]
-    found = {run.folder: run for m in methods for run in m.runs if run.name != NO_EXCHANGE}
-    runs = list(found.values())
+    runs = [run for c in comparisons for run in c.runs if run.name != NO_EXCHANGE]
     days = sorted({run.started[:10] for run in runs if run.started})
     many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     return many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
@@ -90,7 +87,7 @@ def _section(
     parts = [element("h2", text(comparison.title))] if sections > 1 else []
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
     parts.append(heading("methods"))
-    parts += [_table(table) for table in (headline(comparison, target), *equal_tables(comparison))]
+    parts.append(_table(headline(comparison, target)))
     parts += [heading("time"), *_time(comparison, charts)]
     parts += [heading("curves"), *_curves(comparison, charts)]
     parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]

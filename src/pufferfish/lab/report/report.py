@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
-from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
@@ -75,7 +74,6 @@ def _tables(comparison: Comparison, target: float | None, several: bool, with_cu
     """All tables; the curves, which are hundreds of rows, only for CSV."""
     tables = [
         headline(comparison, target),
-        *equal_tables(comparison),
         breakdown(comparison),
         exchange_table(comparison),
         ranks(comparison),
