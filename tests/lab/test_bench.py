@@ -1,4 +1,4 @@
-"""A bench: its runs, timed rounds and table; resuming, sharding and tuning; failed runs and bad input."""
+"""A bench: its runs, timed rounds and table; resuming and tuning; failed runs and bad input."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.bench import BenchSettings, Shard, bench
-from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, bench_runs, is_finished, slug
+from pufferfish.lab.bench import BenchSettings, bench
+from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, is_finished, slug
 from pufferfish.lab.bench.bench_settings import load_settings, split_methods
 from pufferfish.lab.bench.bench_worker import write_event
+from pufferfish.lab.bench.models_to_time import to_final_model
 from pufferfish.lab.bench.run_on_hosts import EventDisplay
 from pufferfish.lab.bench.summary import write_summary
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
 from pufferfish.lab.report import report
+from pufferfish.lab.tasks import find_task
+from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
+from pufferfish.lab.train.training_method import training_method
+from pufferfish.layers import LowRankLinear
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"
@@ -181,35 +188,6 @@ def test_learning_rates_are_chosen_on_validation_data(tmp_path: Path) -> None:
     assert f",{TUNE_SEED}" not in report([tmp_path], "csv")  # trials are not among the seeds
 
 
-@pytest.mark.timeout(120)
-def test_shards_in_folders_of_their_own_merge(tmp_path: Path) -> None:
-    for n in (1, 2):
-        bench(dataclasses.replace(SMALL, seeds=2), tmp_path / str(n), shard=Shard(n, 2))
-    runs = [name for n in (1, 2) for name in finished_at(tmp_path / str(n))]
-    assert sorted(runs) == sorted(BenchRun(m, s).name for m in SMALL.methods for s in (0, 1))
-    for n in (1, 2):
-        rounds_like(tmp_path / str(n))
-        write_summary(tmp_path / str(n), SMALL.methods, {})
-    together = report([tmp_path / "1", tmp_path / "2"], "markdown").splitlines()
-    rows = {line.split(" | ")[0]: line for line in reversed(together)}
-    assert list(rows["| pufferfish"].split(" | "))[-1] == "2 |"
-    assert "2.50× (2.25–2.75)" in report([tmp_path], "markdown", against="dense")
-    assert sum(line.startswith("| no exchange | –") for line in together) == 1
-
-
-@pytest.mark.parametrize("tune", [0, 3])
-@pytest.mark.parametrize("of", [1, 2, 3, 5])
-def test_each_run_belongs_to_one_shard(tune: int, of: int) -> None:
-    settings = BenchSettings(task="digits", methods=("pufferfish", "auto", "powersgd-4"), seeds=3, tune=tune)
-    runs = list(bench_runs(settings, settings.resolve()[1]))
-    owners = {run: [n for n in range(of) if Shard(n + 1, of).has_run(run, settings)] for run in runs}
-    assert all(len(shards) == 1 for shards in owners.values())
-    if tune:
-        for method in settings.methods:
-            assert len({shards[0] for run, shards in owners.items() if run.method == method}) == 1
-    assert len({run.name for run in runs}) == len(runs) == 4 * (3 + tune)
-
-
 def test_names_of_folders_differ() -> None:
     names = ["file.py:Mine(2)", "file.py:Mine(3)", "file.py:Mine[2]", "topk-0.1", "a/../../b"]
     assert len({slug(name) for name in names}) == len(names)
@@ -331,6 +309,48 @@ def test_the_time_left_is_that_of_the_runs_before() -> None:
     ]
 
 
+FROZEN = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    return model
+
+def data():
+    return (torch.ones(128, 8), torch.arange(128) % 4), (torch.ones(8, 8), torch.arange(8) % 4)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_gradients_of_frozen_parameters_are_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    task = str(tmp_path / "frozen.py")
+    settings = BenchSettings(task=task, methods=(), epochs=2, per_host=2, simulate=True)
+    assert bench(settings, tmp_path / "bench") == []
+    dense, bf16 = (read_run(tmp_path / "bench" / BenchRun(name, 0).name).results for name in settings.methods)
+    assert dense["bytes"] == dense["updates"] * 4 * (64 * 4 + 4)  # two workers: 2 · 1/2
+    assert bf16["bytes"] == pytest.approx(dense["bytes"] / 2, rel=0.1)
+
+
+def test_the_timed_model_is_the_trained_one(tmp_path: Path) -> None:
+    """Layers that share an input compute together in both."""
+    task = find_task("text:d=64,layers=2,heads=2,context=8")
+    tiny.text(tmp_path)
+    recipe = dataclasses.replace(task.recipe("short"), epochs=2, switch_at=1, batch=4)
+    given = RunSettings(training_method("pufferfish"), recipe, tmp_path / "run", data=tmp_path, quiet=True)
+    train(task, given)
+    change = to_final_model("pufferfish", task, recipe, task.load(tmp_path), given.folder)
+    model = task.build()
+    assert change is not None
+    change(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    q, k, v = (model.get_submodule(f"blocks.1.attention.{name}") for name in "qkv")
+    assert isinstance(q, LowRankLinear)
+    assert q._shared_input is not None
+    assert q._shared_input.layers == (q, k, v)
+
+
 def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:
     SMALL.save(tmp_path)
     more = dataclasses.replace(SMALL, methods=("auto",), seeds=3).merge_saved(tmp_path)
@@ -350,7 +370,6 @@ def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:
         (["--seeds", "0"], "--seeds 0"),
         (["--tune", "5"], "such as lr=5"),
         (["--tune", "lr=1"], "at least 2 rates"),
-        (["--shard", "3/2"], "expected 1/2 to 2/2"),
         (["--hosts", "3"], "equally over 3 workers"),
         (["--network", "1gbit"], "a single host has no link"),
         (["--network", "10gbit", "--hosts", "2"], "too fast to be emulated"),

@@ -199,7 +199,6 @@ def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.Cap
             ["--methods", "dense@sam", "--workers", "2", "--simulate"],
             "each worker perturbs its own weights",
         ),
-        (TASK, ["--mode", "graph"], "CUDA graphs need a GPU"),
     ],
 )
 def test_bad_input_is_one_line(

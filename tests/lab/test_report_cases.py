@@ -105,9 +105,6 @@ def test_predicted_times_say_so(tmp_path: Path) -> None:
     row = page.table("Comparison of methods")["pufferfish"]
     assert row["step time"][0] == "560 ms (predicted)"
     assert row["step speedup vs. bf16"][0] == "2.12× (predicted)"
-    assert {"step time, predicted", "2.12× as fast", "predicted by the cost model, not measured"} <= set(
-        page.said
-    )
 
 
 def test_a_prediction_that_seeds_share_counts_once(tmp_path: Path) -> None:
@@ -119,18 +116,10 @@ def test_a_prediction_that_seeds_share_counts_once(tmp_path: Path) -> None:
 
 def test_a_prediction_never_beats_a_measurement(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "pufferfish", 0)
+    write_run(tmp_path / "b", "pufferfish", 0, epochs=30)  # of another length, so that steps are compared
     write_run(tmp_path / "c", "dreamt", 0, finished=None, predicted={"seconds_a_step": 0.001})
-    said = Page(report([tmp_path])).said
-    assert {"step time", "2.12× as fast", "590 ms instead of 1.25 s"} <= set(said)
-
-
-def test_when_nothing_is_faster(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "topk-0.01", 0)
-    said = Page(report([tmp_path])).said
-    assert said.count("no method is faster") == 2
-    assert "the closest is topk-0.01, 0.54× (slower)" in said
+    (said,) = re.findall(r'<p class="verdict">(.*?)</p>', report([tmp_path]))
+    assert said.startswith("pufferfish computes a step 2.12× as fast as bf16 and ")
 
 
 def test_settings_that_differ_within_a_method_are_said(tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from pathlib import Path
 
-import pytest
 from made_up import write_run
 from page import Page
 
@@ -18,20 +16,6 @@ from pufferfish.measure import RunLog
 
 def said(page: str) -> str:
     return " ".join(Page(page).said)
-
-
-def cards(page: str) -> dict[str, list[str]]:
-    """By what they are of: figure, method, note."""
-    (drawn,) = re.findall(r'<ul class="cards">(.*?)</ul>', page, re.DOTALL)
-    parts = [
-        [re.sub("<.*?>", "", x) for x in re.split("</(?:span|b)>", card)] for card in drawn.split("</li>")
-    ]
-    return {what: rest[:3] for what, *rest in parts if rest}
-
-
-def timed_in_rounds(folder: Path, name: str, seconds: float, **against: list[float]) -> None:
-    rounds = {"count": 5, "against": against}
-    write_run(folder, name, 0, results={"accuracy": 0.9, "seconds_a_step": seconds, "rounds": rounds})
 
 
 def test_a_loop_that_logs_only_its_loss_gets_a_curve(tmp_path: Path) -> None:
@@ -87,40 +71,3 @@ def test_no_exchange_is_no_run(tmp_path: Path) -> None:
     page = report([tmp_path])
     assert "no exchange" in Page(page).table("Comparison of methods")
     assert "2 runs, 2026" in said(page)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "note"),
-    [(2.59, "median of the ratios over rounds"), (3.07, "51.1 ms instead of 157 ms")],
-)
-def test_times_stand_beside_the_ratio_that_they_give(tmp_path: Path, ratio: float, note: str) -> None:
-    timed_in_rounds(tmp_path / "a", "dense", 0.157)
-    timed_in_rounds(tmp_path / "b", "pufferfish", 0.0511, dense=[ratio - 0.5, ratio, ratio + 0.5])
-    assert cards(report([tmp_path]))["step time"] == [f"{ratio}× as fast", "pufferfish", note]
-
-
-def test_seeds_whose_median_ratio_is_another_one(tmp_path: Path) -> None:
-    for seed, (dense, ours) in enumerate([(1.0, 1.0), (4.0, 1.0), (9.0, 3.0)]):
-        for name, seconds in (("dense", dense), ("pufferfish", ours)):
-            results = {"accuracy": 0.9, "seconds_a_step": seconds, "seconds": seconds}
-            write_run(tmp_path / f"{name}-{seed}", name, seed, results=results)
-    found = cards(report([tmp_path]))
-    assert found["step time"] == ["3.00× as fast", "pufferfish", "median of the ratios over seeds"]
-    assert found["run time"] == found["step time"]
-
-
-def test_the_price_says_of_which_fastest_it_is(tmp_path: Path) -> None:
-    for name, a_step, whole in (("dense", 1.0, 100.0), ("quick-step", 0.2, 90.0), ("quick-run", 0.5, 50.0)):
-        results = {"accuracy": 0.9, "seconds_a_step": a_step, "seconds": whole}
-        write_run(tmp_path / name, name, 0, results=results)
-    found = cards(report([tmp_path]))
-    assert found["step time"][1] == "quick-step"
-    assert found["run time"][1] == found["accuracy of the fastest run"][1] == "quick-run"
-
-
-def test_what_is_slower_has_no_price(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "bf16", 0)
-    write_run(tmp_path / "b", "topk-0.01", 0)
-    found = cards(report([tmp_path]))
-    assert found["step time"][:2] == ["no method is faster", "bf16"]
-    assert not [what for what in found if "of the fastest" in what]

@@ -13,11 +13,8 @@ examples:
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
       --hosts 4 --network 1gbit --tune lr=5
 
-  # compare with dense models of the same size and of the same step time
-  pufferfish bench digits --methods pufferfish,narrow,narrow@time --seeds 3
-
-  # also train each with as many updates as fit into the time of the dense run
-  pufferfish bench digits --methods pufferfish,narrow --equal time --seeds 3
+  # compare with a narrower dense model of the same size
+  pufferfish bench digits --methods pufferfish,narrow --seeds 3
 
   # pruning methods
   pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3
@@ -56,10 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "epochs between validations of a run; the last epoch is always validated (default: 1)"
     add("--validate-every", type=whole, default=1, metavar="N", help=text)
-    text = "time, bytes: also train all methods with as many updates as fit into the time or bytes of the dense run (default: steps)"
-    add("--equal", choices=("steps", "time", "bytes"), default="steps", help=text)
-    text = "with --equal, make at most X times the updates of the dense run (default: 4)"
-    add("--stretch", type=number, default=4.0, metavar="X", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")
@@ -75,24 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
     )
-    modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = (
-        "mode of all runs, as in `pufferfish train`; auto: graph if it works, otherwise eager (default: auto)"
-    )
-    add("--mode", choices=modes, default="auto", help=text)
+    add("--compile", action="store_true", help="train with torch.compile")
     add("--target", type=number, metavar="X", help="also report the time to reach this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
-    text = "number of runs that share the device, each in its own process; steps are timed alone afterwards (default: 1)"
-    add("--beside", type=whole, metavar="N", help=text)
-    text = "start no run that would end after X minutes; rerun the same command to continue"
-    add("--minutes", type=number, metavar="X", help=text)
-    text = "also save finished runs to FILE, one JSON object per line, and skip runs that are already there"
-    add("--lines", type=Path, metavar="FILE", help=text)
-    add("--shard", default="1/1", metavar="I/N", help="run only part I of N of the work, for job arrays")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..lab.bench import BenchLines, BenchSettings, Shard, run_bench
+    from ..lab.bench import BenchSettings, run_bench
     from ..lab.bench.bench_runs import slug
     from ..lab.bench.bench_settings import parse_tune, split_methods
     from ..lab.tasks.text import with_tokenizer
@@ -110,11 +92,5 @@ def run(arguments: argparse.Namespace) -> int:
         per_host=arguments.per_host if arguments.workers is None else arguments.workers,
     )
     out = arguments.out or Path("runs") / f"bench-{slug(arguments.task)}"
-    if not out.exists():  # an existing folder may be in use by other shards, so no temporary files there
-        check_output_folder(out)
-    shard = Shard.parse(arguments.shard)
-    lines = BenchLines(arguments.lines, settings.task) if arguments.lines else None
-    return run_bench(
-        settings, out, data=arguments.data, shard=shard, target=arguments.target,
-        beside=arguments.beside, minutes=arguments.minutes, lines=lines,
-    )  # fmt: skip
+    check_output_folder(out)
+    return run_bench(settings, out, data=arguments.data, target=arguments.target)

@@ -1,7 +1,6 @@
 """Compare runs as one HTML page, or as CSV, LaTeX or Markdown tables."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from .arguments import check_output_file, number
@@ -11,16 +10,12 @@ HELP = "compare runs as an HTML page, CSV, LaTeX or Markdown"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    runs = "folder of a run, folder that contains runs, or .jsonl file written by `bench --lines`"
-    add("runs", nargs="+", metavar="RUN", help=runs)
+    add("runs", nargs="+", metavar="RUN", help="folder of a run, or folder that contains runs")
     out = "output file (default: report.html for HTML, standard output for other formats)"
     add("--out", type=Path, metavar="FILE", help=out)
     form = parser.add_mutually_exclusive_group()
     for name, label in (("csv", "CSV"), ("latex", "LaTeX"), ("markdown", "Markdown")):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"write {label}")
-    form.add_argument(
-        "--watch", action="store_true", help="update the page while runs continue, until Ctrl-C"
-    )
     add("--title", metavar="TEXT", help="heading of the HTML page")
     add(
         "--against", metavar="NAME", help="method to compare the others with (default: bf16, otherwise dense)"
@@ -31,32 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lab.report import write
-    from ..lab.report.watch import watch
+    from ..lab.report import report, write
 
     check_output_file(arguments.out)
+    title = {} if arguments.title is None else {"title": arguments.title}
+    text = report(arguments.runs, arguments.form, against=arguments.against, target=arguments.target, **title)
     out = arguments.out or (Path("report.html") if arguments.form == "html" else None)
     if out is None:
-        print(_text(arguments), end="")
-    elif arguments.watch:
-        print(f"{out}: open it in a browser; it is updated until Ctrl-C", flush=True)
-        watch(arguments.runs, lambda refresh: write(_text(arguments, refresh), out), print)
-        print(f"\n{out}: no longer updated")
+        print(text, end="")
     else:
-        write(_text(arguments), out)
+        write(text, out)
         print(f"{out}: open it in a browser" if arguments.form == "html" else out)
-
-
-def _text(arguments: argparse.Namespace, refresh: float | None = None) -> str:
-    from ..lab.bench.bench_lines import restore_parts
-    from ..lab.report import report
-
-    title = {} if arguments.title is None else {"title": arguments.title}
-    with tempfile.TemporaryDirectory() as folder:
-        runs: list[str | Path] = []
-        for n, path in enumerate(arguments.runs):
-            is_file = path.endswith(".jsonl")
-            runs += restore_parts(Path(path), Path(folder) / str(n)) if is_file else [path]
-        return report(
-            runs, arguments.form, against=arguments.against, target=arguments.target, refresh=refresh, **title
-        )

@@ -32,8 +32,7 @@ methods:
   auto              low rank; ranks and the end of the warm-up are chosen from
                     the weights
   narrow            a narrower dense model with as many parameters as
-                    pufferfish's low-rank one; narrow@time: with the same step
-                    time on this device; narrow-0.5: for rank ratio 0.5
+                    pufferfish's low-rank one; narrow-0.5: for rank ratio 0.5
   early-bird-0.5    removes this fraction of the channels once the selection
                     is stable
   lottery-ticket-5  prunes in this number of rounds, each trained from the start
@@ -102,9 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
     )
-    modes = ("auto", "eager", "compile", "graph", "compile+graph")
-    text = "torch.compile, whole updates as a CUDA graph, or both; auto: on a GPU the fastest mode that works (default: auto)"
-    add("--mode", choices=modes, default="auto", help=text)
+    add("--compile", action="store_true", help="train with torch.compile")
     add("--workers", type=whole, metavar="N", help="number of workers on this machine")
     add("--simulate", action="store_true", help="simulate the --workers in one process and predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"

@@ -3,14 +3,13 @@
 import os
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...distributed.workers import Workers
 from ...measure.saved_run import RUN_FILE
 from ..report import report, write
-from ..report.formatting import format_seconds
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
@@ -18,16 +17,12 @@ from ..train.console import Console
 from ..train.process_group import process_group
 from ..train.run_folder import check_same_task
 from ..train.worker_device import check_gpu_count
-from .bench_lines import BenchLines
 from .bench_method import bench_method
-from .bench_mode import bench_mode
-from .bench_pieces import done_pieces
-from .bench_runs import Shard, bench_runs, is_finished
+from .bench_runs import bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker
 from .choose_rate import choose_rate, untried_runs
 from .models_to_time import untimed_methods
-from .run_beside import Pool
 from .run_on_hosts import EventDisplay, run_on_hosts
 from .summary import write_summary
 from .terminal_table import terminal_table
@@ -40,12 +35,7 @@ def bench(
     root: Path,
     *,
     data: Path | None = None,
-    shard: Shard | None = None,
     target: float | None = None,
-    beside: int | None = None,
-    minutes: float | None = None,
-    expected: float | None = None,
-    lines: BenchLines | None = None,
 ) -> list[str]:
     """Run what is missing in a bench, print its table, write its page, and return the names of the runs that failed.
 
@@ -56,91 +46,33 @@ def bench(
         root: folder of the bench; finished runs in it are kept.
         data: folder with the task's data.
         target: also show the time until the validation metric reached this value.
-        beside: processes that share the device, with a run each. Steps are then timed alone, in turns with dense ones.
-        minutes: start no run that is expected to end later. The same command continues.
-        expected: seconds of a run, as long as none is finished.
-        lines: a file that keeps finished runs; those in it are not done again.
     """
-    shard = shard or Shard()
     settings = settings.merge_saved(root)
     task, recipe = settings.resolve()
     for path in root.glob(f"*/*/*/{RUN_FILE}"):
         check_same_task(task, path.parent)
-    loaded = task.load(data)
-    steps_per_epoch = task.steps(loaded, recipe.batch)  # raises errors of the data before any run
+    steps_per_epoch = task.steps(task.load(data), recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
         if settings.tune_epochs is not None:
             tuning = recipe.override(epochs=settings.tune_epochs)
             check_method(method, settings, task, tuning, steps_per_epoch)
-    settings = replace(settings, mode=bench_mode(settings, task, recipe, loaded))
-    del loaded
-    if beside is not None or minutes is not None or lines is not None:
-        pool = Pool(
-            settings,
-            root,
-            {},
-            Console(),
-            beside=1 if beside is None else beside,
-            minutes=minutes,
-            expected=expected,
-        )
-        return _bench_beside(pool, data, shard, target, lines)
     if "RANK" in os.environ:
-        return _bench_in_job(settings, root, data, shard, target)
+        return _bench_in_job(settings, root, data, target)
     if not settings.simulate:
         check_gpu_count(settings.device, settings.workers)
     settings.save(root)
     failed: list[str] = []
-    if has_work(settings, root, shard):
+    if has_work(settings, root):
         display = EventDisplay(Console())
         if settings.workers > 1 and not settings.simulate:
-            options: dict[str, Any] = {"data": data and str(data.resolve()), "shard": str(shard)}
-            run_on_hosts(settings, root, options, display)
-        elif not BenchWorker(root, data=data, shard=shard, on_event=display.show).run():
+            run_on_hosts(settings, root, {"data": data and str(data.resolve())}, display)
+        elif not BenchWorker(root, data=data, on_event=display.show).run():
             raise KeyboardInterrupt
         display.console.progress("")  # clears the line
         failed = display.failed
     write_results(settings, root, target)
     return failed
-
-
-def _bench_beside(
-    pool: Pool, data: Path | None, shard: Shard, target: float | None, lines: BenchLines | None
-) -> list[str]:
-    """`bench` with a process for each run."""
-    settings, root = pool.settings, pool.root
-    if pool.beside < 1:
-        raise ValueError(f"--beside {pool.beside}: must be at least 1")
-    if "RANK" in os.environ or (settings.workers > 1 and not settings.simulate) or shard.count > 1:
-        raise ValueError(
-            "--beside, --minutes and --lines are for runs of one process; leave out torchrun, --hosts, --workers and --shard"
-        )
-    settings.save(root)
-    kept = set() if lines is None else set(lines.restore(settings, root))
-
-    def keep_done() -> None:
-        if lines is None:
-            return
-        for name in [name for name in done_pieces(settings, root) if name not in kept]:
-            lines.add(settings, root, name)
-            kept.add(name)
-
-    keep_done()  # pieces of a call that was killed
-    pool.on_done = keep_done
-    pool.options = {"data": data and str(data.resolve()), "shard": str(shard)}
-    try:
-        pool.run()
-    finally:
-        keep_done()  # pieces that ended while the others were stopped
-    write_results(settings, root, target)
-    if pool.left:
-        needed = format_seconds(pool.expected_seconds(pool.left[0]))
-        pool.console.info(
-            f"stopped before {pool.left[0].name}, which is expected to take {needed}; finished runs are kept, rerun the same "
-            "command to continue"
-        )
-    return pool.failed
 
 
 def run_bench(settings: BenchSettings, root: Path, **arguments: Any) -> int:
@@ -174,15 +106,14 @@ def check_method(
             raise ValueError(f"--methods {method}{tuning}: {error}") from None
 
 
-def has_work(settings: BenchSettings, root: Path, shard: Shard) -> bool:
-    """Whether runs or timed rounds of a shard are missing."""
+def has_work(settings: BenchSettings, root: Path) -> bool:
+    """Whether runs or timed rounds are missing."""
     task, recipe = settings.resolve()
-    runs = [run for run in bench_runs(settings, recipe) if shard.has_run(run, settings)]
-    if not all(is_finished(root / run.name) for run in runs if run.lr is None):
+    if not all(is_finished(root / run.name) for run in bench_runs(settings, recipe) if run.lr is None):
         return True
-    if any(untried_runs(method, settings, root, task, recipe) for method in {run.method for run in runs}):
+    if any(untried_runs(method, settings, root, task, recipe) for method in settings.methods):
         return True
-    return settings.timed and any(shard.has_timing(m, settings) for m in untimed_methods(settings, root))
+    return settings.timed and bool(untimed_methods(settings, root))
 
 
 def write_results(settings: BenchSettings, root: Path, target: float | None = None) -> None:
@@ -200,9 +131,7 @@ def write_results(settings: BenchSettings, root: Path, target: float | None = No
     print(f"\n{root / PAGE}: open it in a browser")
 
 
-def _bench_in_job(
-    settings: BenchSettings, root: Path, data: Path | None, shard: Shard, target: float | None
-) -> list[str]:
+def _bench_in_job(settings: BenchSettings, root: Path, data: Path | None, target: float | None) -> list[str]:
     with process_group(settings.device):
         workers = Workers.of_job("bench", side_group=True)
         if settings.network is not None or workers.size != settings.workers:
@@ -212,6 +141,6 @@ def _bench_in_job(
             )
         workers.run_on_first(lambda: settings.save(root))
         display = EventDisplay(Console(silent=workers.rank > 0))
-        if BenchWorker(root, data=data, shard=shard, on_event=display.show).run():
+        if BenchWorker(root, data=data, on_event=display.show).run():
             workers.run_on_first(lambda: write_results(settings, root, target))
         return display.failed

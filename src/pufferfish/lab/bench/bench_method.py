@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ..tasks.recipe import OPTIMIZERS, Recipe
 from ..train.build_optimizer import with_optimizer
-from ..train.narrow_method import narrow_method
 from ..train.training_method import TrainingMethod, training_method
 
 
@@ -26,15 +25,12 @@ def bench_method(text: str) -> BenchMethod:
 
     >>> bench_method("pufferfish+powersgd-4@lars=1.6")
     BenchMethod(method=TrainingMethod(name='pufferfish+powersgd-4', ...), optimizer='lars', lr=1.6)
-    >>> bench_method("narrow@time@lars=1.6")
-    BenchMethod(method=TrainingMethod(name='narrow@time', ...), optimizer='lars', lr=1.6)
     >>> bench_method("dense@lion")
     Traceback (most recent call last):
     ValueError: method 'dense@lion': expected sgd, adam, adamw, muon, lars, lamb or sam after the @, optionally with =LR
     """
     word, at, suffix = text.rpartition("@")
-    of_narrow = suffix.partition("+")[0] == "time" and narrow_method(f"{word}@time")
-    if not at or of_narrow or "/" in suffix or ":" in suffix:  # an @ in a path
+    if not at or "/" in suffix or ":" in suffix:  # an @ in a path
         return BenchMethod(training_method(text))
     name, equals, number = suffix.partition("=")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ FILE = "bench.json"
 VERSION = 1
 #: Reference methods, part of every bench. A single worker sends nothing, so it has the first only.
 REFERENCES = ("dense", "bf16")
-#: What all methods have as much of as the dense run.
-EQUALS = ("steps", "time", "bytes")
 #: Settings that a later call for the same folder may extend; all others must stay the same.
 _EXTENSIBLE = ("methods", "seeds", "rounds")
 
@@ -41,13 +38,9 @@ class BenchSettings:
         tune_epochs: epochs of these runs; None: those of the others.
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
-        equal: "steps"; "time" or "bytes": all methods but dense are also trained with as many updates as fit into the
-            time or the bytes of the dense run.
         validate_every: epochs between validations of a run; its last epoch is always validated.
-        stretch: the most updates of such runs, as a multiple of those of the dense run.
         simulate: exact simulation of all workers in one process; step times are predicted.
-        device, precision: as in `pufferfish train`.
-        mode: of all runs, as in `pufferfish train`; `bench_mode` chooses it for "auto".
+        device, precision, compile: as in `pufferfish train`.
 
     >>> BenchSettings(task="digits", methods=("pufferfish",), hosts=4).methods
     ('dense', 'bf16', 'pufferfish')
@@ -71,9 +64,7 @@ class BenchSettings:
     simulate: bool = False
     device: str = "cpu"
     precision: str = "fp32"
-    mode: str = "auto"
-    equal: str = "steps"
-    stretch: float = 4.0
+    compile: bool = False
     validate_every: int = 1
 
     def __post_init__(self) -> None:
@@ -85,12 +76,6 @@ class BenchSettings:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.tune < 0 or self.tune == 1:
             raise ValueError(f"--tune lr={self.tune}: must be at least 2 rates, such as lr=5")
-        if self.equal not in EQUALS:
-            raise ValueError(f"--equal {self.equal}: must be one of {', '.join(EQUALS)}")
-        if self.equal == "bytes" and self.workers == 1:
-            raise ValueError("--equal bytes: one worker sends nothing; pass --hosts or --workers")
-        if not 1 <= self.stretch < math.inf:
-            raise ValueError(f"--stretch {self.stretch:g}: must be at least 1")
         shape = None if self.network is None else LinkShape.parse(self.network)
         if shape is not None and not self.simulate:
             shape.check_emulable()
@@ -111,8 +96,8 @@ class BenchSettings:
 
     @property
     def timed(self) -> bool:
-        """Whether steps are timed in rounds, which run eagerly: in other modes, the runs record them."""
-        return not self.simulate and self.mode in ("auto", "eager")
+        """Whether steps are timed in rounds, which run eagerly: compiled runs record them."""
+        return not self.simulate and not self.compile
 
     def resolve(self) -> tuple[Task, Recipe]:
         """The task and the recipe; raises ValueError for settings that do not fit together."""
@@ -135,7 +120,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            mode=self.mode, hosts=self.hosts, validate_every=self.validate_every, **more,
+            compile=self.compile, hosts=self.hosts, validate_every=self.validate_every, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -145,12 +130,6 @@ class BenchSettings:
                 raise ValueError(f"{folder}: not empty, and not the folder of a bench; choose another --out")
             return self
         saved = load_settings(folder)
-        if self.mode == "auto":
-            self = dataclasses.replace(self, mode=saved.mode)
-        if self.equal == "steps":
-            self = dataclasses.replace(self, equal=saved.equal, stretch=saved.stretch)
-        elif saved.equal == "steps":  # runs of equal steps are a part of the others
-            saved = dataclasses.replace(saved, equal=self.equal, stretch=self.stretch)
         differences = [
             f"{f.name.replace('_', '-')} was {getattr(saved, f.name)!r}, now {getattr(self, f.name)!r}"
             for f in dataclasses.fields(self)
@@ -182,11 +161,6 @@ def load_settings(folder: Path) -> BenchSettings:
         raise ValueError(
             f"{path}: not a bench of version {VERSION}, the only one that this version of pufferfish supports"
         )
-    data.setdefault("mode", "graph" if data.get("graph") else "eager")  # as earlier versions wrote it
-    data.setdefault("equal", "steps")
-    data.setdefault("tune_epochs", None)
-    data.setdefault("stretch", BenchSettings.stretch)
-    data.setdefault("validate_every", 1)
     names = {f.name for f in dataclasses.fields(BenchSettings)}
     missing = names - data.keys()
     if missing:

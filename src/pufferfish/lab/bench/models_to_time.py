@@ -18,8 +18,8 @@ from ..advise.timed_model import TimedModel
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import RunSettings, build_optimizer
-from ..train.find_width import saved_width
-from ..train.narrow_method import NarrowWidth, build_model
+from ..train.find_width import find_width
+from ..train.narrow_method import build_model
 from ..train.worker_device import move_to_device
 from .bench_method import bench_method
 from .bench_runs import BenchRun, is_finished
@@ -54,7 +54,9 @@ def models_to_time(
         recipe = parsed.recipe(default)
         torch.manual_seed(0)
         run = finished_run(method, settings, root)
-        model = move_to_device(build_model(task, known_width(method, run)), device)
+        given = settings.run_settings(method, recipe)
+        width = find_width(task, given) if parsed.method.narrow else None
+        model = move_to_device(build_model(task, width), device)
         batch = next(
             task.batches(data, "train", recipe.batch, device=device, generator=torch.Generator().manual_seed(0),
                          worker=worker, world_size=workers)
@@ -63,7 +65,7 @@ def models_to_time(
             parsed.method,
             model,
             lambda net, recipe=recipe: build_optimizer(net, recipe),  # type: ignore[misc]
-            _loss(task, batch, settings.run_settings(method, recipe)),
+            _loss(task, batch, given),
             transform=to_final_model(method, task, recipe, data, run),
             clip=recipe.clip,
         )
@@ -74,7 +76,7 @@ def _needs_run(method: str) -> bool:
     """Whether the final model is known only from a run."""
     parsed = bench_method(method).method
     automatic = parsed.low_rank is not None and parsed.low_rank.automatic
-    return automatic or parsed.narrow is not None or is_pruning_method(parsed.model)
+    return automatic or is_pruning_method(parsed.model)
 
 
 def finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
@@ -83,12 +85,6 @@ def finished_run(method: str, settings: BenchSettings, root: Path) -> Path | Non
     pruned = is_pruning_method(bench_method(method).method.model)
     finished = (folder for folder in folders if is_finished(folder))
     return next((f for f in finished if not pruned or list_checkpoints(f / "checkpoints")), None)
-
-
-def known_width(method: str, run: Path | None) -> NarrowWidth | None:
-    """The width of a narrow model, from its run."""
-    saved = saved_width(run, bench_method(method).method.name) if run is not None else None
-    return NarrowWidth(**saved) if saved else None
 
 
 def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:

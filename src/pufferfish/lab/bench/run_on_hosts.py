@@ -99,8 +99,6 @@ class EventDisplay:
             self._position = f"[{event['number']}/{event['of']}] {event['begin']}"
             self._time_left = self._estimate_time_left(event)
             progress(f"{self._position}{self._time_left} …")
-        elif "measuring" in event:
-            progress(f"{self._position}: how many updates fit …")
         elif "done" in event:
             score = format_score(event["measure"], event["score"])
             info(f"{self._position}: {score}, {format_seconds(event['seconds'])}")

@@ -13,9 +13,6 @@ from ..report.bench_folder import NO_EXCHANGE, SUMMARY
 from .bench_settings import REFERENCES, read_json, write_json
 from .tuned_rate import TunedRate
 
-#: Updates of a method at equal time or bytes, beside its runs.
-LENGTH = "length.json"
-
 
 def read_rounds(root: Path) -> list[dict[str, Any]]:
     """The files of all timed rounds, in order."""
@@ -28,7 +25,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
 
     "results" and "predicted" have the same keys as in run.json: medians over the rounds, and under "rounds" the
     quartiles of the step time and of the speedups over the references. If the requested link could not be emulated,
-    measured step times are left out. Methods whose runs shared the device have the times of their updates alone. "equal" has the updates at equal time or bytes.
+    measured step times are left out.
     """
     files = read_rounds(root)
     rounds = [file["methods"] for file in files]
@@ -49,11 +46,10 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
             share = computing / prediction["seconds"]
             predicted = {"seconds_a_step": prediction["seconds"], "utilisation": share, "parts": parts}
         summary[method] = {"results": results, "predicted": predicted}
-    lengths = [read_json(path, "") for path in sorted(root.glob(f"equal-*/*/{LENGTH}"))]
     dense = REFERENCES[0]
     if any("compute_seconds" in r[dense] for r in rounds):
         summary[NO_EXCHANGE] = _no_exchange(rounds, summary[dense])
-    elif seconds := _simulated_compute(root, lengths):
+    elif seconds := _simulated_compute(root):
         summary[NO_EXCHANGE] = {"results": {}, "predicted": {"seconds_a_step": statistics.median(seconds)}}
     for method, rate in rates.items():
         if rate.edge:
@@ -61,47 +57,7 @@ def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedR
                 f"{method}: its best learning rate, {rate.lr:.3g}, is the {rate.edge} of the {len(rate.scores)} that were "
                 "tried; a better one may lie beyond."
             )
-    for method, times in _times_alone(root, lengths).items():
-        for kind, figures in times.items():
-            summary[method][kind] |= figures
-    equal = {"equal": {each["method"]: each["length"] for each in lengths}} if lengths else {}
-    write_json(root / SUMMARY, {"methods": summary, **equal})
-
-
-def _times_alone(root: Path, lengths: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Seconds of a step and of all updates, measured alone, of methods whose runs shared the device with others.
-
-    Those of simulated workers are predictions, from computation that was measured alone.
-    """
-    timed = {each["method"]: each["length"]["seconds"] for each in lengths if each["length"]["seconds"]}
-    if not timed:
-        return {}
-    dense = _medians(list(timed.values()), ("dense", "dense computing"))
-    relative = {method: (s["after"] / s["dense"], s["mean"] / s["dense"]) for method, s in timed.items()}
-    relative[REFERENCES[0]] = (1.0, 1.0)
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted((root / "runs").glob("*/*/run.json")):
-        run = read_run(path.parent)
-        if run.name not in relative or not run.results.get("shared"):
-            continue
-        after, mean = relative[run.name]
-        if not run.settings.get("simulated"):
-            times = {
-                "seconds_a_step": dense["dense"] * after,
-                "training_seconds": dense["dense"] * mean * run.results["updates"],
-            }
-            found[run.name] = {"results": times}
-        elif "dense computing" in dense:
-            own = timed.get(run.name, {"after": dense["dense"], "computing": dense["dense computing"]})
-            share = own["computing"] / own["after"]
-            found[run.name] = {"predicted": {"seconds_a_step": dense["dense"] * after, "utilisation": share}}
-    return found
-
-
-def _medians(records: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """The median of each figure that the records have."""
-    values = {name: [record[name] for record in records if name in record] for name in names}
-    return {name: statistics.median(x) for name, x in values.items() if x}
+    write_json(root / SUMMARY, {"methods": summary})
 
 
 def _results(rounds: Sequence[Round], method: str) -> dict[str, Any]:
@@ -132,12 +88,8 @@ def _compute(timings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"compute_seconds": seconds, "utilisation": statistics.median(shares)}
 
 
-def _simulated_compute(root: Path, lengths: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Predicted seconds of a dense step without its exchange, for simulated workers; measured alone, if possible."""
-    if alone := [
-        s["dense computing"] for each in lengths if "dense computing" in (s := each["length"]["seconds"])
-    ]:
-        return alone
+def _simulated_compute(root: Path) -> list[float]:
+    """Predicted seconds of a dense step without its exchange, for simulated workers."""
     runs = [read_run(path.parent) for path in sorted((root / "runs" / REFERENCES[0]).glob("*/run.json"))]
     metrics = [run.metrics for run in runs if run.workers > 1]
     curves = [(m.get("predicted/step"), m.get("predicted/exchange")) for m in metrics]

@@ -9,7 +9,6 @@ from pathlib import Path
 from ...planning.table import Table, format_count
 from ..report.bench_folder import NO_EXCHANGE
 from ..report.comparison import Comparison, MethodRuns, compare_runs, find_runs
-from ..report.equal_table import equal_tables
 from ..report.exchange_table import exchange_table
 from ..report.formatting import format_bytes, format_seconds
 from ..report.headline import (
@@ -76,11 +75,6 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     table, heads = _fitted(rows, spare, width)
     parts = [_fill(comparison.title, width), "", table, ""]
     parts += [_fill(note, width or 110) for note in notes(comparison, columns.keys() - heads)]
-    for equal in equal_tables(comparison):
-        texts = [equal.columns, *([cell.text for cell in row] for row in equal.rows)]
-        table, _ = _fitted(texts, equal.columns[:0:-1], width)
-        parts += ["", _fill(equal.title, width), "", table, ""]
-        parts += [_fill(note, width or 110) for note in equal.notes]
     return "\n".join(parts)
 
 

@@ -1,18 +1,13 @@
 "use strict";
-// Draws the charts of a report with uPlot, from the JSON in #data. The reader's choices are kept over a reload.
+// Draws the charts of a report with uPlot, from the JSON in #data.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = method => dark.matches ? method.dark : method.light;
-const kept = "pufferfish report " + location.pathname;
-const state = {x: null, logX: false, logY: false, off: [], zoom: {}, open: {}, layers: {}};
+const state = {x: null, logX: false, logY: false, off: [], zoom: {}};
 const charts = new Map(); // element → {plot, methods}, the name of each series' method
 let following = false; // whether a series is being switched because another chart's was
-
-// Storage may be forbidden for local files; then nothing is kept.
-try { Object.assign(state, JSON.parse(sessionStorage.getItem(kept))); } catch {}
-function save() { try { sessionStorage.setItem(kept, JSON.stringify(state)); } catch {} }
 
 // ---- numbers as text ----
 const digits = (value, n = 3) => String(Number(value.toPrecision(n)));
@@ -116,7 +111,6 @@ function follow(holder, n, change) {
   const name = charts.get(holder)?.methods[n];
   if (following || name == null || change.show == null) return;
   state.off = state.off.filter(other => other !== name).concat(change.show ? [] : [name]);
-  save();
   following = true;
   for (const {plot, methods} of charts.values())
     methods.forEach((other, i) => { if (other === name && plot.series[i].show !== change.show) plot.setSeries(i, {show: change.show}); });
@@ -182,7 +176,6 @@ function drawCurve(holder, spec) {
       setScale: [(u, key) => {
         if (key !== "x" || !charts.has(holder)) return;
         if (whole(u)) delete state.zoom[id]; else state.zoom[id] = [over, u.scales.x.min, u.scales.x.max];
-        save();
       }],
     },
   }, values, [null, ...lines.map(line => line.of.name)]);
@@ -208,17 +201,12 @@ function drawMarks(ctx, lines, over, x, box) {
   }
 }
 
+// Predicted over measured step times, on logarithmic scales.
 function drawScatter(holder, spec) {
   const methods = [...new Set(spec.points.map(point => point.method))].map(n => data.methods[n]);
   const groups = methods.map(of => spec.points.filter(point => data.methods[point.method] === of).sort((a, b) => a.x - b.x));
   const values = uPlot.join(groups.map(points => [points.map(point => point.x), points.map(point => point.y)]));
-  const visible = u => groups.flatMap((points, n) => u.series[n + 1].show ? [[methods[n], points]] : []);
-  const isLog = values => Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 4;
-  const logX = spec.band != null || isLog(spec.points.map(point => point.x)), logY = spec.band != null;
-  const both = spec.band == null ? [] : spec.points.flatMap(point => [point.x, point.y]);
-  const ys = spec.points.map(point => point.y), lowest = Math.min(...ys), highest = Math.max(...ys), most = (highest - lowest || 1) / 2;
-  // Intervals belong to the picture, unless they would dwarf it.
-  const ends = spec.points.flatMap(({y, half}) => half == null ? [y] : [Math.max(y - half, lowest - most), Math.min(y + half, highest + most)]);
+  const both = spec.points.flatMap(point => [point.x, point.y]), lowest = Math.min(...both), highest = Math.max(...both);
   const hovered = (u, n) => {
     let best = null;
     u.series.forEach((series, i) => {
@@ -230,66 +218,28 @@ function drawScatter(holder, spec) {
     });
     return n === 0 ? best?.at ?? null : best?.i === n ? best.at : null;
   };
-  const format = show[spec.ys];
   plot(holder, {
     cursor: {dataIdx: hovered, drag: {x: true, y: false}, points: {size: 14}},
     scales: {
-      x: {time: false, distr: logX ? 3 : 1, auto: true,
-        range: (u, low, high) => padded(Math.min(low, ...both), Math.max(high, ...both), logX, 0.15)},
-      y: {distr: logY ? 3 : 1, range: (u, low, high) => padded(Math.min(...ends, ...both), Math.max(...ends, ...both), logY, 0.12)},
+      x: {time: false, distr: 3, range: (u, low, high) => padded(Math.min(low, lowest), Math.max(high, highest), true, 0.15)},
+      y: {distr: 3, range: () => padded(lowest, highest, true, 0.12)},
     },
-    axes: [axis(spec.x, show[spec.xs], 55, {size: 34}), axis(spec.y, format, 40, {size: 62})],
-    series: [{label: spec.short, value: (u, v, n, at) => at == null ? "–" : show[spec.xs](u.data[0][at])}, ...methods.map((of, n) => ({
+    axes: [axis("measured step time", show.seconds, 55, {size: 34}), axis("predicted step time", show.seconds, 40, {size: 62})],
+    series: [{label: "measured", value: (u, v, n, at) => at == null ? "–" : show.seconds(u.data[0][at])}, ...methods.map(of => ({
       label: of.name, stroke: colour(of), paths: () => null, show: !state.off.includes(of.name),
-      points: {show: true, size: 10, width: 2, fill: groups[n][0].front === false ? css("--card") : colour(of)},
-      value: (u, v) => v == null ? "–" : format(v),
+      points: {show: true, size: 10, width: 2, fill: colour(of)},
+      value: (u, v) => v == null ? "–" : show.seconds(v),
     }))],
     hooks: {
-      drawAxes: [u => onCanvas(u, (ctx, x, y, box) => {
-        if (spec.band != null) {
-          const [low, high] = [u.scales.x.min, u.scales.x.max], edge = factor => [low, high].map(v => [x(v), y(v * factor)]);
-          ctx.beginPath(); ctx.fillStyle = css("--optimizer"); ctx.globalAlpha = 0.14;
-          [...edge(1 + spec.band), ...edge(1 - spec.band).reverse()].forEach(point => ctx.lineTo(...point));
-          ctx.fill(); ctx.globalAlpha = 1;
-          stroke(ctx, edge(1), css("--soft"), 1, [4, 4]);
-        }
-        const front = spec.points.filter(point => point.front).sort((a, b) => a.x - b.x || a.y - b.y);
-        // Between two points of the front, quality is that of the cheaper one.
-        const steps = front.flatMap((point, n) => [...(n ? [[x(point.x), y(front[n - 1].y)]] : []), [x(point.x), y(point.y)]]);
-        if (front.length > 1) stroke(ctx, steps, css("--soft"), 1.5, [5, 3]);
-        for (const [of, points] of visible(u)) for (const {x: at, y: mean, half} of points) if (half != null)
-          stroke(ctx, [[x(at), y(mean - half)], [x(at), y(mean + half)]], colour(of), 1.5);
+      drawAxes: [u => onCanvas(u, (ctx, x, y) => {
+        const [low, high] = [u.scales.x.min, u.scales.x.max], edge = factor => [low, high].map(v => [x(v), y(v * factor)]);
+        ctx.beginPath(); ctx.fillStyle = css("--optimizer"); ctx.globalAlpha = 0.14;
+        [...edge(1 + spec.band), ...edge(1 - spec.band).reverse()].forEach(point => ctx.lineTo(...point));
+        ctx.fill(); ctx.globalAlpha = 1;
+        stroke(ctx, edge(1), css("--soft"), 1, [4, 4]);
       })],
-      draw: [u => onCanvas(u, (ctx, x, y, box) => drawLabels(ctx, visible(u), x, y, box))],
     },
   }, values, [null, ...methods.map(of => of.name)]);
-}
-// The name of each method beside its last point, where there is room; a thin line where it is not close.
-function drawLabels(ctx, groups, x, y, box) {
-  const dots = groups.flatMap(([, points]) => points.map(point => [x(point.x) - 6, y(point.y) - 6, 12, 12]));
-  const meets = (a, b) => Math.max(0, Math.min(a[0] + a[2], b[0] + b[2]) - Math.max(a[0], b[0]))
-    * Math.max(0, Math.min(a[1] + a[3], b[1] + b[3]) - Math.max(a[1], b[1]));
-  const taken = [];
-  ctx.font = "12px system-ui"; ctx.textBaseline = "middle";
-  for (const [of, points] of groups) {
-    const name = of.name.length > 28 ? of.name.slice(0, 27) + "…" : of.name;
-    const width = ctx.measureText(name).width, [px, py] = [x(points.at(-1).x), y(points.at(-1).y)];
-    let best = null;
-    for (const far of [9, 24, 42, 64]) for (const [dx, dy] of [[1, 0], [-1, 0], [0, -1], [0, 1], [1, -1], [1, 1], [-1, -1], [-1, 1]]) {
-      const left = dx ? px + (dx > 0 ? far : -far - width) : px - width / 2;
-      const place = [left, py + dy * (far + 4) - 7, width, 14];
-      const outside = Math.max(0, box.left + 2 - left) + Math.max(0, left + width - box.right + 2)
-        + Math.max(0, box.top - place[1]) + Math.max(0, place[1] + 14 - box.bottom);
-      const cost = 40 * outside + far + [...taken, ...dots].reduce((sum, other) => sum + 20 * meets(place, other), 0);
-      if (best == null || cost < best.cost) best = {cost, place, far, dx};
-    }
-    taken.push(best.place);
-    const [left, top] = best.place, side = best.dx > 0 ? left - 2 : best.dx < 0 ? left + width + 2 : left + width / 2;
-    if (best.far > 9) stroke(ctx, [[px, py], [side, top + 7]], colour(of), 0.7);
-    ctx.strokeStyle = css("--card"); ctx.lineWidth = 4; ctx.lineJoin = "round"; ctx.setLineDash([]);
-    ctx.strokeText(name, left, top + 7);
-    ctx.fillStyle = colour(of); ctx.fillText(name, left, top + 7);
-  }
 }
 
 function drawRanks(holder, spec) {
@@ -313,11 +263,9 @@ function drawRanks(holder, spec) {
 }
 
 function drawSpectra(holder, spec) {
-  const select = document.createElement("select"), id = holder.dataset.chart;
+  const select = document.createElement("select");
   select.ariaLabel = `layer of ${spec.name}`;
   select.append(...spec.layers.map((layer, n) => new Option(layer.name, n)));
-  select.value = state.layers[id] ?? 0;
-  if (select.selectedIndex < 0) select.value = 0;
   const values = () => {
     const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
     const places = [...Array(length).keys()];
@@ -333,5 +281,5 @@ function drawSpectra(holder, spec) {
     series: [{label: "number", value: (u, v) => v == null ? "–" : String(v)},
       line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
   }, values(), [null, null, null]);
-  select.onchange = () => { state.layers[id] = select.value; save(); u.setData(values()); };
+  select.onchange = () => u.setData(values());
 }

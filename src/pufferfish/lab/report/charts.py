@@ -9,9 +9,7 @@ from .comparison import Comparison, MethodRuns, recorded_layers
 from .curves import MAX_POINTS, curve_spec, mean_curves, switch_marks
 from .element import element, text
 from .formatting import format_number
-from .headline import score_cell
 from .method_colour import method_colour, method_dash
-from .pareto import View
 from .tables import BAND, is_low_rank
 
 MAX_SPECTRA = 240  # per page, to stay below a megabyte
@@ -54,20 +52,6 @@ class Charts:
         spec = {"kind": "curve", "label": shown, "values": unit}
         return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
 
-    def view(self, comparison: Comparison, view: View) -> str:
-        """Quality over a cost, a point for each method, with its interval, and the Pareto front."""
-        points = []
-        for method in comparison.methods:
-            if method.name in view.costs:
-                score = score_cell(comparison, method)
-                point = {"method": self._method(method.name), "x": view.costs[method.name], "y": score.value}
-                points.append(point | {"half": score.half, "front": method.name in view.front})
-        label = comparison.metric.label
-        axes = {"x": view.label, "short": view.title, "y": label}
-        spec = {"kind": "scatter", "xs": view.kind, "ys": "number", "points": points}
-        described = f"{label} over {view.label}. Pareto front: {', '.join(view.front)}."
-        return self._add(spec | axes, described)
-
     def predictions(self, comparison: Comparison) -> str | None:
         """Predicted over measured step times, with the band in which a prediction counts as right."""
         points, right = [], 0
@@ -81,10 +65,8 @@ class Charts:
                 right += abs(y / x - 1) <= BAND
         if not points:
             return None
-        axes = {"x": "measured step time", "short": "measured", "y": "predicted step time"}
         described = f"{right} of {len(points)} predictions are within {BAND:.0%} of the measured time."
-        spec = {"kind": "scatter", "xs": "seconds", "ys": "seconds", "points": points, "band": BAND}
-        return self._add(spec | axes, described)
+        return self._add({"kind": "scatter", "points": points, "band": BAND}, described)
 
     def ranks(self, methods: Sequence[MethodRuns]) -> str | None:
         """Rank of each layer in per cent of its full rank, for methods with low-rank layers."""

@@ -5,8 +5,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,8 +17,6 @@ from .formatting import metric_places, metric_words
 METRICS = ("accuracy", "bleu", "bits_per_byte", "perplexity", "loss")
 #: Default references: the first of these names that is among the runs.
 REFERENCES = ("bf16", "dense")
-#: The method whose time and bytes the others have at equal time and bytes.
-DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -80,17 +78,12 @@ class MethodRuns:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs with the same task, number of workers, link and kind of machine.
-
-    Args:
-        equal: the methods at equal "time" or "bytes", with other numbers of updates than `methods`; dense runs are in both.
-    """
+    """Runs with the same task, number of workers, link and kind of machine."""
 
     title: str
     metric: Metric
     methods: tuple[MethodRuns, ...]
     reference: MethodRuns | None
-    equal: Mapping[str, tuple[MethodRuns, ...]] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[Run]:
@@ -120,37 +113,26 @@ def compare_runs(runs: Sequence[Run], against: str | None = None) -> list[Compar
         runs: as `find_runs` returns them.
         against: name of the reference method; the first of `REFERENCES` by default.
     """
-    by_conditions: dict[tuple[str, ...], dict[str, list[Run]]] = {}
+    by_conditions: dict[tuple[str, ...], list[Run]] = {}
     for run in _hide_checksums(runs):
-        kinds = by_conditions.setdefault(_conditions(run), {"steps": []})
-        kinds.setdefault(equal_length(run).get("equal", "steps"), []).append(run)
+        by_conditions.setdefault(_conditions(run), []).append(run)
     comparisons = []
-    for conditions, kinds in by_conditions.items():
-        members = [run for kind in kinds.values() for run in kind]
-        if not kinds["steps"]:  # only runs at equal time are to be compared
-            kinds = {"steps": members}
-        methods = _methods(kinds["steps"])
+    for conditions, members in by_conditions.items():
+        methods = _methods(members)
         references = REFERENCES if against is None else (against,)
         reference = next((method for name in references for method in methods if method.name == name), None)
         title = ", ".join(part for part in conditions if part)
-        equal = {kind: _equal_methods(methods, found) for kind, found in kinds.items() if kind != "steps"}
-        comparisons.append(Comparison(title, _metric(members), tuple(methods), reference, equal))
+        comparisons.append(Comparison(title, _metric(members), tuple(methods), reference))
     names = dict.fromkeys(method.name for comparison in comparisons for method in comparison.methods)
     if against is not None and against not in names:
         raise ValueError(f"{against!r} is not the name of a run; the runs are named {', '.join(names)}")
     return comparisons
 
 
-def equal_length(run: Run) -> dict[str, Any]:
-    """The record of a run whose number of updates follows from the time or the bytes of the dense run; empty for others."""
-    record = run.settings.get("equal_length")
-    return record if isinstance(record, dict) else {}
-
-
 def has_measured_time(run: Run) -> bool:
-    """Whether the time of the run is meaningful: not if its steps are only predicted, or shared the device with other runs."""
+    """Whether the time of the run is meaningful: not if its steps are only predicted."""
     predicted, measured = (is_number(x.get("seconds_a_step")) for x in (run.predicted, run.results))
-    return measured or not (predicted or run.results.get("shared"))
+    return measured or not predicted
 
 
 def seed_of(run: Run) -> int:
@@ -241,19 +223,12 @@ def _tell_apart(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, name=name(run)) for run in ordered]
 
 
-def _equal_methods(methods: Sequence[MethodRuns], runs: Sequence[Run]) -> tuple[MethodRuns, ...]:
-    """Methods at equal time or bytes, in the order of `methods`, whose dense runs set the time or the bytes."""
-    names = [method.name for method in methods]
-    found = [*_methods(runs), *(method for method in methods if method.name == DENSE)]
-    return tuple(sorted(found, key=lambda m: names.index(m.name) if m.name in names else len(names)))
-
-
 def _conditions(run: Run) -> tuple[str, ...]:
     workers = f"{run.workers} workers" if run.workers > 1 else "1 worker"
     hosts = f"on {run.hosts} hosts" if run.hosts > 1 else ""
     link = str((run.link or {}).get("asked") or "")
     return (
-        str(run.settings.get("part", "")), _task(run), f"{workers} {hosts}".strip(), link,
+        _task(run), f"{workers} {hosts}".strip(), link,
         str(run.hardware.get("gpu") or run.hardware.get("cpu") or ""),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-// The controls of the page: axes, folded parts, sorting of tables, reloading. The charts are drawn by charts.js.
+// The controls of the page: axes, folded parts, sorting of tables. The charts are drawn by charts.js.
 
 const drawers = {curve: drawCurve, scatter: drawScatter, ranks: drawRanks, spectra: drawSpectra};
 const holders = [...document.querySelectorAll("[data-chart]")];
@@ -41,16 +41,11 @@ function fillBars() {
     bar.replaceChildren(control("x axis", select), ...boxes, reset);
   }
 }
-function changed(choice, kind = "curve") { Object.assign(state, choice); save(); fillBars(); drawAll(kind); }
+function changed(choice, kind = "curve") { Object.assign(state, choice); fillBars(); drawAll(kind); }
 fillBars();
 
-[...document.querySelectorAll("details")].forEach((details, n) => {
-  details.open = state.open[n] ?? details.open;
-  details.addEventListener("toggle", () => {
-    state.open[n] = details.open; save();
-    details.querySelectorAll(".chart").forEach(drawIfResized);
-  });
-});
+for (const details of document.querySelectorAll("details"))
+  details.addEventListener("toggle", () => details.querySelectorAll(".chart").forEach(drawIfResized));
 holders.forEach(drawIfResized);
 
 // Headings become buttons here, so that without scripts nothing looks clickable.
@@ -69,7 +64,3 @@ for (const head of document.querySelectorAll("thead th")) {
       (a, b) => gone(a) - gone(b) || (up ? order(a, b) : order(b, a))));
   };
 }
-
-// Follows runs that go on: not while the reader looks at another tab or points at a chart.
-const wait = Number(document.body.dataset.refresh);
-if (wait) setInterval(() => { if (!document.hidden && !document.querySelector(".chart:hover")) location.reload(); }, 1000 * wait);

@@ -9,13 +9,10 @@ from .charts import MAX_SPECTRA, Charts, low_rank_methods
 from .comparison import Comparison
 from .curves import curve_spec
 from .element import element, text
-from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import right_aligned
 from .headline import headline
-from .highlights import highlights
 from .method_colour import method_colour
-from .pareto import pareto_notes, pareto_table, pareto_views
 from .step_bars import step_bars
 from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
 from .verdict import verdict
@@ -23,22 +20,13 @@ from .verdict import verdict
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 #: Parts of a comparison, by the end of their anchors.
 _PARTS = {
-    "methods": "Methods", "cost": "Quality and cost", "time": "Step time", "curves": "Training curves",
+    "methods": "Methods", "time": "Step time", "curves": "Training curves",
     "layers": "Layers", "setup": "Setup and settings",
 }  # fmt: skip
 
 
-def page(
-    comparisons: Sequence[Comparison],
-    title: str,
-    target: float | None = None,
-    refresh: float | None = None,
-) -> str:
-    """The page of a report. Missing data is stated in its place.
-
-    Args:
-        refresh: seconds after which the page loads itself again; None for a page that is not going to change.
-    """
+def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
+    """The page of a report. Missing data is stated in its place."""
     charts, one = Charts(), len(comparisons) == 1
     parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
@@ -53,12 +41,11 @@ def page(
     ]  # fmt: skip
     style = _asset("uplot/uPlot.min.css") + _asset("page.css")
     library = f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}"
-    reload = "" if refresh is None else f' data-refresh="{refresh:g}"'
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{text(title)}</title><style>{style}</style></head><body{reload}>",
+        f"<title>{text(title)}</title><style>{style}</style></head><body>",
         element("main", *body), f'<script type="application/json" id="data">{charts.as_json()}</script>',
         f"<script>{library}</script>", f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>", "",
     ])  # fmt: skip
@@ -71,9 +58,7 @@ def _asset(name: str) -> str:
 
 def _lead(comparisons: Sequence[Comparison]) -> str:
     """Number and days of the runs."""
-    methods = [m for c in comparisons for group in (c.methods, *c.equal.values()) for m in group]
-    found = {run.folder: run for m in methods for run in m.runs if run.name != NO_EXCHANGE}
-    runs = list(found.values())
+    runs = [run for c in comparisons for run in c.runs if run.name != NO_EXCHANGE]
     days = sorted({run.started[:10] for run in runs if run.started})
     many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     return many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
@@ -101,20 +86,8 @@ def _section(
 
     parts = [element("h2", text(comparison.title))] if sections > 1 else []
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
-    shown = highlights(comparison)
-    if shown:
-        cards = [
-            element(
-                "li", element("span", text(h.title)), element("b", text(h.figure)),
-                element("span", _name(h.method), class_="who"), element("span", text(h.note)), class_=h.kind or None,
-            ) for h in shown
-        ]  # fmt: skip
-        against = comparison.reference.name if comparison.reference else ""
-        parts.append(element("p", text(f"Compared with {against}:")))
-        parts.append(element("ul", *cards, class_="cards"))
     parts.append(heading("methods"))
-    parts += [_table(table) for table in (headline(comparison, target), *equal_tables(comparison))]
-    parts += [heading("cost"), *_cost(comparison, charts)]
+    parts.append(_table(headline(comparison, target)))
     parts += [heading("time"), *_time(comparison, charts)]
     parts += [heading("curves"), *_curves(comparison, charts)]
     parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]
@@ -122,25 +95,6 @@ def _section(
     for table in (all_results(comparison), settings(comparison)):
         parts += [_folded(table.title, _table(table))] if table and table.rows else []
     return parts
-
-
-def _cost(comparison: Comparison, charts: Charts) -> list[str]:
-    views = pareto_views(comparison)
-    if not views:
-        return [_missing("No two methods have a score and a different size, traffic or time.")]
-    higher = "Up" if comparison.metric.higher else "Down"
-    intervals = "Vertical bars are 95 % intervals over seeds. " * any(
-        len(m.finished) > 1 for m in comparison.methods
-    )
-    note = f"{higher} and to the left is better. {intervals}Line and filled points: the Pareto front. "
-    figures = [
-        _figure(
-            f"{comparison.metric.words.capitalize()} over {view.title}", "", charts.view(comparison, view)
-        )
-        for view in views
-    ]
-    said = element("p", text(note + " ".join(pareto_notes(comparison)[1:])), class_="soft")
-    return [said, _beside(figures), _folded("Quality and cost as a table", _table(pareto_table(comparison)))]
 
 
 def _time(comparison: Comparison, charts: Charts) -> list[str]:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
-from .equal_table import equal_tables
 from .exchange_table import exchange_table
 from .export import as_csv, as_latex, as_markdown
 from .headline import headline
 from .page import page
-from .pareto import pareto_table
 from .tables import Table, all_results, breakdown, predicted, progress, ranks, settings, setup
 
 FORMATS = ("html", "csv", "latex", "markdown")
@@ -24,7 +22,6 @@ def report(
     title: str = "Comparison of training runs",
     against: str | None = None,
     target: float | None = None,
-    refresh: float | None = None,
 ) -> str:
     """Compare runs and return the report as text.
 
@@ -38,7 +35,6 @@ def report(
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
         target: also show the time until the validation metric reached this value, in the units of the table.
-        refresh: seconds after which the HTML page loads itself again, to follow runs that go on.
 
     >>> import tempfile
     >>> from pufferfish.measure import RunLog
@@ -54,7 +50,7 @@ def report(
         raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
     comparisons = compare_runs(find_runs(runs), against)
     if form == "html":
-        return page(comparisons, title, target, refresh)
+        return page(comparisons, title, target)
     several, with_curves = len(comparisons) > 1, form == "csv"
     tables = [table for c in comparisons for table in _tables(c, target, several, with_curves)]
     return {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}[form](tables)
@@ -78,8 +74,6 @@ def _tables(comparison: Comparison, target: float | None, several: bool, with_cu
     """All tables; the curves, which are hundreds of rows, only for CSV."""
     tables = [
         headline(comparison, target),
-        *equal_tables(comparison),
-        pareto_table(comparison),
         breakdown(comparison),
         exchange_table(comparison),
         ranks(comparison),

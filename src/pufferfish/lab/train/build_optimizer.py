@@ -36,15 +36,10 @@ def with_optimizer(recipe: Recipe, name: str, lr: float | None = None) -> Recipe
     return changed
 
 
-def build_optimizer(
-    model: nn.Module, recipe: Recipe, *, graph: bool = False
-) -> torch.optim.Optimizer | OptimizerList:
+def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer | OptimizerList:
     """Build the recipe's optimizer; "muon" is Muon and AdamW, as `muon_parameters` divides the model.
 
     On a GPU, SGD, Adam and AdamW are fused.
-
-    Args:
-        graph: for use in a CUDA graph: fused, and the learning rate is read from the device.
 
     >>> [group["weight_decay"] for group in build_optimizer(nn.Linear(2, 2), Recipe(epochs=1, batch=1, lr=1.0, weight_decay=0.1)).param_groups]
     [0.1, 0.0]
@@ -62,7 +57,7 @@ def build_optimizer(
     decays = ((matrices, recipe.weight_decay), (vectors, vector_decay))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     on_gpu = any(p.is_cuda for p in model.parameters())
-    fused: dict[str, Any] = {"fused": True} if graph or on_gpu else {}
+    fused: dict[str, Any] = {"fused": True} if on_gpu else {}
     sgd: dict[str, Any] = {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
     if recipe.optimizer in ("sgd", "sam"):
         optimizer = torch.optim.SGD(groups, **sgd, **fused)
@@ -72,9 +67,9 @@ def build_optimizer(
     if recipe.optimizer == "lars":
         return LARS(groups, **sgd, trust=recipe.trust, **layerwise)
     if recipe.optimizer == "lamb":
-        return LAMB(groups, recipe.lr, betas=recipe.betas, capturable=graph, **layerwise)
+        return LAMB(groups, recipe.lr, betas=recipe.betas, **layerwise)
     kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-    adam = kind(groups, lr=recipe.lr, betas=recipe.betas, capturable=graph, **fused)
+    adam = kind(groups, lr=recipe.lr, betas=recipe.betas, **fused)
     adam.register_step_pre_hook(_match_gradient_strides)
     if recipe.optimizer != "muon":
         return adam

@@ -1,7 +1,5 @@
 """`LocalStepRunner`: the updates of a worker that averages its model with others once in several updates."""
 
-from typing import Any
-
 from torch import Tensor
 
 from ...local.local_steps import LocalSteps
@@ -12,10 +10,10 @@ from .step_runner import StepRunner
 class LocalStepRunner(StepRunner):
     """Runs the updates of one worker, followed by its local steps, which are `components.hook`. Create it on all workers."""
 
-    def __init__(self, components: RunComponents, **more: Any) -> None:
+    def __init__(self, components: RunComponents) -> None:
         assert isinstance(components.hook, LocalSteps)
         self.local = components.hook
-        super().__init__(components, **more)
+        super().__init__(components)
 
     @property
     def wire_bytes(self) -> float:
@@ -33,9 +31,6 @@ class LocalStepRunner(StepRunner):
         loss = super().update(lr)
         self.local.step(self.components.module)
         return loss
-
-    def wait(self) -> None:
-        self.local.wait()
 
     def sync(self) -> None:
         self.local.sync(self.components.module)

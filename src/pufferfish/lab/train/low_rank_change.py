@@ -82,7 +82,7 @@ class LowRankChange(ModelChange):
         The hooks for that are then gone. Otherwise the first validation would remove them, and the model be compiled again.
         """
         c, self._components = self._components, None
-        if c is None or not c.modes.compiles:
+        if c is None or not c.settings.compile:
             return
         batch = few_rows(c.task, c.settings.recipe, c.data, c.device)
         with self.untimed(), eval_mode(c.model) as module, c.settings.autocast:

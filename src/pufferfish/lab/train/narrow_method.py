@@ -1,6 +1,7 @@
-"""`NarrowMethod`: training of a narrower dense model, as large or as fast as the low-rank one: `narrow`, `narrow@time`."""
+"""`NarrowMethod`: training of a narrower dense model, as large as the low-rank one: `narrow`, `narrow-0.5`, `narrow-1.5M`."""
 
 import inspect
+import math
 import re
 from dataclasses import dataclass
 
@@ -11,16 +12,14 @@ from ..tasks import Task
 
 @dataclass(frozen=True)
 class NarrowMethod:
-    """Which low-rank model a narrower dense one is compared with, and in what they are equal.
+    """Which low-rank model a narrower dense one has as many parameters as.
 
     Args:
         rank: fraction of the full rank of the low-rank model; None: the recipe's.
-        time: whether a step takes equally long; otherwise the number of parameters is equal.
         parameters: instead of a rank, the number of parameters.
     """
 
     rank: float | None = None
-    time: bool = False
     parameters: int | None = None
 
 
@@ -33,26 +32,26 @@ class NarrowWidth:
 
 
 def narrow_method(text: str) -> NarrowMethod | None:
-    """Parse `narrow` and `narrow@time`, also with a rank, or with a number of parameters. Returns None for other methods.
+    """Parse `narrow`, also with a rank or with a number of parameters. Returns None for other methods.
 
-    >>> narrow_method("narrow"), narrow_method("narrow-0.5@time"), narrow_method("dense")
-    (NarrowMethod(rank=None, time=False, parameters=None), NarrowMethod(rank=0.5, time=True, parameters=None), None)
+    >>> narrow_method("narrow"), narrow_method("narrow-0.5"), narrow_method("dense")
+    (NarrowMethod(rank=None, parameters=None), NarrowMethod(rank=0.5, parameters=None), None)
     >>> narrow_method("narrow-1.5M").parameters, narrow_method("narrow-800k").parameters
     (1500000, 800000)
     """
-    match = re.fullmatch(r"narrow(?:-([\d.]+)([kM])?)?(@time)?", text)
+    match = re.fullmatch(r"narrow(?:-([\d.]+)([kM])?)?", text)
     if match is None:
         return None
-    digits, unit, time = match.groups()
+    digits, unit = match.groups()
     number = float(digits) if digits and re.fullmatch(r"\d*\.?\d+", digits) else 0.0
-    if digits and (not number > 0 if unit and not time else unit or not 0 < number < 1):
+    if digits and not 0 < number < (math.inf if unit else 1):
         raise ValueError(
-            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25, or without "
-            "@time a number of parameters, as in narrow-1.5M"
+            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25, or a number "
+            "of parameters, as in narrow-1.5M"
         )
     if unit:
         return NarrowMethod(parameters=round(number * {"k": 1e3, "M": 1e6}[unit]))
-    return NarrowMethod(number if digits else None, time is not None)
+    return NarrowMethod(number if digits else None)
 
 
 def check_takes_width(task: Task) -> None:

@@ -13,7 +13,6 @@ from ..tasks import Task
 from .build_optimizer import build_optimizer
 from .narrow_method import build_model
 from .run_settings import RunSettings
-from .step_modes import StepModes, step_modes
 from .worker_device import move_to_device
 
 
@@ -35,7 +34,6 @@ class RunComponents:
         hook: compresses gradients between processes, or the `LocalSteps` of this worker, or None.
         worker: number of this worker, from 0.
         world_size: real or simulated workers.
-        modes: in which updates may run.
         replicas: models and optimizers of the other simulated workers, if they have their own.
     """
 
@@ -50,7 +48,6 @@ class RunComponents:
     worker: int
     world_size: int
     device: torch.device
-    modes: StepModes
     replicas: list[Replica] = field(default_factory=list)
 
 
@@ -69,12 +66,11 @@ def build_components(
         module: a model to use instead of the run's.
     """
     torch.manual_seed(settings.seed)
-    modes = step_modes(task, settings, processes)
     method, replicas = settings.method, []
     if method.local is not None and settings.simulate:
-        replicas = [_replica(task, settings, modes, device, None) for _ in range(settings.simulate - 1)]
+        replicas = [_replica(task, settings, device, None) for _ in range(settings.simulate - 1)]
         torch.manual_seed(settings.seed)
-    module, optimizer = _replica(task, settings, modes, device, module)
+    module, optimizer = _replica(task, settings, device, module)
     world_size = settings.simulate or processes
     if method.compress is not None and method.compress.has_momentum and world_size > 1:
         _remove_momentum(optimizer)
@@ -102,7 +98,6 @@ def build_components(
         worker,
         world_size,
         device,
-        modes,
         replicas,
     )
 
@@ -114,8 +109,6 @@ def _remove_momentum(optimizer: Any) -> None:
             group |= {"momentum": 0.0, "nesterov": False}
 
 
-def _replica(
-    task: Task, settings: RunSettings, modes: StepModes, device: torch.device, module: nn.Module | None
-) -> Replica:
+def _replica(task: Task, settings: RunSettings, device: torch.device, module: nn.Module | None) -> Replica:
     module = move_to_device(module or build_model(task, settings.narrow), device)
-    return Replica(module, build_optimizer(module, settings.recipe, graph=modes.capturable))
+    return Replica(module, build_optimizer(module, settings.recipe))

@@ -46,10 +46,10 @@ def check_same_run(task: Task, settings: RunSettings) -> None:
         return
     check_same_task(task, folder)
     run = read_run(folder)
-    saved = {"mode": settings.mode} | run.settings | {"seed": run.seed}  # earlier versions have no mode
+    saved = run.settings | {"seed": run.seed}
     given = _record(task, settings) | {"seed": settings.seed}
     names = [
-        "method", "seed", "precision", "accumulate", "plan", "mode", "simulated", "recipe", "equal_length",
+        "method", "seed", "precision", "accumulate", "plan", "mode", "simulated", "recipe",
     ]  # fmt: skip
     if settings.simulate:  # a real job may continue with another number of workers, on another network
         saved |= {"workers": run.workers, "network": run.link and run.link["asked"]}
@@ -99,9 +99,8 @@ def _record(task: Task, settings: RunSettings) -> dict[str, Any]:
     plan = settings.method.low_rank.plan_identity if settings.method.low_rank else None
     return {
         "task": repr(task), "method": settings.method.name, "measure": task.metric, "higher": task.higher_is_better,
-        "precision": settings.precision, "accumulate": settings.accumulate, "mode": settings.mode,
+        "precision": settings.precision, "accumulate": settings.accumulate, "mode": "compile" if settings.compile else "eager",
         "simulated": bool(settings.simulate), "recipe": dataclasses.asdict(settings.recipe),
         **({"plan": plan} if plan else {}),
         **({"narrow": dataclasses.asdict(settings.narrow)} if settings.narrow else {}),
-        **({"equal_length": dataclasses.asdict(settings.equal_length)} if settings.equal_length else {}),
     }  # fmt: skip

@@ -7,13 +7,11 @@ import torch
 
 from ..network import LinkShape
 from ..tasks import Recipe, Task
-from .equal_length import EqualLength
 from .narrow_method import NarrowWidth, check_takes_width
 from .sinks import check_sinks
 from .training_method import TrainingMethod
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-MODES = ("auto", "eager", "compile", "graph", "compile+graph")
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,8 @@ class RunSettings:
         data: folder with the data; None: the task's default.
         precision: of forward and backward passes: "fp32", "bf16" or "fp16".
         accumulate: backward passes per update.
-        mode: how updates run: "eager"; "compile": with torch.compile; "graph": whole updates in a CUDA graph;
-            "compile+graph": both; "auto": the fastest that works on a GPU, eager on a CPU.
-        save_every: updates between checkpoints; None: at the end of epochs, at most every `save_seconds`.
+        compile: train with torch.compile.
+        save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
         validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
@@ -39,8 +36,7 @@ class RunSettings:
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
         name: of the run in its records; "": the method's.
-        narrow: width of a narrow model; None: the run finds it, if its method needs one.
-        equal_length: updates of an epoch, if it is not a pass over the data.
+        narrow: width of a narrow model, which `train` finds.
 
     >>> from pufferfish.lab.train.training_method import training_method
     >>> from pufferfish.lab.tasks import find_task
@@ -56,9 +52,8 @@ class RunSettings:
     device: str = "cpu"
     precision: str = "fp32"
     accumulate: int = 1
-    mode: str = "auto"
+    compile: bool = False
     save_every: int | None = None
-    save_seconds: float = 10.0
     validate_every: int = 1
     simulate: int | None = None
     network: str = "10gbit"
@@ -69,7 +64,6 @@ class RunSettings:
     timeout: float | None = None
     name: str = ""
     narrow: NarrowWidth | None = None
-    equal_length: EqualLength | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -85,9 +79,6 @@ class RunSettings:
             raise ValueError(f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-        if self.mode not in MODES:
-            raise ValueError(f"--mode {self.mode}: must be one of {', '.join(MODES)}")
-        self._check_graph(self.graph_refusal())
         LinkShape.parse(self.network)
         check_sinks(self.sinks)
 
@@ -121,11 +112,6 @@ class RunSettings:
             )
         if self.method.narrow is not None:
             check_takes_width(task)
-        if self.method.narrow and self.method.narrow.time and self.simulate:
-            raise ValueError(
-                f"--simulate: steps of simulated workers are predicted, but {self.method.model} needs measured ones; use narrow"
-            )
-        self._check_graph(self.graph_refusal(task, processes))
         if self.simulate and processes > 1:
             raise ValueError(
                 f"--simulate: all workers run in one process, but {processes} processes were started; start one"
@@ -137,20 +123,6 @@ class RunSettings:
                 f"a batch of {self.recipe.batch} cannot be split equally over {workers} workers{passes}; "
                 "change --batch"
             )
-
-    def graph_refusal(self, task: Task | None = None, processes: int = 1) -> str | None:
-        """Why no CUDA graph can capture updates of this run; None if one may."""
-        if self.device != "cuda":
-            return "CUDA graphs need a GPU"
-        if self.precision == "fp16":
-            return "fp16's loss scaler synchronizes with the host"
-        if task is not None and not task.static_shapes:
-            return f"batches of {task.name} differ in shape"
-        return f"CUDA graphs support one process, not {processes}" if processes > 1 else None
-
-    def _check_graph(self, refusal: str | None) -> None:
-        if "graph" in self.mode and refusal is not None:
-            raise ValueError(f"--mode {self.mode}: {refusal}; use --mode auto")
 
     @property
     def run_name(self) -> str:

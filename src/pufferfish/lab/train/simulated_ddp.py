@@ -68,7 +68,7 @@ class SimulatedDDP:
         self.average(self.gradients(loss, parts))
 
     def gradients(self, loss: Loss, parts: Sequence[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
-        """Return each worker's gradients by parameter name. Does not synchronize the device: a CUDA graph may capture it.
+        """Return each worker's gradients by parameter name. Does not synchronize the device.
 
         `loss` may also yield the losses of several passes, whose gradients are summed as under DDP's `no_sync`.
         """
@@ -124,42 +124,33 @@ class WorkerGenerators:
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self._gpus = [device] if device.type == "cuda" else []
         self._host = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
-        self._default: Any = None
-        self.device: list[Any] = []  # on a GPU; a CUDA graph must register them
-        if device.type == "cuda":
-            self._default = torch.cuda.default_generators[device.index or 0]
-            for seed in seeds:
-                self.device.append(self._default.clone_state())
-                self.device[-1].manual_seed(seed)
+        self._device = [torch.Generator(gpu).manual_seed(s).get_state() for gpu in self._gpus for s in seeds]
 
     @contextmanager
     def use(self, worker: int) -> Iterator[None]:
         """Make the worker's generators the default ones."""
-        host = torch.get_rng_state()
-        torch.set_rng_state(self._host[worker])
-        if self._default is not None:
-            default = self._default.graphsafe_get_state()
-            self._default.graphsafe_set_state(self.device[worker])
-        try:
-            yield
-        finally:
-            if self._default is not None:
-                # A failed capture has given the default generator another state.
-                self.device[worker].graphsafe_set_state(self._default.graphsafe_get_state())
-                self._default.graphsafe_set_state(default)
-            self._host[worker] = torch.get_rng_state()
-            torch.set_rng_state(host)
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._host[worker])
+            for gpu in self._gpus:
+                torch.cuda.set_rng_state(self._device[worker], gpu)
+            try:
+                yield
+            finally:
+                self._host[worker] = torch.get_rng_state()
+                for gpu in self._gpus:
+                    self._device[worker] = torch.cuda.get_rng_state(gpu)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all generators."""
-        return {"host": list(self._host), "device": [g.get_state() for g in self.device]}
+        return {"host": list(self._host), "device": list(self._device)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the states of all generators."""
         self._host = list(state["host"])
-        for generator, saved in zip(self.device, state["device"], strict=False):
-            generator.set_state(saved)
+        if len(state["device"]) == len(self._device):
+            self._device = list(state["device"])
 
 
 def _sum_gradients(losses: Iterable[Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,23 +24,22 @@ class SimulatedLocalRunner(StepRunner):
     workers but the first, whose are `components.module` and `components.optimizer`.
     """
 
-    def __init__(self, components: RunComponents, **more: Any) -> None:
+    def __init__(self, components: RunComponents) -> None:
         c, seed, size = components, components.settings.seed, components.world_size
         assert c.settings.method.local is not None
-        self.components, self._more = components, more
+        self.components = components
         self.local = SimulatedLocalSteps(c.settings.method.local, size)
         self._generators = WorkerGenerators([worker_seed(seed, worker) for worker in range(size)], c.device)
         self._loaded: Mapping[str, Any] | None = None
         self.model_changed()
 
     def model_changed(self) -> None:
-        """Compile, capture and choose the modes anew, and start the local steps with the first worker's model."""
+        """Compile the models anew, and start the local steps with the first worker's model."""
         c = self.components
         pairs = [(c.module, c.optimizer), *((r.module, r.optimizer) for r in c.replicas)]
         self._workers = [
             StepRunner(
-                replace(c, model=module, module=module, optimizer=optimizer, worker=worker, replicas=[]),
-                **(self._more if worker == 0 else {**self._more, "tell": lambda line: None}),
+                replace(c, model=module, module=module, optimizer=optimizer, worker=worker, replicas=[])
             )
             for worker, (module, optimizer) in enumerate(pairs)
         ]
@@ -49,10 +48,6 @@ class SimulatedLocalRunner(StepRunner):
     @property
     def wire_bytes(self) -> float:
         return self.local.applied_bytes
-
-    @property
-    def mode(self) -> str | None:
-        return self._workers[0].mode
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         for worker in self._workers:

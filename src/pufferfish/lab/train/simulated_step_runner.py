@@ -7,32 +7,23 @@ import torch
 from torch import Tensor
 
 from ..tasks import Batch
-from .rewind_point import RewindPoint
 from .run_components import RunComponents
 from .simulated_ddp import SimulatedDDP
 from .step_runner import StepRunner
 
 
 class SimulatedStepRunner(StepRunner):
-    """Runs the updates of `components.world_size` DDP workers, each with its own batches, dropout and error feedback.
+    """Runs the updates of `components.world_size` DDP workers, each with its own batches, dropout and error feedback."""
 
-    A CUDA graph holds the passes of all workers, but not the exchange, whose state also changes on the host.
-    """
-
-    def __init__(self, components: RunComponents, **more: Any) -> None:
+    def __init__(self, components: RunComponents) -> None:
         settings, scaler = components.settings, components.scaler
         self.ddp = SimulatedDDP(
             components.module, settings.method.compression, components.world_size,
             optimizer=components.optimizer, scaler=scaler if scaler.is_enabled() else None,
             seeds=[worker_seed(settings.seed, worker) for worker in range(components.world_size)],
         )  # fmt: skip
-        super().__init__(components, **more)
+        super().__init__(components)
         self.workers = list(range(components.world_size))
-
-    def model_changed(self) -> None:
-        assert self.ddp.generators is not None
-        self._passes = self._in_its_mode(self._all_gradients, self.ddp.generators.device)
-        self._run = self._update
 
     def state_dict(self) -> dict[str, Any]:
         assert self.ddp.generators is not None
@@ -44,16 +35,10 @@ class SimulatedStepRunner(StepRunner):
         self.ddp.generators.load_state_dict(state["streams"])
 
     def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
-        gradients, loss = self._passes(inputs, carried)
+        gradients, loss = self._all_gradients(inputs, carried)
         self.ddp.average(gradients)
         self._optimizer_step()
-        return loss  # type: ignore[no-any-return]
-
-    def _rewind_point(self, carried: Sequence[Tensor]) -> RewindPoint:
-        return RewindPoint([*self.components.module.buffers(), *carried], [self.ddp.generators])
-
-    def _loss_of(self, result: Any) -> Tensor:
-        return result[1]  # type: ignore[no-any-return]
+        return loss
 
     def _all_gradients(
         self, inputs: Sequence[Tensor], carried: Sequence[Tensor]

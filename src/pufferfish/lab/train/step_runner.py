@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,52 +11,34 @@ from torch import Tensor, nn
 from ..rivals import SAM
 from ..rivals.model_change import ModelChange
 from ..tasks import Batch
-from .fastest_step import FastestStep, Step
-from .graphed_callable import GraphedCallable
-from .rewind_point import RewindPoint
 from .run_components import RunComponents
-
-#: Relative difference of the losses in two modes that rounding explains.
-_TOLERANCE = {"fp32": 0.01, "bf16": 0.05, "fp16": 0.05}
 
 
 class StepRunner:
-    """Runs one update after the other, in the mode of the settings or in the fastest one that works.
+    """Runs one update after the other.
 
     `state_dict` holds the tensors that a task passes from batch to batch, such as the state of an LSTM.
 
-    Args:
-        steps_left: updates that the run will still make; a run that is nearly over is not compiled for.
-        tell: gets a line about the mode, if it is chosen here.
-
     Attributes:
-        model: as updates call it, compiled if the mode asks for it.
+        model: as updates call it, compiled if the settings ask for it.
     """
 
-    def __init__(
-        self,
-        components: RunComponents,
-        *,
-        steps_left: Callable[[], int] = lambda: 0,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, components: RunComponents) -> None:
         self.components = components
-        self.model: Any = components.model
-        self._steps_left, self._tell = steps_left, tell
-        self._chosen: FastestStep | None = None
         self.workers = [components.worker]  # those that compute in this process
         self._carried: list[Tensor] = []
         self._restored: list[Tensor] = []  # carried tensors of a checkpoint, for the next batch
         self.model_changed()
 
     def model_changed(self) -> None:
-        """Compile, capture and choose the mode anew after the model's layers were replaced."""
-        self._run = self._in_its_mode(self._update)
-
-    @property
-    def mode(self) -> str | None:
-        """Mode of the updates; None before it is chosen, within the first updates of a model."""
-        return self.components.modes.candidates[0] if self._chosen is None else self._chosen.mode
+        """Compile the model anew after its layers were replaced."""
+        c = self.components
+        self.model: Any = c.model
+        if c.settings.compile:
+            # CUDA graphs keep the gradients of one backward pass only, and are captured again for other shapes.
+            passes = c.world_size * c.settings.accumulate + isinstance(c.optimizer, SAM)
+            graphs = c.device.type == "cuda" and passes == 1 and c.task.static_shapes
+            self.model = torch.compile(c.model, mode="reduce-overhead" if graphs else None)
 
     @property
     def wire_bytes(self) -> float:
@@ -67,9 +49,6 @@ class StepRunner:
     def waited(self) -> float:
         """Seconds that this worker has waited for averages of local steps so far."""
         return 0.0
-
-    def wait(self) -> None:
-        """Wait for averages of local steps on their way."""
 
     def sync(self) -> None:
         """Make the models of all workers equal, if they have different ones."""
@@ -87,7 +66,7 @@ class StepRunner:
         """Train on the next batch; return the loss of the first worker here, without synchronizing the device."""
         for group in self.components.optimizer.param_groups:
             group["lr"] = lr
-        return self._run(*self._next_batches())  # type: ignore[no-any-return]
+        return self._update(*self._next_batches())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that are carried to the next batch."""
@@ -96,46 +75,6 @@ class StepRunner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the tensors that are carried to the next batch."""
         self._restored = list(state["carried"])
-
-    def _in_its_mode(self, function: Step, generators: Sequence[torch.Generator] = ()) -> Step:
-        """Return `function`, which calls `_loss`, in the mode of the settings or in the fastest one that works."""
-        c = self.components
-
-        def in_mode(mode: str) -> Step:
-            model = self.model = c.model
-            if "compile" in mode:
-                # A graph has one shape. Code for variable shapes may be compiled again during the capture, which fails.
-                model = self.model = torch.compile(c.model, dynamic=False if "graph" in mode else None)
-
-            def step(inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
-                self.model = model
-                try:
-                    return function(inputs, carried)
-                except BaseException:
-                    c.optimizer.zero_grad()  # gradients of an incomplete backward pass
-                    raise
-
-            return GraphedCallable(step, c.optimizer, generators) if "graph" in mode else step
-
-        if len(c.modes.candidates) == 1:
-            return in_mode(c.modes.candidates[0])
-        self._chosen = FastestStep(
-            c.modes, in_mode, rewind_point=self._rewind_point, loss=self._loss_of, tell=self._tell,
-            tolerance=_TOLERANCE[c.settings.precision], steps_left=self._steps_left,
-        )  # fmt: skip
-        return self._chosen
-
-    def _rewind_point(self, carried: Sequence[Tensor]) -> RewindPoint:
-        """A copy of everything that `_update` changes."""
-        c = self.components
-        state = [x for values in c.optimizer.state.values() for x in values.values()]
-        tensors = [*c.module.parameters(), *c.module.buffers(), *carried]
-        return RewindPoint([*tensors, *(x for x in state if isinstance(x, Tensor))], [c.scaler])
-
-    def _loss_of(self, result: Any) -> Tensor:
-        """The loss in the result of an update."""
-        assert isinstance(result, Tensor)
-        return result
 
     def _epoch_batches(self, epoch: int, start: int, worker: int) -> Iterator[Batch]:
         c, passes = self.components, self.components.settings.accumulate
@@ -171,7 +110,7 @@ class StepRunner:
         return [(*inputs[i * width : (i + 1) * width], *own) for i in range(first, first + passes)]
 
     def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
-        """Run an update on given batches; a CUDA graph may capture it."""
+        """Run an update on given batches."""
         batches, optimizer = self._worker_batches(0, inputs, carried), self.components.optimizer
         if isinstance(optimizer, SAM):
             before = [x.clone() for x in carried]

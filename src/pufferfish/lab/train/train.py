@@ -1,6 +1,7 @@
 """`train`: train a task from its first update to its score on the test data."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ from ...distributed.workers import Workers
 from ...lowrank.files import save
 from ..rivals.pruning_by_name import is_pruning_method
 from ..tasks import Task
-from .find_width import with_width
+from .find_width import find_width
 from .process_group import process_group
 from .run_folder import check_same_run
 from .run_settings import RunSettings
-from .step_modes import step_modes
 from .training_run import TrainingRun
 from .worker_device import worker_device
 
@@ -44,8 +44,10 @@ def train(
         workers = Workers.of_job("train", side_group=True)
         workers.run_on_first(lambda: check_same_run(task, settings))  # before anything takes time
         data = workers.run_on_all(lambda: _load_data(task, settings, world_size))
-        settings = with_width(task, settings, data, workers, device)
-        if step_modes(task, settings, world_size).compiles:
+        if settings.method.narrow is not None:
+            width = workers.run_on_all(lambda: find_width(task, settings))
+            settings = replace(settings, narrow=width)
+        if settings.compile:
             torch.compiler.reset()  # torch compiles a limited number of models of one class
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:

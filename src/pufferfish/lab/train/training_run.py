@@ -35,6 +35,8 @@ from .training_log import TrainingLog
 
 #: Updates between rows of the log.
 LOG_EVERY = 20
+#: Between checkpoints at the end of epochs, at least.
+SAVE_SECONDS = 10.0
 _WORST_SCORE = -1e30
 #: Keys of a checkpoint's position, and the attributes that they hold.
 _POSITION = {
@@ -61,16 +63,14 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        self.runner = build_step_runner(c, steps_left=self._steps_left, tell=self.console.info)
+        self.runner = build_step_runner(c)
         if isinstance(self.runner, SimulatedStepRunner):
             self.hook = self.runner.ddp
         elif isinstance(self.runner, SimulatedLocalRunner):
             self.hook = self.runner.local
         workers.run_on_all(self._check)
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
-        self.steps_per_pass = self.steps_per_epoch = task.steps(data, self.recipe.batch)
-        if settings.equal_length is not None:
-            self.steps_per_epoch = settings.equal_length.steps_per_epoch
+        self.steps_per_epoch = task.steps(data, self.recipe.batch)
         self.change = workers.run_on_all(lambda: build_model_change(c, self.steps_per_epoch))
         self.change.sync = self._sync
         self.total_steps = self.change.epochs * self.steps_per_epoch
@@ -125,8 +125,6 @@ class TrainingRun:
                 self.predicted_step = known or log_predicted_step(self.components, log, self.console, done)
             if at and done % self.steps_per_epoch == 0:
                 self.diverged = self._weights_diverged()
-            if done % self.steps_per_pass:
-                self.runner.begin_epoch(*divmod(done, self.steps_per_pass))
             for epoch in range(done // self.steps_per_epoch, self.change.epochs):
                 if self.diverged:
                     break
@@ -147,13 +145,10 @@ class TrainingRun:
                 return self._results(log, training_seconds)
 
     def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
-        """Train an epoch and log where its time went: not for a simulation, and only in total if a graph may be captured."""
+        """Train an epoch and log where its time went; not for a simulation."""
         parts: dict[str, float] = {}
         if self.settings.simulate:
             finished = self._epoch(epoch, start, log)
-        elif self.runner.mode not in ("eager", "compile"):
-            finished = self._epoch(epoch, start, log)
-            parts = {"step": self.timer.recent() or 0.0}
         else:
             waited = self.runner.waited
             with Breakdown(self.runner.model, self.optimizer) as times:
@@ -176,9 +171,8 @@ class TrainingRun:
         ring = 2 * (self.world_size - 1) / self.world_size  # of a tensor's bytes in a ring all-reduce
         ddp_bytes_per_step = ring * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
         self.timer.tick()
+        self.runner.begin_epoch(epoch, start)
         for i in range(start, self.steps_per_epoch):
-            if self.step % self.steps_per_pass == 0:  # of the data; epochs may be longer or shorter
-                self.runner.begin_epoch(self.step // self.steps_per_pass, 0)
             lr = self.recipe.lr_at(*self.change.schedule_position(self.step)) * self.lr_factor
             with self.bytes.update():
                 loss = self.runner.update(lr)
@@ -247,7 +241,7 @@ class TrainingRun:
         """Whether to save at the end of an epoch, as worker 0 decides; saving may take longer than an epoch."""
         last = self.diverged or epoch + 1 == self.change.epochs
         always = last or self.settings.save_every is not None
-        due = self.last_save + self.settings.save_seconds
+        due = self.last_save + SAVE_SECONDS
         return self.workers.run_on_first(lambda: always or time.monotonic() > due)
 
     def _show_progress(self, epoch: int, loss: float) -> None:
@@ -334,7 +328,6 @@ class TrainingRun:
             if self.timer.median() is None and log.writes:  # the run was finished already
                 measured = {key: log.data["results"].get(key) for key in measured}
             results |= {key: x for key, x in measured.items() if x is not None}
-        results["mode"] = self.runner.mode or "eager"
         if self.settings.narrow is not None:
             results["notes"] = [self.settings.narrow.note]
         # Last, since it copies the model, which must not count as peak memory.
