@@ -248,19 +248,19 @@ def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
     return parameter
 
 
+@torch.no_grad()
 def _dense_parameter(name: str, meta: Tensor, mapping: FactorMap) -> Tensor:
     """One dense parameter, computed from the parameters of a low-rank layer."""
     parts = [mapping.low_rank[part] for part in mapping.targets.get(name, [name])]
     if len(parts) == 1:
         return parts[0]  # unchanged or only renamed: the same object
     whole = torch.empty_like(meta, device=parts[0].device, dtype=parts[0].dtype)
-    with torch.no_grad():
-        mapping.assemble(
-            name,
-            whole,
-            lambda x: x.product_fp32(mapping.low_rank[x.down], mapping.low_rank[x.up]),
-            lambda part: mapping.low_rank[part],
-        )
+    mapping.assemble(
+        name,
+        whole,
+        lambda x: x.product_fp32(mapping.low_rank[x.down], mapping.low_rank[x.up]),
+        lambda part: mapping.low_rank[part],
+    )
     return _with_flags(whole, parts[-1])  # in the memory format of `meta`
 
 
