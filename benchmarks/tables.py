@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pufferfish.lab.bench import BenchLines, BenchSettings, run_bench
 from pufferfish.lab.bench.bench_pieces import Piece, missing_pieces
 from pufferfish.lab.bench.bench_tables import bench_tables
 from pufferfish.lab.bench.piece_times import PieceTimes
+
+from pufferfish.lab.bench import BenchLines, BenchSettings, run_bench
 from pufferfish.lab.report.export import as_markdown
 from pufferfish.lab.report.tables import Cell, Table
 from pufferfish.planning.table import format_table

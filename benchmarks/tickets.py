@@ -30,12 +30,12 @@ import paired
 import torch
 from cifar10 import RESNET, Data, Training, load
 from paired import Line
+from pufferfish.lab.train.graphed_callable import GraphedCallable
 from torch import Tensor
 
 import pufferfish as pf
 from pufferfish.lab.rivals.nonzero_macs import nonzero_macs
 from pufferfish.lab.rivals.pruning_by_name import LotteryTicketChange, PruningChange, build_pruning_change
-from pufferfish.lab.train.graphed_callable import GraphedCallable
 from pufferfish.planning.profile import profile
 from pufferfish.planning.table import format_table
 
