@@ -1,28 +1,55 @@
-"""Simulated workers equal real DDP workers, with the methods of benchmarks/compressed.py."""
+"""Simulated workers equal real DDP workers."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from benchmark import benchmark
 from processes import in_processes
-from pufferfish.compression import DGC, NoCompression, Settings, Simulated, TopK, compress
+from pufferfish.compression import (
+    DGC,
+    BFloat16,
+    BlockInt8,
+    BlockRandomK,
+    Method,
+    NoCompression,
+    PowerSGD,
+    RandomK,
+    Settings,
+    Simulated,
+    TopK,
+    compress,
+)  # fmt: skip
 from pufferfish.lab.train.simulated_ddp import SimulatedDDP
 
-for name in ("paired", "cifar10", "rates"):  # which compressed imports
-    benchmark(name)
-compressed = benchmark("compressed")
+
+class Arm(NamedTuple):
+    method: Method
+    scope: Literal["layer", "global"] = "layer"
+
 
 #: A rising, a constant and a falling rate; the first step has none.
 RATES = [0.0, 0.1, 0.1, 0.02, 0.05]
-ARMS = compressed.arms(steps=4)
+ARMS = {
+    "plain": Arm(NoCompression()),
+    "bf16": Arm(BFloat16()),
+    "int8": Arm(BlockInt8()),
+    "powersgd 4": Arm(PowerSGD(4)),
+    "top-k 1 %": Arm(TopK(0.01)),
+    "top-k 1 %, global": Arm(TopK(0.01), "global"),
+    "dgc 0.1 %": Arm(DGC(0.999, momentum=0.9, warm_up=1)),
+    "dgc 0.1 %, global": Arm(DGC(0.999, momentum=0.9, warm_up=1), "global"),
+    "random-k 1 %, all-reduce": Arm(RandomK(0.01, "shared")),
+    "random-k 1 %, all-gather": Arm(RandomK(0.01, "own")),
+    "block-random-k 1 %, all-reduce": Arm(BlockRandomK(0.01, "shared")),
+    "block-random-k 1 %, all-reduce, global": Arm(BlockRandomK(0.01, "shared"), "global"),
+    "block-random-k 1 %, all-gather": Arm(BlockRandomK(0.01, "own")),
+}
 EXACT = {"rtol": 0.0, "atol": 0.0}
 #: Of the 4-worker tests these run by default: messages that are summed, and messages that are gathered.
 FOUR = ("powersgd 4", "top-k 1 %")
@@ -52,13 +79,13 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def equals(
     rank: int,
     size: int,
-    arm: compressed.Arm,
+    arm: Arm,
     layout: torch.memory_format,
     close: dict[str, float],
     **options: Any,
 ) -> None:
     """Take the same steps with real workers, then simulated ones in rank 0."""
-    make = plain_sgd if options else compressed.optimizer
+    make = plain_sgd if options else momentum_sgd
     ddp = DDP(build(layout), bucket_cap_mb=0.002)
     optimizer = make(ddp, arm.method)
     hook = compress(ddp, arm.method, optimizer=optimizer, scope=arm.scope, seed=3, **options)
@@ -91,6 +118,15 @@ def equals(
 
 def plain_sgd(model: nn.Module, method: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def momentum_sgd(model: nn.Module, method: Method) -> torch.optim.Optimizer:
+    """SGD with momentum, for what DGC compresses without: the method has its own."""
+    weights: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() > 1]}
+    if isinstance(method, DGC):
+        weights |= {"momentum": 0.0, "nesterov": False}
+    others = {"params": [p for p in model.parameters() if p.dim() < 2]}
+    return torch.optim.SGD([weights, others], lr=0.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def two_workers(rank: int, size: int, name: str) -> None:
@@ -194,23 +230,3 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="in 1 parts, but there are 2 workers"):
         workers.backward(lambda x, y: model(x).sum(), [part(0, 0, torch.contiguous_format)])
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.gpu
-def test_passes_in_a_graph() -> None:
-    """The benchmark's CUDA graph reads new batches, and gives the gradients and buffers of eager passes."""
-    device = torch.device("cuda")
-    images = torch.randn(96, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
-    labels = torch.randint(10, (96,), device=device)
-    data = (images, labels, images, labels)
-    runs = []
-    for eager in (True, False):
-        given = argparse.Namespace(batch=32, workers=4, units="update", eager=eager)
-        runs.append(compressed.Compressed(data, 0, ARMS["top-k 1 %"], 0.1, given, device))
-    for x, y in zip(images.split(32), labels.split(32), strict=True):
-        eager, graphed = (run._gradients(x, y) for run in runs)
-        for one, other in zip(eager, graphed, strict=True):
-            for name, g in one.items():
-                assert (g - other[name]).norm() <= 0.02 * g.norm() + 1e-4, name
-    for one, other in zip(runs[0].model.buffers(), runs[1].model.buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
