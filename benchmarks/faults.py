@@ -6,7 +6,7 @@ A CNN with batch norm, dropout, momentum and a one-cycle schedule trains through
 every few steps. Its workers are killed (SIGKILL) at random steps, during the switch and while a checkpoint is
 written; torchrun restarts them, and the job must end in the very bits of one that nobody killed: SHA-256 of
 parameters, buffers and optimizer state. Then SIGTERM, to one worker and to the launcher: saved, left, resumed, the same bits.
-Then the number of workers changes on the way. Exit status 1 if a result differs. `cut.py` pulls cables instead.
+Then the number of workers changes on the way. Exit status 1 if a result differs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Strike:
     point: str  # of POINTS
     rank: int
     step: int
-    signal: str = "SIGKILL"  # or "cut": none, but the rank waits until its cable is out
+    signal: str = "SIGKILL"
     launcher: bool = False
 
 
@@ -75,7 +75,6 @@ class Job:
     steps: int
     switch_at: int
     every: int
-    timeout: float = 60.0  # seconds that workers wait for one another
     strikes: list[Strike] = field(default_factory=list)
 
 
@@ -122,25 +121,16 @@ class Fate:
         signal.signal(signal.SIGTERM, lambda *_: self.terminated.set())  # as a job's own handler would
         self.calls: Counter[tuple[str, int]] = Counter()
         self.mine = [
-            (s, folder / f"struck-{i}", folder / f"cut-{i}")
-            for i, s in enumerate(strikes)
-            if s.rank == rank and s.point in POINTS
+            (s, folder / f"struck-{i}") for i, s in enumerate(strikes) if s.rank == rank and s.point in POINTS
         ]
 
     def at(self, point: str) -> None:
         self.calls[point, self.step] += 1
-        for strike, sent, cut in self.mine:
+        for strike, sent in self.mine:
             # Not the first broadcast or file of a step: the one before it is out.
             due = self.calls[point, self.step] == (2 if point in ("switch", "files") else 1)
             if (strike.point, strike.step) == (point, self.step) and due and not sent.exists():
                 sent.touch()
-                if strike.signal == "cut":
-                    given_up = time.monotonic() + 60
-                    while not cut.exists():
-                        if time.monotonic() > given_up:
-                            raise RuntimeError(f"nobody pulled the cable of {cut.name}")
-                        time.sleep(0.01)
-                    return
                 os.kill(os.getppid() if strike.launcher else os.getpid(), signal.Signals[strike.signal])
                 self.terminated.wait(30)  # until the launcher has passed it on
 
@@ -162,7 +152,7 @@ def work(folder: Path) -> None:
     torch.set_num_threads(1)
     data = json.loads((folder / "job.json").read_text())
     job = Job(**data | {"strikes": [Strike(**s) for s in data["strikes"]]})
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     log(folder / "starts", rank, size)
     fate = Fate(folder, job.strikes, rank)
