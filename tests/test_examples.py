@@ -152,45 +152,12 @@ def test_resumable(tmp_path: Path) -> None:
     assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped") == uninterrupted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "command", "word"),
-    [
-        (2, ["local_steps.py"], "accuracy"),
-        (2, ["compressed.py", "runs"], "31.6 times fewer bytes"),
-        (2, ["fsdp2.py"], "Switched to low rank at epoch 2"),
-        (4, ["fsdp2_compressed.py"], "3.92 times fewer bytes"),
-        (2, ["resumable.py", "runs"], "accuracy"),
-    ],
-)
-def test_under_torchrun(workers: int, command: list[str], word: str, tmp_path: Path) -> None:
-    """The same by the command that the examples name."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / command[0]), *command[1:]],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert word in done.stdout
-
-
 def test_own_checkpoint(run: Callable[..., str]) -> None:
     """Interrupted before and after the switch at epoch 3."""
     uninterrupted = run("own_checkpoint.py", EPOCHS=6, FILE="uninterrupted.pt")
     for stop in (2, 4, 6):
         resumed = run("own_checkpoint.py", EPOCHS=stop, FILE="resumed.pt")
     assert resumed == uninterrupted
-
-
-def test_finetune(tmp_path: Path, run: Callable[..., str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")
-    output = run("finetune.py", "pretrained", "tuned", STEPS=20)
-    assert "full rank" in output
-    assert "Switched to low rank at step 2" in output
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert tuned.state_dict().keys() == transformers.GPT2LMHeadModel(config).state_dict().keys()
 
 
 def test_hugging_face(tmp_path: Path, run: Callable[..., str]) -> None:
