@@ -98,10 +98,6 @@ def test_the_quick_start() -> None:
     assert all(type(layer) in (nn.Linear, nn.ReLU) for layer in user["model"])
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 120
-
-
 def test_the_changelog_has_this_version() -> None:
     assert f"\n## {pf.__version__}\n" in (README.parent / "CHANGELOG.md").read_text()
 
