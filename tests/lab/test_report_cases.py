@@ -11,7 +11,7 @@ from made_up import some_layers, write_run
 from page import Page
 
 from pufferfish.lab.report import report, write
-from pufferfish.lab.report.export import as_markdown, latex, markdown
+from pufferfish.lab.report.export import as_markdown, markdown
 from pufferfish.lab.report.tables import Cell, Table
 from pufferfish.measure import RunLog
 
@@ -27,8 +27,7 @@ def test_missing_pieces_are_said(tmp_path: Path) -> None:
     said = " ".join(Page(report([tmp_path])).said)
     assert "bf16: seed 1 did not finish; shown in the curves only." in said
     assert "No run recorded low-rank layers." in said
-    for form in ("csv", "latex", "markdown"):
-        assert "bf16" in report([tmp_path], form)
+    assert "bf16" in report([tmp_path], "markdown")
 
 
 def test_a_log_without_anything(tmp_path: Path) -> None:
@@ -156,7 +155,6 @@ def test_names_are_text(tmp_path: Path, name: str) -> None:
     assert name in page.table("Comparison of methods")
     assert sum(tag == "script" for tag, _, _ in page.elements) == 3  # data, library, and what draws
     assert [method["name"] for method in page.data["methods"]] == [name]
-    assert re.findall(r"(?<!\\)[%_#]", report([tmp_path], "latex")) == []
 
 
 @pytest.mark.parametrize("name", [*NAMES, "two\nlines", "a\n\n| b | c |\n|---|---|"])
@@ -173,10 +171,6 @@ def test_names_are_text_in_markdown(tmp_path: Path, name: str) -> None:
     assert {token.tag for token in tokens} == {"h2", "table", "thead", "tbody", "tr", "th", "td", "p", ""}
     write_run(tmp_path / "a", name, 0)
     assert f"\n| {markdown(name)} | " in report([tmp_path], "markdown")
-
-
-def test_names_are_on_one_line_in_latex() -> None:
-    assert latex("two\n\nlines & more") == r"two lines \& more"
 
 
 def test_a_large_bench_stays_small(tmp_path: Path) -> None:
@@ -221,7 +215,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
         report([])
     run = write_run(tmp_path / "runs" / "a", "dense", 0)
     assert report([run, run, tmp_path / "runs"]) == report([run])
-    with pytest.raises(ValueError, match="html, csv, latex, markdown"):
+    with pytest.raises(ValueError, match="html, markdown"):
         report([run], "pdf")
     (run / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json"):

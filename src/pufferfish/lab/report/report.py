@@ -1,4 +1,4 @@
-"""`report`: compares runs on one HTML page, or as CSV, LaTeX or Markdown."""
+"""`report`: compares runs on one HTML page or in Markdown."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,12 +7,12 @@ from pathlib import Path
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
 from .exchange_table import exchange_table
-from .export import as_csv, as_latex, as_markdown
+from .export import as_markdown
 from .headline import headline
 from .page import page
-from .tables import Table, all_results, breakdown, predicted, progress, ranks, settings, setup
+from .tables import Table, all_results, breakdown, predicted, ranks, settings, setup
 
-FORMATS = ("html", "csv", "latex", "markdown")
+FORMATS = ("html", "markdown")
 
 
 def report(
@@ -31,7 +31,7 @@ def report(
 
     Args:
         runs: folders of runs, or folders with such folders below them.
-        form: "html", "csv", "latex" or "markdown".
+        form: "html" or "markdown".
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
         target: also show the time until the validation metric reached this value, in the units of the table.
@@ -51,9 +51,8 @@ def report(
     comparisons = compare_runs(find_runs(runs), against)
     if form == "html":
         return page(comparisons, title, target)
-    several, with_curves = len(comparisons) > 1, form == "csv"
-    tables = [table for c in comparisons for table in _tables(c, target, several, with_curves)]
-    return {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}[form](tables)
+    several = len(comparisons) > 1
+    return as_markdown([table for c in comparisons for table in _tables(c, target, several)])
 
 
 def write(text: str, out: str | Path) -> None:
@@ -70,8 +69,7 @@ def write(text: str, out: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _tables(comparison: Comparison, target: float | None, several: bool, with_curves: bool) -> list[Table]:
-    """All tables; the curves, which are hundreds of rows, only for CSV."""
+def _tables(comparison: Comparison, target: float | None, several: bool) -> list[Table]:
     tables = [
         headline(comparison, target),
         breakdown(comparison),
@@ -80,6 +78,5 @@ def _tables(comparison: Comparison, target: float | None, several: bool, with_cu
         predicted(comparison),
     ]
     tables += [setup(comparison), all_results(comparison), settings(comparison)]
-    tables += [progress(comparison)] * with_curves
     suffix = f" ({comparison.title})" if several else ""
     return [replace(table, title=table.title + suffix) for table in tables if table is not None]

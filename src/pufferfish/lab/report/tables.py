@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ...measure import Run
 from ...measure.breakdown import PARTS
 from .comparison import Comparison, MethodRuns, as_text, is_number, recorded_layers
-from .curves import curve_spec, late_median, mean_curves
+from .curves import late_median
 from .formatting import format_bytes, format_seconds
 
 #: Parts of a layer's record that have a column or a chart of their own.
@@ -18,7 +18,7 @@ BAND = 0.2  # largest relative error of a prediction that counts as right
 
 @dataclass(frozen=True)
 class Cell:
-    """The text of a table cell, and its value for sorting and for CSV."""
+    """The text of a table cell, and its value for sorting."""
 
     text: str = "–"
     value: float | None = None
@@ -127,21 +127,6 @@ def label(key: str) -> str:
     ('bytes per step', 'peak memory')
     """
     return key.replace("_a_", "_per_").replace("_", " ")
-
-
-def progress(comparison: Comparison) -> Table | None:
-    """The training curves: means over seeds, and the lowest and highest seed."""
-    spec = curve_spec(comparison)
-    rows = []
-    for method in comparison.methods:
-        for curve in mean_curves(method, spec.name, spec.metric.scale):
-            name = f"{method.name} ({curve.label})" if curve.label else method.name
-            for over, xs in (("steps", curve.steps), ("seconds", curve.seconds), ("bytes", curve.bytes)):
-                for x, *values in zip(xs or (), curve.mean, curve.low, curve.high, strict=bool(xs)):
-                    cells = [Cell(f"{value:g}", value) for value in (x, *values)]
-                    rows.append([Cell(name), Cell(over), *cells])
-    columns = ["method", "over", "at", spec.label, "lowest seed", "highest seed"]
-    return Table("Training curves", columns, rows) if rows else None
 
 
 def all_results(comparison: Comparison) -> Table | None:
