@@ -78,7 +78,7 @@ def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.Captu
     broken, own = f"{mine}:Broken", f"{mine}:Mine(rank=1)"
     methods = ["dense", "bf16", "pufferfish", own, bird, "dense@sam"]
     words = ["bench", "digits:width=8", "--epochs", "2", "--rounds", "1", "--out", str(out), "--workers", "2"]
-    assert main([*words, "--methods", ",".join([broken, *methods]), "--target", "20"]) == 1
+    assert main([*words, "--methods", ",".join([broken, *methods])]) == 1
     shown = capsys.readouterr()
     failed = BenchRun(broken, 0).name
     assert f"{failed} failed: " in shown.err
@@ -89,7 +89,6 @@ def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.Captu
     lines = [line.split("  ")[0] for line in shown.out.splitlines()]
     assert lines[2:11] == ["method", "dense", "bf16", broken, *methods[2:], "no exchange"]
     assert "predicted" in shown.out
-    assert "time to 20" in shown.out
     runs = {name: read_run(out / BenchRun(name, 0).name) for name in methods}
     assert all(run.finished and run.name == name and run.workers == 2 for name, run in runs.items())
     (timings,) = [json.loads(path.read_text()) for path in (out / "timing").iterdir()]

@@ -184,11 +184,6 @@ def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.Cap
     [
         ("digits:mlp", ["--methods", "early-bird-0.5"], "no channels are scaled by a batch norm"),
         (TASK, ["--methods", "early-bird-0.5", "--epochs", "1"], "drawn between epochs"),
-        (
-            TASK,
-            ["--methods", "early-bird-0.5", "--tune", "lr=2", "--tune-epochs", "1"],
-            "--tune-epochs 1: early-bird",
-        ),
         (TASK, ["--methods", "early-bird-2"], "the share of channels to remove"),
         (TASK, ["--methods", "dense@lars"], "pass --lr, too (in a bench @lars=LR)"),
         (TASK, ["--methods", "dense@lion"], "expected sgd"),

@@ -89,7 +89,7 @@ def test_simulated_workers_have_a_predicted_utilisation(tmp_path: Path) -> None:
     shares = {row[0].text: row[1].value or 0 for row in table.rows}
     assert 0 < shares["dense"] < shares["diloco-4"] < 1
     assert all("(predicted)" in row[1].text for row in table.rows[:3])
-    narrow = {width: terminal_table(tmp_path / "out", target=50.0, width=width) for width in (80, 60, 30)}
+    narrow = {width: terminal_table(tmp_path / "out", width) for width in (80, 60, 30)}
     assert all(max(map(len, text.splitlines())) <= width for width, text in narrow.items())
     assert re.search(r"^method .*step .*accuracy, %", narrow[80], re.M)
     page = (tmp_path / "out/report.html").read_text()

@@ -129,14 +129,11 @@ def test_settings_that_differ_within_a_method_are_said(tmp_path: Path) -> None:
     assert "dense: its runs differ in data.crop, not only in the seed." in report([tmp_path])
 
 
-def test_against_and_target(tmp_path: Path) -> None:
+def test_another_reference(tmp_path: Path) -> None:
     for name in ("dense", "bf16", "pufferfish"):
         write_run(tmp_path / name, name, 0)
-    rows = Page(report([tmp_path], against="dense", target=90)).table("Comparison of methods")
+    rows = Page(report([tmp_path], against="dense")).table("Comparison of methods")
     assert rows["pufferfish"]["step speedup vs. dense"][1] == pytest.approx(1.5 / 0.59)
-    lines = [line.split(",") for line in (tmp_path / "dense/metrics.csv").read_text().splitlines()]
-    first = next(float(line[0]) for line in lines if line[3] == "valid/accuracy" and float(line[4]) >= 0.9)
-    assert rows["dense"]["time to 90"][1] == first
     with pytest.raises(ValueError, match=r"'fp8' is not the name of a run; .*dense"):
         report([tmp_path], against="fp8")
 

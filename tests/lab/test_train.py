@@ -205,24 +205,6 @@ def test_stopped_in_an_epoch(kind: str, simulate: int | None, tmp_path: Path) ->
         assert torch.equal(a, b), name
 
 
-def test_fewer_validations(tmp_path: Path) -> None:
-    """The last epoch is always validated, and the run is otherwise the same."""
-    task = find_task("digits:mlp,width=8")
-    recipe = replace(task.recipe("short"), epochs=5)
-    given = RunSettings(training_method("dense"), recipe, tmp_path / "all", quiet=True)
-    results = [train(task, given), train(task, replace(given, folder=tmp_path / "few", validate_every=2))]
-    few, all_ = (read_run(tmp_path / name).metrics["valid/accuracy"] for name in ("few", "all"))
-    steps = task.steps(task.load(None), recipe.batch)
-    assert [step for _, step, _ in few] == [2 * steps, 4 * steps, 5 * steps]
-    assert [x for *_, x in few] == [x for _, step, x in all_ if step in (2 * steps, 4 * steps, 5 * steps)]
-    assert results[0] is not None
-    assert results[1] is not None
-    assert results[0]["accuracy"] == results[1]["accuracy"]
-    plateau = replace(given, recipe=replace(recipe, schedule="plateau"), validate_every=2)
-    with pytest.raises(ValueError, match="--validate-every 2: the schedule plateau depends on every"):
-        plateau.check(task, 1)
-
-
 @pytest.mark.parametrize(
     ("lr", "method", "save_every"),
     [(1e30, "dense", None), (1e30, "pufferfish", 15), (1e18, "pufferfish", None)],
@@ -236,9 +218,7 @@ def test_a_run_that_diverges(
     """
     task = find_task("digits:mlp,width=16")
     recipe = replace(task.recipe("short"), epochs=4, lr=lr, warm_up=0.0, switch_at=2)
-    given = RunSettings(
-        training_method(method), recipe, tmp_path / "run", validate_every=4, save_every=save_every
-    )
+    given = RunSettings(training_method(method), recipe, tmp_path / "run", save_every=save_every)
     results = train(task, given)
     assert results is not None
     updates = task.steps(task.load(None), recipe.batch)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_file, number
+from .arguments import check_output_file
 
 HELP = "compare runs on an HTML page or in Markdown"
 
@@ -17,8 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--against", metavar="NAME", help="method to compare the others with (default: bf16, otherwise dense)"
     )
-    target = "also report the time to reach this validation score, in the unit of the report"
-    add("--target", type=number, metavar="X", help=target)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -26,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     check_output_file(arguments.out)
     form = "markdown" if arguments.markdown else "html"
-    text = report(arguments.runs, form, against=arguments.against, target=arguments.target)
+    text = report(arguments.runs, form, against=arguments.against)
     out = arguments.out or (None if arguments.markdown else Path("report.html"))
     if out is None:
         print(text, end="")

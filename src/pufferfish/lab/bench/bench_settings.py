@@ -35,10 +35,8 @@ class BenchSettings:
         seeds: number of seeds, from 0.
         recipe, epochs, batch: the task's recipe, and overrides of its values.
         tune: learning rates that every method is tuned with, as `untried_rates` says; 0: all use the recipe's.
-        tune_epochs: epochs of these runs; None: those of the others.
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
-        validate_every: epochs between validations of a run; its last epoch is always validated.
         simulate: exact simulation of all workers in one process; step times are predicted.
         device, precision, compile: as in `pufferfish train`.
 
@@ -56,7 +54,6 @@ class BenchSettings:
     epochs: int | None = None
     batch: int | None = None
     tune: int = 0
-    tune_epochs: int | None = None
     hosts: int = 1
     per_host: int = 1
     network: str | None = None
@@ -65,12 +62,9 @@ class BenchSettings:
     device: str = "cpu"
     precision: str = "fp32"
     compile: bool = False
-    validate_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "seeds", "epochs", "batch", "tune_epochs", "hosts", "per_host", "rounds", "validate_every"
-        ):  # fmt: skip
+        for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -120,7 +114,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            compile=self.compile, hosts=self.hosts, validate_every=self.validate_every, **more,
+            compile=self.compile, hosts=self.hosts, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:

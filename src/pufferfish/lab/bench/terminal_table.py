@@ -20,21 +20,20 @@ from ..report.headline import (
     score_cell,
     step_cell,
     step_speedup,
-    target_cell,
 )
 from .bench_settings import REFERENCES
 
 
-def terminal_table(root: Path, target: float | None = None, width: int | None = None) -> str:
+def terminal_table(root: Path, width: int | None = None) -> str:
     """One row per method: size, times, speedups, quality and traffic; empty columns are left out.
 
     Args:
         width: leave out more columns, the least important first, where the table is wider than this.
     """
-    return "\n\n".join(_table(comparison, target, width) for comparison in compare_runs(find_runs([root])))
+    return "\n\n".join(_table(comparison, width) for comparison in compare_runs(find_runs([root])))
 
 
-def _table(comparison: Comparison, target: float | None, width: int | None) -> str:
+def _table(comparison: Comparison, width: int | None) -> str:
     by_name = {method.name: method for method in comparison.methods}
     references = [by_name[name] for name in REFERENCES if name in by_name]
     reference = comparison.reference
@@ -60,8 +59,6 @@ def _table(comparison: Comparison, target: float | None, width: int | None) -> s
     columns["run"] = lambda method: median_cell(method.run_seconds(), format_seconds).text
     if reference:
         columns[f"run vs. {reference.name}"] = partial(_run_speedup, reference)
-    if target is not None:
-        columns[f"time to {target:g}"] = lambda method: target_cell(method, comparison, target).text
     cells = {head: [show(method) for method in comparison.methods] for head, show in columns.items()}
     shown = [[head, *column] for head, column in cells.items() if {*column} - {"–", format_bytes(0)}]
     spare = ["MACs", "predicted", "learning rate"]  # the first is left out first

@@ -5,14 +5,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from .bench_folder import NO_EXCHANGE
-from .comparison import Comparison, MethodRuns, has_measured_time, seed_of, trainings
-from .curves import seconds_to_target
+from .comparison import Comparison, MethodRuns, seed_of, trainings
 from .formatting import format_bytes, format_estimate, format_number, format_seconds, format_speedup
 from .seed_statistics import estimate, paired_differences, paired_speedup
 from .tables import Cell, Table, flat, label
 
 
-def headline(comparison: Comparison, target: float | None = None) -> Table:
+def headline(comparison: Comparison) -> Table:
     """Size, quality, speed and traffic of each method."""
     metric, reference = comparison.metric, comparison.reference
     sent = [x for method in comparison.methods for x in method.results("bytes_a_step").values()]
@@ -35,8 +34,6 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
         if reference:
             whole = run_speedup(reference, method) if method is not reference else None
             row[f"run speedup vs. {reference.name}"] = _speedup_cell((whole, False) if whole else None)
-        if target is not None:
-            row[f"time to {target:g}"] = target_cell(method, comparison, target)
         row |= {label(key): median_cell(method.results(key), format_bytes) for key in sizes}
         seeds = len(method.finished)
         row["seeds"] = Cell() if method.name == NO_EXCHANGE else Cell(str(seeds), seeds)
@@ -196,14 +193,3 @@ def _step_speedup_cell(reference: MethodRuns, method: MethodRuns, fastest: float
     if quartiles is None:
         return cell
     return replace(cell, text=f"{cell.text} ({quartiles[0]:.2f}–{quartiles[2]:.2f})")
-
-
-def target_cell(method: MethodRuns, comparison: Comparison, target: float) -> Cell:
-    """Time until the validation metric reached the target."""
-    runs = [run for run in method.runs if has_measured_time(run)]
-    times = {seed_of(run): seconds_to_target(run, comparison.metric, target) for run in runs}
-    reached = {seed: seconds for seed, seconds in times.items() if seconds is not None}
-    cell = median_cell(reached, format_seconds)
-    missed = len(times) - len(reached)
-    text = f"{cell.text} ({missed} of {len(times)} seeds did not)"
-    return Cell(text, cell.value) if reached and missed else cell

@@ -25,10 +25,10 @@ _PARTS = {
 }  # fmt: skip
 
 
-def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
+def page(comparisons: Sequence[Comparison], title: str) -> str:
     """The page of a report. Missing data is stated in its place."""
     charts, one = Charts(), len(comparisons) == 1
-    parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
+    parts = [_section(c, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
     sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
     titles = ["" if one else element("span", text(c.title)) for c in comparisons]
     verdicts = [title + text(verdict(c)) for title, c in zip(titles, comparisons, strict=True)]
@@ -78,16 +78,14 @@ def _contents(comparisons: Sequence[Comparison]) -> str:
     return element("nav", element("ul", *items), aria_label="Contents")
 
 
-def _section(
-    comparison: Comparison, target: float | None, sections: int, anchor: str, charts: Charts
-) -> list[str]:
+def _section(comparison: Comparison, sections: int, anchor: str, charts: Charts) -> list[str]:
     def heading(end: str) -> str:
         return element("h3", _PARTS[end], id=f"{anchor}-{end}")
 
     parts = [element("h2", text(comparison.title))] if sections > 1 else []
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
     parts.append(heading("methods"))
-    parts.append(_table(headline(comparison, target)))
+    parts.append(_table(headline(comparison)))
     parts += [heading("time"), *_time(comparison, charts)]
     parts += [heading("curves"), *_curves(comparison, charts)]
     parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]

@@ -21,7 +21,6 @@ def report(
     *,
     title: str = "Comparison of training runs",
     against: str | None = None,
-    target: float | None = None,
 ) -> str:
     """Compare runs and return the report as text.
 
@@ -34,7 +33,6 @@ def report(
         form: "html" or "markdown".
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
-        target: also show the time until the validation metric reached this value, in the units of the table.
 
     >>> import tempfile
     >>> from pufferfish.measure import RunLog
@@ -50,9 +48,9 @@ def report(
         raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
     comparisons = compare_runs(find_runs(runs), against)
     if form == "html":
-        return page(comparisons, title, target)
+        return page(comparisons, title)
     several = len(comparisons) > 1
-    return as_markdown([table for c in comparisons for table in _tables(c, target, several)])
+    return as_markdown([table for c in comparisons for table in _tables(c, several)])
 
 
 def write(text: str, out: str | Path) -> None:
@@ -69,9 +67,9 @@ def write(text: str, out: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _tables(comparison: Comparison, target: float | None, several: bool) -> list[Table]:
+def _tables(comparison: Comparison, several: bool) -> list[Table]:
     tables = [
-        headline(comparison, target),
+        headline(comparison),
         breakdown(comparison),
         exchange_table(comparison),
         ranks(comparison),
