@@ -173,7 +173,7 @@ def job(workload: Workload, methods: list[str], rounds: int) -> dict[str, Any]:
 
 
 def _work(data: dict[str, Any]) -> Work:
-    for key in ("messages", "gradient_curve", "forward_gathers"):
+    for key in ("messages", "gradient_curve"):
         data[key] = tuple(map(tuple, data[key]))
     return Work(**{**data, "bucket_bytes": tuple(data["bucket_bytes"])})
 

@@ -20,7 +20,7 @@ from pufferfish.lab.network import LinkShape
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work
 from pufferfish.measure.option_builder import OptionBuilder
 from pufferfish.measure.select_layers import select_layers
-from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages, with_fsdp2_messages
+from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages
 
 #: The functions of users' files, by file.
 FILES = {
@@ -143,8 +143,6 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
         (["digits", "--network", "1gbit"], "--nodes"),
         (["digits", "--network", "fast", "--nodes", "2"], "write it as 100mbit"),
         (["digits", "--network", "1gbit", "--nodes", "0"], "at least 1"),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--engine", "zero"], "ddp, fsdp2"),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--check"], "is predicted"),
         (["digits", "--network", "1gbit", "--nodes", "3"], "cannot be split equally"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "pufferfish"], "compression methods"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "zip"], "no zip"),
@@ -153,10 +151,6 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
         (
             ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--check", "--keep", "head"],
             "matches no",
-        ),
-        (
-            ["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--methods", "int8"],
-            "remove --methods",
         ),
         (["digits", "--network", "1gbit", "--nodes", "2", "--recipe", "long"], "no recipe"),
         (
@@ -292,14 +286,6 @@ def test_nothing_pays_where_there_is_nothing_to_save(
     assert not out.exists()
 
 
-def test_sharded_weights_have_no_compression(files: Path) -> None:
-    workload = load_workload(f"{files}/wide.py")
-    found = advise(workload, nominal_link(LinkShape(1.0), 4, 2), nodes=4, per_node=2, engine="fsdp2")
-    assert {c.name for c in found.estimates} == {"dense", "bf16", "pufferfish", "pufferfish+bf16"}
-    assert found.estimates[0].wire_bytes == pytest.approx(3 * 7 / 8 * 4 * 300_040, rel=0.01)
-    assert found.link.size == 8
-
-
 def test_machines_with_several_workers_may_average_inside_first(files: Path) -> None:
     workload = load_workload(f"{files}/even.py")
     found = advise(workload, nominal_link(LinkShape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
@@ -324,7 +310,7 @@ def test_machines_with_several_workers_may_average_inside_first(files: Path) -> 
 def test_the_header() -> None:
     found = replace(_advice({"dense": 1.0, "bf16": 2.0}), rows=8, steps=1200)
     first, second, third, *_ = str(found).splitlines()
-    assert first == "s: 2 workers (2 machines × 1), ddp, network n, 1,200 steps"
+    assert first == "s: 2 workers (2 machines × 1), network n, 1,200 steps"
     assert second.startswith("compute, measured: 2 s per step of 8 rows (data ")
     assert third.endswith("without communication a dense step is 2.00× as fast")
     assert "1.01× as fast: the network hardly matters\n" in str(replace(found, ceiling=1.01))
@@ -357,7 +343,7 @@ def _advice(
         for name, s in speedups.items()
     ]
     return Advice(
-        workload="s", network="n", nodes=2, per_node=1, engine="ddp", estimates=choices, plans=plans or {}, ceiling=2.0,
+        workload="s", network="n", nodes=2, per_node=1, estimates=choices, plans=plans or {}, ceiling=2.0,
         link=Link.nominal(bandwidth=1e9, latency=0, size=2), compute=Work(forward=1, backward=1),
     )  # fmt: skip
 
@@ -469,4 +455,3 @@ def test_levels_send_one_share() -> None:
     )  # fmt: skip
     said = CostModel(link=link).predict(work)
     assert said.exchange == pytest.approx(flat / 2 * 1e-8, rel=0.01)  # 2(p-1)/p = 1 between two machines
-    assert with_fsdp2_messages(work, like, 8).forward_gathers == (("all_gather", flat // 8),)
