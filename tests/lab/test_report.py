@@ -139,7 +139,7 @@ def test_page_is_accessible(html: str) -> None:
     page = Page(html)
     drawn = [attributes for _, attributes, _ in page.elements if "data-chart" in attributes]
     assert [int(a["data-chart"] or "") for a in drawn] == list(range(len(page.data["charts"])))
-    assert len(drawn) == 14
+    assert len(drawn) == 11
     assert all(a["aria-label"] for a in drawn)
     heads = [attributes for tag, attributes, _ in page.elements if tag == "th"]
     assert {attributes["scope"] for attributes in heads} == {"col", "row"}

@@ -106,13 +106,6 @@ def test_predicted_times_say_so(tmp_path: Path) -> None:
     assert row["step speedup vs. bf16"][0] == "2.12× (predicted)"
 
 
-def test_a_prediction_that_seeds_share_counts_once(tmp_path: Path) -> None:
-    for seed in range(3):  # the rounds of a bench are timed once for all seeds of a method
-        times = {"results": {"seconds_a_step": 0.1}, "predicted": {"seconds_a_step": 0.13}}
-        write_run(tmp_path / f"a{seed}", "dense", seed, **times)
-    assert "0 of 1 predictions are within 20% of the measured time." in report([tmp_path])
-
-
 def test_a_prediction_never_beats_a_measurement(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "bf16", 0)
     write_run(tmp_path / "b", "pufferfish", 0, epochs=30)  # of another length, so that steps are compared
@@ -178,9 +171,6 @@ def test_a_large_bench_stays_small(tmp_path: Path) -> None:
         write_run(tmp_path / f"{n}", f"pufferfish-{n}", 0, epochs=400, layers=layers)
     page = report([tmp_path])
     assert len(page.encode()) < 1_000_000
-    spectra = [chart for chart in Page(page).data["charts"] if chart["kind"] == "spectra"]
-    assert [len(chart["layers"]) for chart in spectra] == [26] * 9
-    assert spectra[0]["name"] == "pufferfish-0; 74 further layers are left out"
 
 
 def test_runs_of_one_name_and_seed_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from .bench_folder import NO_EXCHANGE
-from .charts import MAX_SPECTRA, Charts, low_rank_methods
+from .charts import Charts, low_rank_methods
 from .comparison import Comparison
 from .curves import curve_spec
 from .element import element, text
@@ -86,29 +86,22 @@ def _section(comparison: Comparison, sections: int, anchor: str, charts: Charts)
     parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
     parts.append(heading("methods"))
     parts.append(_table(headline(comparison)))
-    parts += [heading("time"), *_time(comparison, charts)]
+    parts += [heading("time"), *_time(comparison)]
     parts += [heading("curves"), *_curves(comparison, charts)]
-    parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]
+    parts += [heading("layers"), *_layers(comparison, charts)]
     parts += [heading("setup"), _table(setup(comparison))]
     for table in (all_results(comparison), settings(comparison)):
         parts += [_folded(table.title, _table(table))] if table and table.rows else []
     return parts
 
 
-def _time(comparison: Comparison, charts: Charts) -> list[str]:
+def _time(comparison: Comparison) -> list[str]:
     drawn, table = step_bars(comparison), breakdown(comparison)
-    dots, beside = charts.predictions(comparison), predicted(comparison)
-    figures, missing = [], []
     if drawn:
         note = "Shorter is better." if table else "No run recorded the parts of a step."
-        figures.append(_figure("Step time of each method", note, drawn))
-    else:
-        missing.append(_missing("No run recorded the time of a step."))
-    if dots:
-        note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20\u00a0%."
-        figures.append(_figure("Predicted and measured", note, dots))
-    tables = (table, exchange_table(comparison), beside)
-    return [_beside(figures), *missing, *(_table(each) for each in tables)]
+        drawn = _beside([_figure("Step time of each method", note, drawn)])
+    tables = (table, exchange_table(comparison), predicted(comparison))
+    return [drawn or _missing("No run recorded the time of a step."), *(_table(each) for each in tables)]
 
 
 def _curves(comparison: Comparison, charts: Charts) -> list[str]:
@@ -137,20 +130,13 @@ def _curves(comparison: Comparison, charts: Charts) -> list[str]:
     return [element("p", text(note), class_="soft"), bar, _beside(shown), *folded]
 
 
-def _layers(comparison: Comparison, charts: Charts, max_spectra: int) -> list[str]:
+def _layers(comparison: Comparison, charts: Charts) -> list[str]:
     methods = low_rank_methods(comparison)
     drawn, table = charts.ranks(methods), ranks(comparison)
     if drawn is None or table is None:
         return [_missing("No run recorded low-rank layers.")]
-    figures = [_figure("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)]
-    missing: list[str] = []
-    note = "Relative to the largest as recorded, in descending order, on a logarithmic scale."
-    for method in methods:
-        if spectra := charts.spectra(method, max(1, max_spectra // len(methods))):
-            figures.append(_figure(f"Singular values, {method.name}", note, spectra))
-        else:
-            missing.append(_missing(f"{method.name}: no singular values recorded."))
-    return [_beside(figures), *missing, _folded("Ranks as a table", _table(table))]
+    figure = _figure("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)
+    return [_beside([figure]), _folded("Ranks as a table", _table(table))]
 
 
 def _table(table: Table | None) -> str:

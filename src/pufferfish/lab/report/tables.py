@@ -11,8 +11,8 @@ from .comparison import Comparison, MethodRuns, as_text, is_number, recorded_lay
 from .curves import late_median
 from .formatting import format_bytes, format_seconds
 
-#: Parts of a layer's record that have a column or a chart of their own.
-_LAYER = ("name", "shape", "full_rank", "rank", "spectrum_before", "spectrum_after")
+#: Parts of a layer's record that have a column of their own.
+_LAYER = ("name", "shape", "full_rank", "rank")
 BAND = 0.2  # largest relative error of a prediction that counts as right
 
 
