@@ -9,7 +9,6 @@ from .charts import Charts, low_rank_methods
 from .comparison import Comparison
 from .curves import curve_spec
 from .element import element, text
-from .exchange_table import exchange_table
 from .export import right_aligned
 from .headline import headline
 from .method_colour import method_colour
@@ -100,7 +99,7 @@ def _time(comparison: Comparison) -> list[str]:
     if drawn:
         note = "Shorter is better." if table else "No run recorded the parts of a step."
         drawn = _beside([_figure("Step time of each method", note, drawn)])
-    tables = (table, exchange_table(comparison), predicted(comparison))
+    tables = (table, predicted(comparison))
     return [drawn or _missing("No run recorded the time of a step."), *(_table(each) for each in tables)]
 
 
@@ -175,11 +174,10 @@ def _name(name: str) -> str:
 
 
 def _cell(cell: Cell, right: bool) -> str:
-    kinds = ["n"] * right + [cell.tone] * bool(cell.tone) + ["bar"] * (cell.share is not None)
+    kinds = ["n"] * right + [cell.tone] * bool(cell.tone)
     kinds += ["wrap"] * (len(cell.text) > 40)
     value = None if cell.value is None else repr(cell.value)
-    style = None if cell.share is None else f"--share:{cell.share:.3f}"
-    return element("td", text(cell.text), class_=" ".join(kinds) or None, data_value=value, style=style)
+    return element("td", text(cell.text), class_=" ".join(kinds) or None, data_value=value)
 
 
 def _figure(title: str, note: str, drawn: str) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
-from .exchange_table import exchange_table
 from .export import as_markdown
 from .headline import headline
 from .page import page
@@ -71,7 +70,6 @@ def _tables(comparison: Comparison, several: bool) -> list[Table]:
     tables = [
         headline(comparison),
         breakdown(comparison),
-        exchange_table(comparison),
         ranks(comparison),
         predicted(comparison),
     ]

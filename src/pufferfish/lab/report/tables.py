@@ -24,7 +24,6 @@ class Cell:
     value: float | None = None
     half: float | None = None  # half the width of the 95 % interval
     tone: str = ""  # "good" or "bad"; the text says it too
-    share: float | None = None  # fraction of the column's maximum, drawn as a bar
 
 
 @dataclass(frozen=True)
