@@ -23,10 +23,6 @@ examples:
   # optimizers for large batches
   pufferfish bench cifar10 --batch 2048 --tune lr=3 \\
       --methods dense@sgd=1.6,dense@lars=1.6,dense@lamb=0.02,dense@sam=1.6
-
-  # on a real cluster
-  torchrun … -m pufferfish bench cifar10 --methods pufferfish \\
-      --hosts 4 --per-host 8 --device cuda
 """
 
 import argparse
