@@ -44,13 +44,11 @@ def test_one_run_is_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", "dense", 0, versions={"commit": commit})
     one = said(report([run]))
     assert one.count(commit) == 1  # in the table, whole
-    assert "commit 0123456789ab+ · seed 0" in one
     assert "±" not in one
     assert "interval" not in one
     assert "Higher accuracy is better." in one
     write_run(tmp_path / "b", "dense", 1)
     two = said(report([tmp_path]))
-    assert "seeds 0, 1" in two
     assert "± is half the width of a 95 % confidence interval (Student's t) over seeds." in two
 
 

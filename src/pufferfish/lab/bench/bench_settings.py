@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...planning.json_file import read_json as read_any_json
+from ...planning.json_file import read_json
 from ..network import LinkShape
 from ..report import write
 from ..tasks import Recipe, Task, find_task
@@ -143,14 +143,9 @@ class BenchSettings:
 
 
 def load_settings(folder: Path) -> BenchSettings:
-    """Read the settings in a folder's bench.json.
-
-    >>> load_settings(Path("/nowhere"))
-    Traceback (most recent call last):
-    ValueError: /nowhere/bench.json: no such file; this is not the folder of a bench
-    """
+    """Read the settings in a folder's bench.json."""
     path = folder / FILE
-    data = read_json(path, "this is not the folder of a bench")
+    data = read_json(path)
     if data.get("pufferfish_bench") != VERSION:
         raise ValueError(
             f"{path}: not a bench of version {VERSION}, the only one that this version of pufferfish supports"
@@ -188,16 +183,6 @@ def parse_tune(text: str) -> int:
     if match is None:
         raise ValueError(f"--tune {text}: expected a number of learning rates, such as lr=5")
     return int(match[1])
-
-
-def read_json(path: Path, if_missing: str) -> dict[str, Any]:
-    """Read a JSON object from a file; `if_missing` ends the error message if there is no such file."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; {if_missing}")
-    data = read_any_json(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

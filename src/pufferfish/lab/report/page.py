@@ -13,7 +13,7 @@ from .export import right_aligned
 from .headline import headline
 from .method_colour import method_colour
 from .step_bars import step_bars
-from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
+from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup
 from .verdict import verdict
 
 _LINKS = Template(
@@ -29,7 +29,7 @@ def page(comparisons: Sequence[Comparison], title: str) -> str:
     sections, contents, verdicts = "", "", ""
     for n, comparison in enumerate(comparisons):
         name, links = escape(comparison.title), _LINKS.substitute(id=f"part{n}")
-        sections += _section(comparison, f"part{n}", several, charts)
+        sections += _section(comparison, f"part{n}", charts)
         contents += f'<li><a href="#part{n}">{name}</a><ul>{links}</ul></li>' if several else links
         about = f"<span>{name}</span>" if several else ""
         verdicts += f'<p class="verdict">{about}{escape(verdict(comparison))}</p>'
@@ -45,12 +45,11 @@ def _asset(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _section(comparison: Comparison, id_: str, several: bool, charts: Charts) -> str:
+def _section(comparison: Comparison, id_: str, charts: Charts) -> str:
     more = [table for table in (all_results(comparison), settings(comparison)) if table]
     return Template(_asset("section.html")).substitute(
         id=id_,
-        heading=f"<h2>{escape(comparison.title)}</h2>\n" if several else "",
-        summary=escape(summary(comparison, with_title=not several)),
+        title=escape(comparison.title),
         methods=_table(headline(comparison)),
         time=_time(comparison),
         curves=_curves(comparison, charts),

@@ -55,9 +55,6 @@ def report(
 def write(text: str, out: str | Path) -> None:
     """Write a file atomically."""
     path = Path(out)
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"{path}: {problem}; pass the name of a file in an existing folder")
     temporary = path.with_name(f".{path.name}.new")
     try:
         write_text(temporary, text)

@@ -1,6 +1,5 @@
 """The tables of a report: the same on the page and in the text formats."""
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,16 +180,6 @@ def setup(comparison: Comparison) -> Table:
         properties = {"seed" if name == "seeds" else name: values for name, values in properties.items()}
     rows = [[Cell(name), Cell(", ".join(dict.fromkeys(values)))] for name, values in properties.items()]
     return Table("Setup", ["property", "value"], rows)
-
-
-def summary(comparison: Comparison, with_title: bool = True) -> str:
-    """The main properties of the setup in one line."""
-    properties = {name.text: value.text for name, value in setup(comparison).rows}
-    if "commit" in properties:  # twelve digits are enough here
-        properties["commit"] = re.sub(r"([0-9a-f]{12})[0-9a-f]+", r"\1", properties["commit"])
-    main = ("link measured", "latency", "torch", "commit", "seed", "seeds")
-    parts = [f"{name} {properties[name]}" for name in main if name in properties]
-    return " · ".join([comparison.title] * with_title + parts)
 
 
 def settings(comparison: Comparison) -> Table | None:
