@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .comparison import Comparison, MethodRuns, recorded_layers
+from .comparison import Comparison, recorded_layers
 from .curves import MAX_POINTS, curve_spec, mean_curves, switch_marks
 from .formatting import format_number
 from .method_colour import method_colour, method_dash
@@ -50,11 +50,12 @@ class Charts:
         spec = {"kind": "curve", "label": shown, "values": unit}
         return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
 
-    def ranks(self, methods: Sequence[MethodRuns]) -> str | None:
+    def ranks(self, comparison: Comparison) -> str | None:
         """Rank of each layer in per cent of its full rank, for methods with low-rank layers."""
         layers = {
             method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
-            for method in methods
+            for method in comparison.methods
+            if is_low_rank(method)
         }
         names = list(dict.fromkeys(name for each in layers.values() for name in each))
         if not names:
@@ -94,11 +95,6 @@ class Charts:
             f'<div class="chart {spec["kind"]}" data-chart="{number}" role="group" aria-label="{said}">'
             f'<p class="soft">{said}</p></div>'
         )
-
-
-def low_rank_methods(comparison: Comparison) -> list[MethodRuns]:
-    """Methods with low-rank layers."""
-    return [method for method in comparison.methods if is_low_rank(method)]
 
 
 def _short(values: Sequence[float | None] | None) -> list[float | None] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 
 from .bench_folder import NO_EXCHANGE
-from .charts import Charts, low_rank_methods
+from .charts import Charts
 from .comparison import Comparison
 from .curves import curve_spec
 from .export import right_aligned
@@ -86,7 +86,7 @@ def _curves(comparison: Comparison, charts: Charts) -> str:
 
 
 def _layers(comparison: Comparison, charts: Charts) -> str:
-    drawn, table = charts.ranks(low_rank_methods(comparison)), ranks(comparison)
+    drawn, table = charts.ranks(comparison), ranks(comparison)
     if drawn is None:
         return _soft("No run recorded low-rank layers.")
     figure = ("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)
