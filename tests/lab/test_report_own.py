@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from made_up import write_run
@@ -50,14 +49,3 @@ def test_one_run_is_one(tmp_path: Path) -> None:
     write_run(tmp_path / "b", "dense", 1)
     two = said(report([tmp_path]))
     assert "± is half the width of a 95 % confidence interval (Student's t) over seeds." in two
-
-
-def test_no_exchange_is_no_run(tmp_path: Path) -> None:
-    for name in ("dense", "bf16"):
-        write_run(tmp_path / "runs" / name / "0", name, 0)
-    timed = {"results": {"seconds_a_step": 0.1}, "predicted": {}}
-    plain = {"results": {}, "predicted": {}}
-    methods = {"dense": plain, "bf16": plain, "no exchange": timed}
-    (tmp_path / "summary.json").write_text(json.dumps({"methods": methods}))
-    page = report([tmp_path])
-    assert "no exchange" in Page(page).table("Comparison of methods")
