@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pufferfish.lab.bench import BenchSettings, bench
 from pufferfish.lab.bench.bench_method import bench_method
 from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
 from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.bench.models_to_time import models_to_time
 from pufferfish.lab.bench.tuned_rate import rate_grid
 from pufferfish.lab.report import report
 from pufferfish.measure import read_run
@@ -54,7 +53,6 @@ def test_a_bench_of_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(words) == 0
     check_table(root, capsys.readouterr().out)
     check_final_models(root)
-    check_untimed_methods(root)
 
 
 def check_table(root: Path, shown: str) -> None:
@@ -102,20 +100,6 @@ def check_final_models(root: Path) -> None:
     weights = [p for p in models[LOTTERY].inner.parameters() if p.dim() > 1]
     left = results[LOTTERY]["trainings"][-1]["weights"]
     assert sum(int(p.count_nonzero()) for p in weights) == left < sum(p.numel() for p in weights)
-
-
-def check_untimed_methods(root: Path) -> None:
-    """Methods whose model only a run can tell are timed after it."""
-    settings = load_settings(root)
-    assert untimed_methods(settings, root) == []
-    shutil.rmtree(root / "timing")
-    assert untimed_methods(settings, root) == ALL
-    shutil.rmtree(root / BenchRun(BIRD, 0).name / "checkpoints")
-    assert BIRD not in untimed_methods(settings, root)
-    for method in ALL:
-        path = root / BenchRun(method, 0).name / "run.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"finished": None}))
-    assert untimed_methods(settings, root) == ["dense", "pufferfish", "dense@lars=1"]
 
 
 def test_every_optimizer_tries_rates_of_its_own_size() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,11 @@ from torch import nn
 from processes import in_processes
 from pufferfish.cli import main
 from pufferfish.lab.advise import advise, load_workload, measured_work, nominal_link
-from pufferfish.lab.advise.advice import LOCAL_SPEEDUP
 from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.advise.timing_rounds import steps_per_round
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.network import LinkShape
 from pufferfish.lab.train.training_method import training_method
-from pufferfish.local.schedule import Schedule
-from pufferfish.measure import Work
-from pufferfish.measure.dry_run import Traffic
-from pufferfish.measure.local_exchange import LocalExchange
 
 EXCHANGE = ("utilisation", "bytes per round", "largest exchange", "peak rate")
 LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")
@@ -110,11 +104,6 @@ def timed(rank: int, size: int) -> None:
     }
     steps = steps_per_round(models)
     assert steps["streaming-6x2"] % 6 == steps["diloco-5"] % 5 == 0
-    for name in steps:
-        parts = models[name].time_parts(6 if name == "streaming-6x2" else 5)
-        step = parts.pop("step")
-        assert sum(parts.values()) - parts["hidden"] <= 1.01 * step
-        assert parts["exchange"] >= 0
     nbytes = 4 * 2 * (64 + 8)
     assert models["diloco-5"].traffic()[0] == pytest.approx(nbytes / 5, rel=0.05)  # with padding
     local = models["streaming-6x2"].local
@@ -124,12 +113,6 @@ def timed(rank: int, size: int) -> None:
     for p in others:
         torch.distributed.broadcast(p, 0)
     assert all(map(torch.equal, others, models["streaming-6x2"].inner.parameters()))
-
-    parts = tuple(Traffic(messages=(), encode=e, decode=2 - e) for e in ((1.0, 0.5), (0.2, 0.7))[rank])
-    work = Work(forward=1.0, backward=1.0, local=LocalExchange(Schedule(h=6, fragments=2), parts))
-    slowest = measured_work.slowest_coding(work).local  # so that all workers predict the same
-    assert slowest is not None
-    assert [(f.encode, f.decode) for f in slowest.fragments] == [(1.0, 1.8), (0.7, 1.5)]
 
 
 def test_timed_models_exchange_in_rounds() -> None:
@@ -166,17 +149,3 @@ def test_local_steps_are_advised_where_they_are_much_faster(
     assert all(e.interval is not None for e in slow.estimates)
     use = {e.name: e.utilisation or 0 for e in slow.estimates}
     assert use["dense"] < use["diloco-30"] < use["sparseloco-30"] <= 1
-    for factor in (0.99, 1.01):  # of what local steps must be faster by than any other method
-        estimates = [
-            replace(
-                e,
-                run_speedup=1.0
-                if e.name == "dense"
-                else LOCAL_SPEEDUP * factor * 1.2
-                if "30" in e.name
-                else 1.2,
-            )
-            for e in slow.estimates
-        ]
-        best = replace(slow, estimates=estimates).best.name
-        assert best == ("bf16" if factor < 1 else "diloco-30")
