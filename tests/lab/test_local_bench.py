@@ -104,6 +104,11 @@ def timed(rank: int, size: int) -> None:
     }
     steps = steps_per_round(models)
     assert steps["streaming-6x2"] % 6 == steps["diloco-5"] % 5 == 0
+    for name, model in models.items():
+        parts = model.time_parts(6 if name == "streaming-6x2" else 5)
+        step = parts.pop("step")
+        assert sum(parts.values()) - parts["hidden"] <= 1.01 * step
+        assert parts["exchange"] >= 0
     nbytes = 4 * 2 * (64 + 8)
     assert models["diloco-5"].traffic()[0] == pytest.approx(nbytes / 5, rel=0.05)  # with padding
     local = models["streaming-6x2"].local
