@@ -53,11 +53,6 @@ def test_no_check_without_need(cpuinfo: Path, tmp_path: Path, monkeypatch: pytes
     assert not tries.exists()
 
 
-def test_unwritable_cache(cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").write_text("a file, not a folder")
-    assert avoid_broken_amx(cpuinfo, DIES.format(str(tmp_path / "tries"))) is not None
-
-
 def test_a_torch_of_the_working_folder_is_not_imported(
     cpuinfo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -91,7 +89,7 @@ def test_embeddings_and_frozen_layers(files: str, capsys: pytest.CaptureFixture[
         return [e.rank for e in pf.Plan.from_json(capsys.readouterr().out)]
 
     assert ranks() == [None, None]
-    assert ranks("--embed", "8", "--frozen") == [8, 16]
+    assert ranks("--embed", "8") == [8, None]
     assert ranks("--embed", "energy:0.5")[0] in (16, 32)
     assert main(["plan", f"{files}/frozen_text.py"]) == 0
     assert "The plan changes nothing. What stays dense: 75% in Embedding: a lookup" in capsys.readouterr().out
@@ -108,20 +106,6 @@ def test_a_missing_batch_is_reported(files: str, capsys: pytest.CaptureFixture[s
     assert "MACs backward" in out
     assert " ms " in out
     assert "\nexpected on cpu, eager: " in out
-
-
-def test_bytes_over_a_link_are_weighed_against_time(
-    files: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", lambda *_: (1.0, 1.2))
-    found = []
-    for options in ([], ["--link", "1gbit"], ["--link", "10mbit"]):
-        assert main(["plan", f"{files}/with_batch.py", "--measure", "--json", *options]) == 0
-        plan = pf.Plan.from_json(capsys.readouterr().out)
-        found.append((bool(plan.ranks), plan.measured.get("link")))
-    assert [low_rank for low_rank, _ in found] == [False, False, True]
-    # Each byte crosses the network twice.
-    assert [link for _, link in found] == [None, *(pytest.approx(x * 0.949 / 16) for x in (1e9, 1e7))]
 
 
 def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +165,6 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (["advise", "{files}/no_gradient.py", *ON], "loss(output, target) returned float"),
         (["plan", "{files}/model_only.py", "--measure"], "needs a batch"),
-        (["plan", "{files}/with_batch.py", "--link", "1gbit"], "--link needs measured times"),
-        (["plan", "{files}/with_batch.py", "--measure", "--link", "fast"], "invalid network 'fast'"),
         (["plan", "{files}/with_batch.py", "--measure", "graph"], "move the model to a CUDA device"),
         (["plan", "resnet18", "--rank", "2.0"], "for the fixed rank 2 write --rank=2"),
         (
@@ -206,45 +188,6 @@ def test_invalid_input_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith(f"pufferfish {arguments[0]}: ")
-    assert error.count("\n") == 1
-
-
-def test_warnings_name_no_line_of_code(files: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = warnings.formatwarning
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = _print_warning  # pytest records warnings instead
-        assert main(["plan", f"{files}/does_not_fit.py"]) == 2
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning.startswith("pufferfish: warning: the example does not run on meta tensors")
-    assert error.startswith("pufferfish plan: ")
-    assert warnings.formatwarning is before
-
-
-def _print_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
-) -> None:
-    print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["plan"],
-            "pufferfish plan: the following arguments are required: MODEL; see `pufferfish plan --help`",
-        ),
-        (["train", "digits", "--epochs", "x"], "argument --epochs: 'x' is not a whole number"),
-        (["plann"], "pufferfish: argument COMMAND: invalid choice: 'plann'"),
-    ],
-)
-def test_errors_of_the_parser_are_one_line_without_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    error = capsys.readouterr().err
-    assert message in error
     assert error.count("\n") == 1
 
 
@@ -309,8 +252,5 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pufferfish.cli.plan.run", interrupt)
-    assert main(["plan", "lstm"]) == 130
-    assert capsys.readouterr().err == "pufferfish plan: interrupted\n"
-    monkeypatch.setattr("pufferfish.cli.avoid_broken_amx", lambda: interrupt(""))  # before the command begins
     assert main(["plan", "lstm"]) == 130
     assert capsys.readouterr().err == "pufferfish plan: interrupted\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -23,12 +22,9 @@ def test_a_bug_report_has_versions_and_names_no_place(
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["torch"].startswith(torch.__version__)
-    assert found["variables"].startswith("OMP_NUM_THREADS=3")
-    assert "safetensors 0" in found["packages"]
-    assert ("none" in found["gpu"]) != torch.cuda.is_available()
+    words = " ".join(text.split())
+    for part in (f"torch {torch.__version__}", "variables OMP_NUM_THREADS=3", "safetensors 0"):
+        assert part in words
     for place in ("/", platform.node(), str(Path.home())):
         assert place not in text
 

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.cli.terminal import progress_bars, say_starting, show
+from pufferfish.cli.terminal import progress_bars, show
 from pufferfish.compression.parse_method import method_classes
 from pufferfish.lab.models import REFERENCES
 from pufferfish.planning.folded_rows import folded_rows
@@ -79,28 +78,15 @@ def test_equal_blocks_are_one_row() -> None:
     assert sum(shares) == pytest.approx(100 * sum(e.after for e in plan) / plan.after.parameters, abs=0.5)
 
 
-def test_times_and_errors_of_a_row() -> None:
-    plan = pf.plan(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), 8)
-    timed = plan.replace(replace(e, ms=(3.0 + i, 1.0), error=0.1 * (i + 1)) for i, e in enumerate(plan))
-    first, *_ = plan_parts(timed)
-    assert isinstance(first, Table)
-    head, row = first.rows
-    cells = dict(zip(head, row, strict=True))
-    assert [cells[name] for name in ("layer", "n", "ms", "error")] == ["0–2", "3", "12→3", "0.100–0.300"]
-
-
 def test_columns_are_left_out_and_named() -> None:
     table = Table([["layer", "MACs", "weights"], ["x" * 30, "1" * 30, "2" * 30]], left=(0,), spare=("MACs",))
     assert "left out: MACs; --wide shows all" in on_terminal(table)
+    assert "\x1b[" not in on_terminal("2.04× smaller")
+    assert "\x1b[32m2.04× smaller" in on_terminal("2.04× smaller", colour=True)
     assert "left out" not in on_terminal(table, width=100)
     long = on_terminal(Table([["layer", "n"], ["a.very.long.name." * 8, "1"]], left=(0,)))
     assert max(map(len, long.splitlines())) <= 80
     assert re.sub(r"\s|layer|n$|1$", "", long.partition("\n")[2].replace(" 1", "")) == "a.very.long.name." * 8
-
-
-def test_colour_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "\x1b[" not in on_terminal("2.04× smaller")
-    assert "\x1b[32m2.04× smaller" in on_terminal("2.04× smaller", colour=True)
 
 
 def test_bars_show_the_time_left_and_vanish() -> None:
@@ -142,18 +128,3 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 1 << 16)
     except OSError:  # the process has closed its side
         return b""
-
-
-def test_starting_is_said_on_a_terminal_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delitem(sys.modules, "torch")  # as before its import
-    say_starting()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    say_starting()
-    assert capsys.readouterr().err == "starting …\n"
-    monkeypatch.setenv("RANK", "1")
-    say_starting()
-    assert capsys.readouterr().err == ""

@@ -72,10 +72,8 @@ def step_parts(name: str, step: float, hidden: float) -> dict[str, float]:
 def some_layers() -> list[dict[str, Any]]:
     layers = []
     for n, width in enumerate([64] * 4 + [128] * 4 + [256] * 4 + [512] * 4):
-        before = [width**0.5 * math.exp(-i / (8 + n)) + 0.3 for i in range(64)]
-        after = [value * 1.1 for value in before[: width // 4]][:64]
         layers.append({
             "name": f"layer{n // 4 + 1}.{n // 2 % 2}.conv{n % 2 + 1}", "shape": [width, width, 3, 3], "full_rank": width,
-            "rank": None if n < 2 else width // 4, "spectrum_before": before, "spectrum_after": before if n < 2 else after,
+            "rank": None if n < 2 else width // 4,
         })  # fmt: skip
     return layers

@@ -17,10 +17,9 @@ from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, load_workload, measured_work, nominal_link
 from pufferfish.lab.advise.combine_rounds import is_stable, median_interval
 from pufferfish.lab.network import LinkShape
-from pufferfish.measure import AlphaBeta, CostModel, Link, Work
-from pufferfish.measure.option_builder import OptionBuilder
+from pufferfish.measure import CostModel, Link, Work
 from pufferfish.measure.select_layers import select_layers
-from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages, with_fsdp2_messages
+from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages
 
 #: The functions of users' files, by file.
 FILES = {
@@ -64,13 +63,6 @@ def loss(output, target):
     "alone": """
 def build():
     return nn.Linear(4, 4)
-""",
-    "number": """
-def build():
-    return 3
-
-def example():
-    return torch.randn(4, 4), torch.zeros(4)
 """,
     "nan": """
 def build():
@@ -116,22 +108,13 @@ def test_a_task_brings_its_recipe() -> None:
     workload.forward(first, (images, labels)).backward()
 
 
-def test_a_file_brings_a_step(files: Path) -> None:
-    workload = load_workload(f"{files}/wide.py", keep=["4"], steps=100)
-    assert workload.steps == 100
-    workload.forward(workload.build(), workload.batch()).backward()
-    assert workload.name == "wide.py"
-    workload = load_workload(f"{files}/tiny.py")
-    workload.forward(workload.build(), workload.batch()).backward()
-
-
 def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> None:
     inputs, targets = load_workload(f"{files}/both.py", size=128).batch()
     assert len(inputs) == len(targets) == 3
     workload = load_workload(f"{files}/both.py", size=4, batch=128)
     assert [len(x) for x in workload.batch()] == [32, 32]
-    assert workload.rows == 32
-    assert workload.steps == 12 * 2
+    assert (workload.name, workload.rows, workload.steps) == ("both.py", 32, 12 * 2)
+    workload.forward(workload.build(), workload.batch()).backward()
 
 
 @pytest.mark.parametrize(
@@ -139,32 +122,20 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
     [
         (["digit", "--network", "1gbit", "--nodes", "2"], "not found"),
         (["digits", "--network", "real"], "torchrun"),
-        (["digits"], "torchrun"),
         (["digits", "--network", "1gbit"], "--nodes"),
-        (["digits", "--network", "fast", "--nodes", "2"], "write it as 100mbit"),
         (["digits", "--network", "1gbit", "--nodes", "0"], "at least 1"),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--engine", "zero"], "ddp, fsdp2"),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--check"], "is predicted"),
         (["digits", "--network", "1gbit", "--nodes", "3"], "cannot be split equally"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "pufferfish"], "compression methods"),
         (["digits", "--network", "1gbit", "--nodes", "2", "--methods", "zip"], "no zip"),
         (["digits", "--network", "10gbit", "--nodes", "2", "--check"], "too fast to be emulated"),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--check", "--methods", "zip"], "no zip"),
         (
             ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--check", "--keep", "head"],
             "matches no",
         ),
         (
-            ["digits", "--network", "1gbit", "--nodes", "2", "--engine", "fsdp2", "--methods", "int8"],
-            "remove --methods",
-        ),
-        (["digits", "--network", "1gbit", "--nodes", "2", "--recipe", "long"], "no recipe"),
-        (
             ["{files}/alone.py", "--network", "1gbit", "--nodes", "2"],
             "alone.py has neither data.. nor example..",
         ),
-        (["{files}/number.py", "--network", "1gbit", "--nodes", "2"], "must return a model, got int"),
-        (["{files}/wide.py:nobody", "--network", "1gbit", "--nodes", "2"], "no function"),
         (
             ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--batch", "8"],
             "is the batch; change its size there",
@@ -173,7 +144,6 @@ def test_the_batch_is_the_example_or_a_share_of_a_global_one(files: Path) -> Non
             ["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--recipe", "paper"],
             "wide.py has no recipe 'paper'; choose from short",
         ),
-        (["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--methods", ""], "method ''"),
         (["{files}/wide.py", "--network", "1gbit", "--nodes", "1000", "--per-node", "2"], "at most 1,024"),
         (["{files}/nan.py", "--network", "1gbit", "--nodes", "2"], "of the untrained model is nan"),
         (["{files}/wide.py", "--network", "1gbit", "--nodes", "2", "--keep", "head"], "matches no layer"),
@@ -223,37 +193,27 @@ def test_measurements_replace_predictions() -> None:
     assert by_name["bf16"].run_speedup == pytest.approx(1.5)
     assert [by_name[name].hours for name in steps] == pytest.approx([3.0, 2.0, 1.4])
     assert by_name["pufferfish+bf16"] == advice.estimates[-1]
-    assert "their speedups are measured" in str(measured)
-    assert "switch = pf.Switch(plan, when=pf.AtFraction(0.33))\n" in str(measured)
-    assert "within 3% of the fastest" not in str(measured)
-    assert "within 3% of the fastest" in str(advice.with_measurements(steps | {"bf16": [1.43]}))
     again = measured.with_measurements(steps)
     assert [e.hours for e in again.estimates] == pytest.approx([e.hours for e in measured.estimates])
-    assert "no method that was run" in str(advice.with_measurements({"dense": [1.0], "bf16": [1.1]}))
 
 
 def test_intervals_of_measurements() -> None:
     advice = _advice({"dense": 1.0, "bf16": 2.0})
     measured = advice.with_measurements({"dense": [3.0, 3.2, 9.0], "bf16": [1.5, 2.0, 2.0]})
-    assert measured.rounds == 3
     assert measured.best.run_speedup == pytest.approx(3.2 / 2.0)
     assert measured.best.interval == pytest.approx((1.6, 4.5))  # 3.0 / 1.5, 3.2 / 2.0 and 9.0 / 2.0
     text = str(measured)
-    assert "1.60× (1.60 to 4.50) for the run" in text
     assert "Not stable: after 3 rounds" in text
     assert "This machine seems busy: the time of the same step varies by 94%" in text
-    assert "ranges are from the lowest to the highest" in text
     assert max(map(len, measured.text(80).splitlines())) <= 80
     quiet = advice.with_measurements({"dense": [3.0, 3.1, 3.0, 3.1, 3.0, 3.1], "bf16": [1.5] * 6})
     assert not any(words in str(quiet) for words in ("busy", "Not stable", "Perhaps"))
     slower = advice.with_measurements({"dense": [3.0, 3.2, 9.0], "bf16": [3.5, 2.0, 2.0]})
     assert "Perhaps use bf16: 1.60× per step, 1.60× (0.86 to 4.50) for the run." in str(slower)
-    assert "ranges are 95 % intervals" in str(quiet)
-    assert quiet.as_dict()["stable"]
-    assert not measured.as_dict()["stable"]
+    assert (quiet.as_dict()["stable"], measured.as_dict()["stable"]) == (True, False)
 
 
-@pytest.mark.parametrize("rounds", [5, 6, 9, 12, 15])
+@pytest.mark.parametrize("rounds", [5, 6, 15])
 def test_the_interval_holds_the_median(rounds: int) -> None:
     """Of skewed noise, as a busy machine makes it, with the coverage that its docstring promises."""
     random = torch.Generator().manual_seed(0)
@@ -292,14 +252,6 @@ def test_nothing_pays_where_there_is_nothing_to_save(
     assert not out.exists()
 
 
-def test_sharded_weights_have_no_compression(files: Path) -> None:
-    workload = load_workload(f"{files}/wide.py")
-    found = advise(workload, nominal_link(LinkShape(1.0), 4, 2), nodes=4, per_node=2, engine="fsdp2")
-    assert {c.name for c in found.estimates} == {"dense", "bf16", "pufferfish", "pufferfish+bf16"}
-    assert found.estimates[0].wire_bytes == pytest.approx(3 * 7 / 8 * 4 * 300_040, rel=0.01)
-    assert found.link.size == 8
-
-
 def test_machines_with_several_workers_may_average_inside_first(files: Path) -> None:
     workload = load_workload(f"{files}/even.py")
     found = advise(workload, nominal_link(LinkShape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
@@ -316,35 +268,7 @@ def test_machines_with_several_workers_may_average_inside_first(files: Path) -> 
     said = str(found)
     assert "\npufferfish+topk-0.01, hierarchy=node " in said
     assert "\npufferfish+topk-0.01 " not in said  # the slower of the two
-    assert "\ndense " in said
-    assert f"without communication a dense step is {found.ceiling:.2f}× as fast" in said
-    assert said.splitlines()[4].split() == ["ms/step", "MB", "sent", "step", "run", "range", "note"]
-
-
-def test_the_header() -> None:
-    found = replace(_advice({"dense": 1.0, "bf16": 2.0}), rows=8, steps=1200)
-    first, second, third, *_ = str(found).splitlines()
-    assert first == "s: 2 workers (2 machines × 1), ddp, network n, 1,200 steps"
-    assert second.startswith("compute, measured: 2 s per step of 8 rows (data ")
-    assert third.endswith("without communication a dense step is 2.00× as fast")
-    assert "1.01× as fast: the network hardly matters\n" in str(replace(found, ceiling=1.01))
-
-
-def test_two_levels_are_told_only_where_they_pay() -> None:
-    names = {"dense": 1.0, "dense, hierarchy=node": 1.5, "bf16": 1.9, "bf16, hierarchy=node": 1.91}
-    found = _advice(names)
-    assert found.best.name == "bf16"
-    rows = [line.partition("  ")[0] for line in str(found).splitlines()[5:8]]
-    assert rows == ["dense", "bf16", "dense, hierarchy=node"]
-    assert 'hierarchy="node"' not in str(found)
-    names["bf16, hierarchy=node"] = 2.5
-    assert "Use bf16, hierarchy=node" in str(_advice(names))
-    assert 'pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, hierarchy="node")' in str(
-        _advice(names)
-    )
-    names["dense, hierarchy=node"] = 2.6
-    code = 'hook = pf.compress(ddp, pf.compression.NoCompression(), optimizer=optimizer, hierarchy="node")'
-    assert code in str(_advice(names)).splitlines()
+    assert 'optimizer=optimizer, hierarchy="node")' in said
 
 
 def _advice(
@@ -357,7 +281,7 @@ def _advice(
         for name, s in speedups.items()
     ]
     return Advice(
-        workload="s", network="n", nodes=2, per_node=1, engine="ddp", estimates=choices, plans=plans or {}, ceiling=2.0,
+        workload="s", network="n", nodes=2, per_node=1, estimates=choices, plans=plans or {}, ceiling=2.0,
         link=Link.nominal(bandwidth=1e9, latency=0, size=2), compute=Work(forward=1, backward=1),
     )  # fmt: skip
 
@@ -371,34 +295,14 @@ def test_of_two_that_are_alike_the_simpler_one() -> None:
     assert slight.best.name == "dense"
 
 
-def test_local_steps_that_are_faster_but_not_advised_are_named() -> None:
-    found = _advice({"dense": 1.0, "bf16": 0.9, "diloco-30": 1.1, "streaming-30x4": 1.2})
-    said = str(found)
-    assert "Use plain DDP: no method that averages at every step makes the run at least 5% faster." in said
-    assert "streaming-30x4 makes the run 1.20× as fast, but local steps change what is learned" in said
-    assert "In your code" not in said
-    said = str(_advice({"dense": 1.0, "bf16": 1.2, "diloco-30": 1.2}))
-    assert "Use bf16" in said
-    assert "local steps" not in said
-    assert "no method makes the run" in str(_advice({"dense": 1.0, "diloco-30": 1.02}))
-
-
 @pytest.mark.parametrize(("steps", "best"), [(None, "diloco-30"), (3000, "diloco-30"), (2999, "bf16")])
 def test_local_steps_are_not_advised_for_few_averages(steps: int | None, best: str) -> None:
     found = replace(_advice({"dense": 1.0, "bf16": 1.5, "diloco-30": 9.0}), steps=steps)
     assert found.best.name == best
-    said = "diloco-30 makes the run 9.00× as fast, but local steps change what is learned"
-    assert (f"{said}: they are recommended only for runs with at least 100 averages." in str(found)) == (
-        best == "bf16"
-    )
-
-
-def test_the_times_of_the_ranks_are_in_order() -> None:
-    found = replace(_advice({"dense": 1.0}), rank_seconds={0.125: 2.2, 0.25: 1.8, 0.5: 1.77})
-    assert (
-        "with 0.125 to 0.5 of the full rank, and without compression or hierarchy, "
-        "a low-rank step takes between 1.77 s and 2.2 s." in str(found)
-    )
+    assert ("only for runs with at least 100 averages" in str(found)) == (best == "bf16")
+    slight = _advice({"dense": 1.0, "bf16": 0.9, "diloco-30": 1.1})
+    assert slight.best.name == "dense"
+    assert "diloco-30 makes the run 1.10× as fast, but local steps change what is learned" in str(slight)
 
 
 def test_the_code_of_an_advice_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,21 +356,3 @@ def test_a_nominal_network_by_hand() -> None:
     assert link.inter_node["all_reduce"].beta == pytest.approx(4 * beta)
     assert nominal_link(LinkShape(1000.0, delay_ms=5), 2, 1).latency == pytest.approx(5.1e-3)
     assert nominal_link(LinkShape(1.0), 1, 8).bandwidth > 1e10  # one machine: its own line does not count
-
-
-def test_levels_send_one_share() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in "abcd"))
-    like = trainable_parameters(model)
-    job = OptionBuilder(model, Work(forward=0.0, backward=0.0), 8, None, pf.plan(model, 0.25), "")
-    work = job.compressed_option(pf.compression.BFloat16(), per_node=4).work
-    flat = sum(x.nbytes for x in like.values())
-    assert work.intra_node_bytes == flat
-    flags = 4 * (1 + len(like))  # of all tensors, whoever owns them
-    assert sum(n for _, n in work.messages) == flat / 2 / 4 + flags
-    link = Link(
-        size=8, per_node=4, collectives={"all_reduce": AlphaBeta(alpha=0, beta=1e-8)},
-        intra_node={"all_reduce": AlphaBeta(alpha=0, beta=0)}, inter_node={"all_reduce": AlphaBeta(alpha=0, beta=4e-8)},
-    )  # fmt: skip
-    said = CostModel(link=link).predict(work)
-    assert said.exchange == pytest.approx(flat / 2 * 1e-8, rel=0.01)  # 2(p-1)/p = 1 between two machines
-    assert with_fsdp2_messages(work, like, 8).forward_gathers == (("all_gather", flat // 8),)

@@ -84,12 +84,10 @@ def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:
     advice = json.loads(stdout.getvalue())
     assert (advice["nodes"], advice["per_node"]) == (2, 2)
     assert advice["link"]["intra_node"] is not None
-    assert advice["link"]["contention"] >= 0
     estimates = {e["name"]: e for e in advice["choices"]}
     flat = {name for name in estimates if "hierarchy" not in name}
     assert flat >= {"dense", "bf16"}
     assert estimates.keys() - flat == {f"{name}, hierarchy=node" for name in flat}
-    assert all(e["step"] > 0 for e in estimates.values())
     run = {name for name, e in estimates.items() if e["measured"] is not None}
     assert {"dense", advice["best"]} <= run
     assert all(warm_up_name(name) in run for name in run)

@@ -33,7 +33,7 @@ from pufferfish.compression import (
     TopK,
 )
 from pufferfish.compression.parse_method import method_classes, parse_method
-from pufferfish.lab.report.methods_table import SIGMA, methods_table, parse_methods, step_traffic
+from pufferfish.lab.report.methods_table import SIGMA, methods_parts, parse_methods, step_traffic
 
 GUIDE = Path(__file__).parents[2] / "docs" / "compression.md"
 
@@ -72,7 +72,7 @@ def test_one_worker_counts_what_simulated_workers_count(method: Method, size: in
     ids=lambda x: type(x).__name__ if isinstance(x, Method) else "",
 )
 def test_known_figures(method: Method, feedback: str, bits: list[str], ratios: list[float]) -> None:
-    row = methods_table([method]).splitlines()[1]
+    row = str(methods_parts([method])[0]).splitlines()[1]
     assert row.startswith(repr(method))
     assert row.removeprefix(repr(method)).split() == [feedback, *bits, *(f"{x:g}" for x in ratios)]
 
@@ -80,7 +80,7 @@ def test_known_figures(method: Method, feedback: str, bits: list[str], ratios: l
 def test_all_methods_are_shown_unless_some_are_named() -> None:
     assert [type(method).__name__ for method in parse_methods([])] == list(method_classes())
     assert parse_methods(["TopK(0.1)", "DGC"]) == [TopK(0.1), method_classes()["DGC"]()]
-    lines = methods_table(parse_methods(["BFloat16", "DGC"]), workers=[4]).splitlines()
+    lines = "\n\n".join(map(str, methods_parts(parse_methods(["BFloat16", "DGC"]), workers=[4]))).splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["method", "BFloat16()"]
     assert " own " in lines[2]
     assert lines[0].endswith("4 workers")
@@ -89,7 +89,7 @@ def test_all_methods_are_shown_unless_some_are_named() -> None:
 
 def test_a_job_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="--workers 1: one worker sends nothing"):
-        methods_table([TopK()], workers=[2, 1])
+        methods_parts([TopK()], workers=[2, 1])
 
 
 def test_the_guide_shows_what_the_command_prints() -> None:
@@ -97,7 +97,7 @@ def test_the_guide_shows_what_the_command_prints() -> None:
     assert len(shown) > 15
     for text, cells in shown:
         method = parse_method(text)
-        row = methods_table([method]).splitlines()[1].removeprefix(repr(method))
+        row = str(methods_parts([method])[0]).splitlines()[1].removeprefix(repr(method))
         assert re.split(r"\s{2,}", row.strip()) == cells.split(" | "), text
 
 

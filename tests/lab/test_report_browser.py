@@ -52,15 +52,15 @@ frame.onload = async () => {
   found.first = page.querySelector("main").innerText.split("\\n").filter(x => x.trim())[1];
   found.wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
   found.charts = all(".chart canvas").map(x => [x.clientWidth, x.clientHeight]);
-  found.ink = {curve: inked("curve"), scatter: inked("scatter"), ranks: inked("ranks"), spectra: inked("spectra")};
+  found.ink = {curve: inked("curve"), ranks: inked("ranks")};
 
   hover("curve", 0.5, 0.5); await settled();
   found.hovered = legend("curve");
-  label("curve", "dense").click(); await settled();
+  label("curve", "pufferfish").click(); await settled();
   found.off = Object.fromEntries(all(".chart").map(
     (x, n) => [n, all(".u-series.u-off", x).map(row => row.querySelector(".u-label").textContent)]));
   found.less = inked("curve");
-  label("curve", "dense").click(); await settled();
+  label("curve", "pufferfish").click(); await settled();
   found.again = inked("curve");
 
   change(axes().querySelector("select"), {value: "bytes"}); await settled();
@@ -78,8 +78,6 @@ frame.onload = async () => {
   const details = all("details").find(x => x.textContent.includes("more logged values"));
   details.open = true; await settled();
   found.opened = all(".chart", details).map(x => x.querySelector("canvas")?.clientWidth);
-  change(chart("spectra").querySelector("select"), {value: 3}); await settled();
-  found.other = inked("spectra");
 
   const button = all("thead button").find(x => x.textContent === "step time");
   button.click(); found.up = names(); found.sort = button.parentNode.ariaSort;
@@ -101,7 +99,7 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert complaints == []
     assert found["wide"] <= 0  # tables scroll in their own frame; the page does not
     assert "as fast as bf16" in found["first"]  # below the title
-    assert len(found["charts"]) == 5  # predictions, the accuracy, ranks, two of singular values
+    assert len(found["charts"]) == 2  # the accuracy and the ranks
     assert all(w > 250 and h > 150 for w, h in found["charts"])
     assert all(count > 2000 for count in found["ink"].values())
     # One reads values where the pointer is, over whatever the axis is.
@@ -113,12 +111,11 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert found["overSteps"]["step"] == "200"
     assert 90 <= int(found["zoomed"]) <= 120
     # A method that is switched off in one chart is off in all that have it, and comes back.
-    assert [names for names in found["off"].values() if names] == [["dense"]] * 2
+    assert [names for names in found["off"].values() if names] == [["pufferfish"]] * 2
     assert found["less"] < found["again"] == pytest.approx(found["ink"]["curve"], rel=0.05)
     assert found["log"] > 2000
     assert all(w and w > 250 for w in found["opened"])
     assert len(found["opened"]) == 9
-    assert found["other"] > 2000
     by_step = sorted(METHODS, key=lambda name: METHODS[name][0])
     assert (found["up"], found["sort"], found["down"]) == (by_step, "ascending", by_step[::-1])
 

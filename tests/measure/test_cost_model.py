@@ -145,15 +145,10 @@ def test_a_message_waits_for_its_bucket() -> None:
     assert CostModel(link=link).predict(late).step == pytest.approx(0.09 + 0.032 + 0.048)
 
 
-def test_buffers_and_gathered_weights_come_before_forward() -> None:
+def test_buffers_come_before_forward() -> None:
     link = Link.nominal(bandwidth=1e9, latency=1e-3, size=4, goodput=1)
     work = Work(forward=0.1, backward=0.1, buffer_bytes=10**6)
     assert CostModel(link=link).predict(work).step == pytest.approx(0.2 + 2 * (1e-3 + 8e-3))
-    gathers = (("all_gather", 10**6),) * 2  # 27 ms each: one is waited for, one hides behind half of forward
-    work = Work(forward=0.1, backward=0.1, forward_gathers=gathers)
-    predicted = CostModel(link=link).predict(work)
-    assert predicted.step == pytest.approx(0.2 + 0.027)
-    assert predicted.hidden == pytest.approx(0.027)
 
 
 def test_interpolation_for_the_measured_number_of_workers() -> None:

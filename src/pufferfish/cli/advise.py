@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--per-node", type=whole, metavar="M", help="workers per machine (default: 1; torchrun: from the job)"
     )
-    add("--engine", default="ddp", metavar="E", help="ddp or fsdp2 (default: ddp)")
     add(
         "--methods",
         metavar="A,B",

@@ -32,18 +32,6 @@ def number(text: str) -> float:
     return value
 
 
-def size(text: str) -> int:
-    """Parse a size such as 500MB or 5GB, in bytes; a type for argparse."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-    try:
-        value = float(text[:-2]) * units[text[-2:].upper()]
-    except (ValueError, KeyError):
-        value = math.nan
-    if not 1 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{_shortened(text)} is not a size such as 500MB or 5GB")
-    return int(value)
-
-
 def _shortened(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 

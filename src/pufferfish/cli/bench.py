@@ -23,16 +23,12 @@ examples:
   # optimizers for large batches
   pufferfish bench cifar10 --batch 2048 --tune lr=3 \\
       --methods dense@sgd=1.6,dense@lars=1.6,dense@lamb=0.02,dense@sam=1.6
-
-  # on a real cluster
-  torchrun … -m pufferfish bench cifar10 --methods pufferfish \\
-      --hosts 4 --per-host 8 --device cuda
 """
 
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_folder, number, settings_from, whole
+from .arguments import check_output_folder, settings_from, whole
 
 HELP = "compare training methods over seeds and on a network"
 
@@ -45,14 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
     text = "try N learning rates per method, each twice the one before; the outermost only if their neighbour is best"
     add("--tune", metavar="lr=N", help=text)
-    add(
-        "--tune-epochs",
-        type=whole,
-        metavar="N",
-        help="epochs of the runs of --tune (default: as in the other runs)",
-    )
-    text = "epochs between validations of a run; the last epoch is always validated (default: 1)"
-    add("--validate-every", type=whole, default=1, metavar="N", help=text)
     add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
     add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
     add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")
@@ -69,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
     )
     add("--compile", action="store_true", help="train with torch.compile")
-    add("--target", type=number, metavar="X", help="also report the time to reach this validation score")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
 
 
@@ -93,4 +80,4 @@ def run(arguments: argparse.Namespace) -> int:
     )
     out = arguments.out or Path("runs") / f"bench-{slug(arguments.task)}"
     check_output_folder(out)
-    return run_bench(settings, out, data=arguments.data, target=arguments.target)
+    return run_bench(settings, out, data=arguments.data)

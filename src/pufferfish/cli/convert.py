@@ -13,8 +13,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import size
-
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
@@ -32,15 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--rank", metavar="R", help=rank)
     add("--keep", nargs="+", metavar="PATTERN", help="with --rank: name patterns of layers that stay dense")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
-    shard = "split the weights of a folder into files of at most this size (default: 5GB)"
-    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ..integrations.convert import convert
 
     plan = _plan(arguments)
-    plan = convert(arguments.checkpoint, plan, arguments.out, max_shard=arguments.max_shard_size)
+    plan = convert(arguments.checkpoint, plan, arguments.out)
     before, after = plan.before.parameters, plan.after.parameters
     print(f"{arguments.out}: {before:,} → {after:,} parameters, {before / after:.2f}× smaller")
 

@@ -3,7 +3,6 @@ names or user names are printed.
 """
 
 import argparse
-import json
 import os
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
@@ -20,14 +19,11 @@ VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "CUDA_VISIBLE_DEVICES", "C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    pass
 
 
 def run(arguments: argparse.Namespace) -> None:
     found = environment()
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
     indent = max(map(len, found)) + 2
     for name, value in found.items():
         lines = textwrap.wrap(value, 80 - indent, break_on_hyphens=False)

@@ -9,8 +9,6 @@ transformers loads the resulting dense folder.
 import argparse
 from pathlib import Path
 
-from .arguments import size
-
 HELP = "convert a low-rank checkpoint back to dense"
 
 
@@ -19,8 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="low-rank file or folder")
     add("--plan", type=Path, metavar="FILE", help="plan (default: the one saved in or beside CHECKPOINT)")
     add("--out", type=Path, required=True, metavar="PATH", help="output, in the format of CHECKPOINT")
-    shard = "split the weights of a folder into files of at most this size (default: 5GB)"
-    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=shard)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -28,5 +24,5 @@ def run(arguments: argparse.Namespace) -> None:
     from ..planning.plan import Plan
 
     plan = arguments.plan and Plan.load(arguments.plan)
-    plan = merge(arguments.checkpoint, arguments.out, plan, max_shard=arguments.max_shard_size)
+    plan = merge(arguments.checkpoint, arguments.out, plan)
     print(f"{arguments.out}: dense, {plan.before.parameters:,} parameters")

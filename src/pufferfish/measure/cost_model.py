@@ -27,7 +27,6 @@ class Work:
     overlaps: bool = False  # whether a message is sent as soon as its gradients are available
     #: Gradient bytes of DDP's buckets in order; a message waits for its bucket. Empty: it waits for its own gradients only.
     bucket_bytes: tuple[int, ...] = ()
-    forward_gathers: tuple[tuple[str, int], ...] = ()  # messages that forward waits for (sharded weights)
     buffer_bytes: int = 0  # broadcast by DDP before forward
     #: Gradient bytes averaged inside each machine first (`hierarchy="node"`); `messages` are then between machines.
     intra_node_bytes: int = 0
@@ -105,10 +104,6 @@ class CostModel:
             hidden = sum(times) - min(exchange, sum(times))
         if work.buffer_bytes:
             exchange += self.link.seconds("broadcast", work.buffer_bytes, size)
-        if work.forward_gathers:
-            gathers = [self.link.seconds(kind, nbytes, size) for kind, nbytes in work.forward_gathers]
-            exposed = max(gathers[0], sum(gathers) - work.forward * (1 - 1 / len(gathers)))
-            exchange, hidden = exchange + exposed, hidden + sum(gathers) - exposed
         return Prediction(
             data=work.data,
             forward=work.forward,

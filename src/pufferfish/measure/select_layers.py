@@ -52,7 +52,6 @@ def select_layers(plan: Plan, work: Work, costs: CostModel, size: int, share: fl
             forward=factor * work.forward,
             backward=factor * work.backward,
             messages=tuple((kind, round(left * nbytes)) for kind, nbytes in work.messages),
-            forward_gathers=tuple((kind, round(left * nbytes)) for kind, nbytes in work.forward_gathers),
         )
         return costs.predict(changed, size).step
 

@@ -80,5 +80,4 @@ def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
     if work.local is not None:
         return work.local.wire_bytes(size)
     size = size // per_node if work.intra_node_bytes else size
-    messages = (*work.messages, *work.forward_gathers)
-    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)
+    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in work.messages)

@@ -62,33 +62,6 @@ def with_local_exchange(
     )
 
 
-def with_fsdp2_messages(
-    work: Work, parameters: Mapping[str, Tensor], size: int, itemsize: int | None = None
-) -> Work:
-    """Return `work` with FSDP2's messages among `size` workers; each worker then updates only its shard.
-
-    Weights are gathered for forward and again for backward, gradients are reduced to their shards. Parameter groups are
-    assumed to be 25 MiB each, and the next is gathered while one computes. `itemsize` is the number of bytes per
-    element in messages, by the mixed-precision policy (default: those of the unsharded parameters).
-
-    >>> import torch
-    >>> work = with_fsdp2_messages(Work(forward=1.0, backward=2.0, optimizer=0.4), {"w": torch.ones(1000)}, 4)
-    >>> work.forward_gathers, work.messages, work.optimizer
-    ((('all_gather', 1000),), (('all_gather', 1000), ('reduce_scatter', 4000)), 0.1)
-    """
-    ordered = reversed(list(parameters.values()))
-    groups = ddp_bucket_bytes(x.nbytes if itemsize is None else x.numel() * itemsize for x in ordered)
-    return replace(
-        work,
-        optimizer=work.optimizer / size,
-        forward_gathers=tuple(("all_gather", n // size) for n in reversed(groups)),
-        messages=tuple(m for n in groups for m in (("all_gather", n // size), ("reduce_scatter", n))),
-        overlaps=True,
-        bucket_bytes=(),
-        buffer_bytes=0,
-    )
-
-
 def ddp_bucket_bytes(sizes: Iterable[int], cap: float = 25 * MIB, first: float = MIB) -> list[int]:
     """Bytes of DDP's buckets for gradients of `sizes` bytes, in the order they become available.
 

@@ -33,7 +33,6 @@ class Advice:
     network: str
     nodes: int
     per_node: int
-    engine: str
     link: Link
     compute: Work  # a dense step without communication
     estimates: list[SpeedupEstimate]  # dense first, then from the simplest method to the most invasive
@@ -115,7 +114,6 @@ class Advice:
             "network": self.network,
             "nodes": self.nodes,
             "per_node": self.per_node,
-            "engine": self.engine,
             "best": self.best.name,
             "ceiling": self.ceiling,
             "link": self.link.as_dict(),
@@ -167,7 +165,7 @@ class Advice:
         machines = f"{self.nodes} machine{'s' * (self.nodes > 1)} × {self.per_node}"
         batch = "" if self.rows is None else f" of {self.rows} row{'s' * (self.rows > 1)}"
         run = "" if self.steps is None else f", {self.steps:,} steps"
-        yield f"{self.workload}: {size} worker{'s' * (size > 1)} ({machines}), {self.engine}, network {self.network}{run}"
+        yield f"{self.workload}: {size} worker{'s' * (size > 1)} ({machines}), network {self.network}{run}"
         yield f"compute, measured: {format_seconds(sum(seconds.values()))} per step{batch} ({parts})"
         if size > 1:
             source = "assumed" if self.link.extrapolated else "measured"
@@ -178,11 +176,10 @@ class Advice:
     def _recommendation(self) -> Iterator[str]:
         best, dense = self.best, self.estimates[0]
         if best is dense:
-            plain = "FSDP2" if self.engine == "fsdp2" else "DDP"
             limits = ["was run"] if self.checked else []
             limits += ["averages at every step"] if self._faster_local() else []
             which = "method that " + " and ".join(limits) if limits else "method"
-            yield f"Use plain {plain}: no {which} makes the run at least {MIN_SPEEDUP - 1:.0%} faster."
+            yield f"Use plain DDP: no {which} makes the run at least {MIN_SPEEDUP - 1:.0%} faster."
         else:
             hours = ""
             if best.hours is not None:
@@ -249,8 +246,8 @@ class Advice:
             yield f"This machine seems busy: {self.busy}. Compute times are those of a busy machine."
 
     def _code(self) -> Iterator[str]:
-        """The advised method as lines of a user's training script; none for plain DDP and FSDP2."""
-        if self.engine != "ddp" or self.best is self.estimates[0]:
+        """The advised method as lines of a user's training script; none for plain DDP."""
+        if self.best is self.estimates[0]:
             return
         yield "In your code:"
         method, hierarchy = parse_method_name(self.best.name)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...compression import NoCompression
-from ...compression.method import Method
 from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.option_builder import OptionBuilder, TrainingOption
@@ -21,7 +20,6 @@ from ...measure.step_messages import (
     probe_bytes,
     trainable_parameters,
     with_ddp_messages,
-    with_fsdp2_messages,
     with_local_exchange,
 )
 from ...planning.plan import Plan
@@ -68,7 +66,6 @@ def advise(
     network: str = "real",
     nodes: int,
     per_node: int = 1,
-    engine: str = "ddp",
     methods: Sequence[str] = METHODS,
 ) -> Advice:
     """Estimate the speed of training methods on `nodes` machines of `per_node` workers. Call it on all workers of a job.
@@ -76,9 +73,8 @@ def advise(
     Args:
         link: the link between the workers; None: that of this job, which is probed.
         network: name of the network, for the summary.
-        engine: "ddp" or "fsdp2".
     """
-    return _Advisor(workload, link, nodes, per_node, engine, methods).advice(network)
+    return _Advisor(workload, link, nodes, per_node, methods).advice(network)
 
 
 def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None = 3) -> Advice:
@@ -117,12 +113,11 @@ class _Advisor:
         link: Link | None,
         nodes: int,
         per_node: int,
-        engine: str,
         methods: Sequence[str],
     ) -> None:
-        self.workload, self.nodes, self.per_node, self.engine = workload, nodes, per_node, engine
+        self.workload, self.nodes, self.per_node = workload, nodes, per_node
         self.size = nodes * per_node
-        parsed = {n: exchange_method(n) for n in (methods if engine == "ddp" else ("bf16",))}
+        parsed = {n: exchange_method(n) for n in methods}
         self.methods = {n: method.compress for n, method in parsed.items() if method.compress is not None}
         #: Every worker is a replica, so only for one worker on each machine.
         self.local = {n: m.local for n, m in parsed.items() if m.local is not None and per_node == 1}
@@ -172,7 +167,7 @@ class _Advisor:
         compute = with_compute_seconds(self.works[DENSE], statistics.median(self.seconds[DENSE]))
         return Advice(
             workload=self.workload.name, network=network, nodes=self.nodes, per_node=self.per_node,
-            engine=self.engine, link=self.costs.link, compute=compute, estimates=estimates,
+            link=self.costs.link, compute=compute, estimates=estimates,
             plans=self.plans, ceiling=estimates[0].step / compute_seconds(compute),
             rank_seconds=combine_seconds(rank_seconds, rounds),
             warm_up=self.workload.warm_up, rounds=len(rounds), rows=self.workload.rows, steps=self.workload.steps,
@@ -192,7 +187,7 @@ class _Advisor:
             for name, work in self.works.items()
         }
         self.compute = works.pop(DENSE)
-        self.dense = self._with_plain_messages(self.compute, trainable_parameters(self.model))
+        self.dense = with_ddp_messages(self.compute, trainable_parameters(self.model))
         self._builder = OptionBuilder(self.model, self.dense, self.size, None, self.layer_times, _NOTE)
         self._builders = {
             key: OptionBuilder(self.model, self.dense, self.size, None, self._plan_by_hash[key], _NOTE, work)
@@ -220,20 +215,24 @@ class _Advisor:
     def _options(self) -> Iterator[TrainingOption]:
         """All methods but dense, under their names on the command line."""
         if LOW_RANK in self.plans:
-            yield replace(self._low_rank(self._builders[self.plans[LOW_RANK].hash]), name=LOW_RANK)
+            low_rank = self._builders[self.plans[LOW_RANK].hash].low_rank_option()
+            yield replace(low_rank, kind="", name=LOW_RANK)
         for name, option in self._exchange_options().items():
             yield option
             both = f"{LOW_RANK}+{name}"
             if both in self.plans:
                 yield replace(self._combined(self._builders[self.plans[both].hash], option), name=both)
-        if 1 < self.per_node < self.size and self.engine == "ddp":
+        if 1 < self.per_node < self.size:
             yield from self._hierarchical_options()
 
     def _exchange_options(self) -> dict[str, TrainingOption]:
         """Compression and local steps of the dense model, by name."""
         if self.size == 1:
             return {}
-        options = {n: self._compressed(self._builder, n, method) for n, method in self.methods.items()}
+        options = {
+            n: replace(self._builder.compressed_option(method), kind="", name=n)
+            for n, method in self.methods.items()
+        }
         for name in self.local:
             work = self._local_work(name, DENSE, self.compute, self._builder.parameters)
             options[name] = TrainingOption(kind="", name=name, work=work, note=_LOCAL_NOTE)
@@ -275,18 +274,6 @@ class _Advisor:
             self.models[key] = build_timed_model(self.workload, training_method(LOW_RANK), selected)
             self.works[key], self.seconds[key] = measured_work(self.models[key]), []
 
-    def _compressed(self, builder: OptionBuilder, name: str, method: Method) -> TrainingOption:
-        if self.engine == "fsdp2":
-            work = with_fsdp2_messages(self.compute, trainable_parameters(self.model), self.size, itemsize=2)
-            return TrainingOption(kind="", name=name, work=work, method=method, note="MixedPrecisionPolicy")
-        return replace(builder.compressed_option(method), kind="", name=name)
-
-    def _low_rank(self, builder: OptionBuilder) -> TrainingOption:
-        if self.engine == "fsdp2":
-            work = with_fsdp2_messages(builder.low_rank_work, builder.low_rank_parameters, self.size)
-            return TrainingOption(kind="", name="", work=work, warm_up=self.dense, note=_NOTE)
-        return replace(builder.low_rank_option(), kind="")
-
     def _local_work(self, name: str, key: str, compute: Work, parameters: Mapping[str, Tensor]) -> Work:
         """The work of a model with local steps. Their dry runs are not repeated: averages are rare."""
         local, device = self.local[name], torch.device(self.workload.device)
@@ -304,10 +291,6 @@ class _Advisor:
             return TrainingOption(
                 kind="", name="", work=work, warm_up=compressed.work, note=f"{_NOTE}; {_LOCAL_NOTE}"
             )
-        if self.engine == "fsdp2":
-            parameters = builder.low_rank_parameters
-            work = with_fsdp2_messages(builder.low_rank_work, parameters, self.size, itemsize=2)
-            return TrainingOption(kind="", name="", work=work, warm_up=compressed.work, note=_NOTE)
         return replace(builder.combined_option(compressed), kind="")
 
     def _measure_layers(self, rank: float) -> Plan:
@@ -339,11 +322,6 @@ class _Advisor:
         seconds = {}
         for fraction, p in self._rank_plans.items():
             builder = self._builders[p.hash]
-            work = self._with_plain_messages(builder.low_rank_work, builder.low_rank_parameters)
+            work = with_ddp_messages(builder.low_rank_work, builder.low_rank_parameters)
             seconds[fraction] = self.costs.predict(work, self.size).step
         return seconds
-
-    def _with_plain_messages(self, work: Work, parameters: Mapping[str, Tensor]) -> Work:
-        if self.engine == "fsdp2":
-            return with_fsdp2_messages(work, parameters, self.size)
-        return with_ddp_messages(work, parameters)

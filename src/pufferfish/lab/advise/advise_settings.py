@@ -9,7 +9,6 @@ import torch
 from ..network import LinkShape
 from .method_name import exchange_method
 
-ENGINES = ("ddp", "fsdp2")
 MAX_WORKERS = 1024  # a dry run decodes the messages of all workers
 
 
@@ -25,7 +24,6 @@ class AdviseSettings:
     network: str | None = None  # None or "real": that of the job
     nodes: int | None = None
     per_node: int | None = None
-    engine: str = "ddp"
     methods: Sequence[str] | None = None  # None: the default methods
     device: str = "cpu"
     precision: str = "fp32"
@@ -48,12 +46,6 @@ class AdviseSettings:
             raise ValueError(f"{workers:,} workers: not supported; use at most {MAX_WORKERS:,}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-        if self.engine not in ENGINES:
-            raise ValueError(f"--engine {self.engine}: must be one of {', '.join(ENGINES)}")
-        if self.check and self.engine != "ddp":
-            raise ValueError(f"--check: only ddp can be run; {self.engine} is predicted; remove --check")
-        if self.methods and self.engine != "ddp":
-            raise ValueError(f"--methods: {self.engine} supports no compression but bf16; remove --methods")
         for name in self.methods or ():
             exchange_method(name)
         if self.network not in (None, "real"):

@@ -48,7 +48,7 @@ def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = prin
     workload = _load(settings, settings.nodes * per_node)
     advice = advise(
         workload, link, network=str(settings.link_shape), nodes=settings.nodes, per_node=per_node,
-        engine=settings.engine, methods=settings.methods or METHODS,
+        methods=settings.methods or METHODS,
     )  # fmt: skip
     _print_and_save(advice, settings, show)
 
@@ -74,7 +74,7 @@ def _run_in_job(settings: AdviseSettings, show: Callable[[Advice], object]) -> N
         workload = _load(settings, nodes * per_node, dist.get_rank())
         advice = advise(
             workload, _link(settings, nodes, per_node), network=settings.emulated or settings.network or "real",
-            nodes=nodes, per_node=per_node, engine=settings.engine, methods=settings.methods or METHODS,
+            nodes=nodes, per_node=per_node, methods=settings.methods or METHODS,
         )  # fmt: skip
         if settings.check:
             advice = check(advice, workload)

@@ -7,14 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...distributed.workers import Workers
 from ...measure.saved_run import RUN_FILE
 from ..report import report, write
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
-from ..train.process_group import process_group
 from ..train.run_folder import check_same_task
 from ..train.worker_device import check_gpu_count
 from .bench_method import bench_method
@@ -30,23 +28,17 @@ from .terminal_table import terminal_table
 PAGE = "report.html"
 
 
-def bench(
-    settings: BenchSettings,
-    root: Path,
-    *,
-    data: Path | None = None,
-    target: float | None = None,
-) -> list[str]:
+def bench(settings: BenchSettings, root: Path, *, data: Path | None = None) -> list[str]:
     """Run what is missing in a bench, print its table, write its page, and return the names of the runs that failed.
 
-    Under torchrun, the processes of the job are the workers. Otherwise the workers are started here, on emulated hosts
-    if the settings have a network.
+    The workers are started here, on emulated hosts if the settings have a network.
 
     Args:
         root: folder of the bench; finished runs in it are kept.
         data: folder with the task's data.
-        target: also show the time until the validation metric reached this value.
     """
+    if "RANK" in os.environ:
+        raise ValueError("a bench starts its workers itself; run it without torchrun")
     settings = settings.merge_saved(root)
     task, recipe = settings.resolve()
     for path in root.glob(f"*/*/*/{RUN_FILE}"):
@@ -54,11 +46,6 @@ def bench(
     steps_per_epoch = task.steps(task.load(data), recipe.batch)  # raises errors of the data before any run
     for method in settings.methods:
         check_method(method, settings, task, recipe, steps_per_epoch)
-        if settings.tune_epochs is not None:
-            tuning = recipe.override(epochs=settings.tune_epochs)
-            check_method(method, settings, task, tuning, steps_per_epoch)
-    if "RANK" in os.environ:
-        return _bench_in_job(settings, root, data, target)
     if not settings.simulate:
         check_gpu_count(settings.device, settings.workers)
     settings.save(root)
@@ -71,7 +58,7 @@ def bench(
             raise KeyboardInterrupt
         display.console.progress("")  # clears the line
         failed = display.failed
-    write_results(settings, root, target)
+    write_results(settings, root)
     return failed
 
 
@@ -102,8 +89,7 @@ def check_method(
         try:
             build_pruning_change(name, model, optimizer, **lengths)
         except ValueError as error:
-            tuning = f", --tune-epochs {recipe.epochs}" if recipe.epochs == settings.tune_epochs else ""
-            raise ValueError(f"--methods {method}{tuning}: {error}") from None
+            raise ValueError(f"--methods {method}: {error}") from None
 
 
 def has_work(settings: BenchSettings, root: Path) -> bool:
@@ -116,7 +102,7 @@ def has_work(settings: BenchSettings, root: Path) -> bool:
     return settings.timed and bool(untimed_methods(settings, root))
 
 
-def write_results(settings: BenchSettings, root: Path, target: float | None = None) -> None:
+def write_results(settings: BenchSettings, root: Path) -> None:
     """Write the summary, the tuned rates and the page into the folder, and print the table."""
     task, recipe = settings.resolve()
     chosen = {m: choose_rate(m, settings, root, task, recipe) for m in settings.methods if settings.tune}
@@ -126,21 +112,6 @@ def write_results(settings: BenchSettings, root: Path, target: float | None = No
     if not any((root / "runs").glob("*/*/run.json")):
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(terminal_table(root, target, width))
-    write(report([root], target=target, title=f"{settings.task}: comparison of methods"), root / PAGE)
+    print(terminal_table(root, width))
+    write(report([root], title=f"{settings.task}: comparison of methods"), root / PAGE)
     print(f"\n{root / PAGE}: open it in a browser")
-
-
-def _bench_in_job(settings: BenchSettings, root: Path, data: Path | None, target: float | None) -> list[str]:
-    with process_group(settings.device):
-        workers = Workers.of_job("bench", side_group=True)
-        if settings.network is not None or workers.size != settings.workers:
-            raise ValueError(
-                f"torchrun has started {workers.size} workers; remove --network, and pass --hosts and --per-host whose "
-                f"product is {workers.size}"
-            )
-        workers.run_on_first(lambda: settings.save(root))
-        display = EventDisplay(Console(silent=workers.rank > 0))
-        if BenchWorker(root, data=data, on_event=display.show).run():
-            workers.run_on_first(lambda: write_results(settings, root, target))
-        return display.failed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...planning.json_file import read_json as read_any_json
+from ...planning.json_file import read_json
 from ..network import LinkShape
 from ..report import write
 from ..tasks import Recipe, Task, find_task
@@ -35,10 +35,8 @@ class BenchSettings:
         seeds: number of seeds, from 0.
         recipe, epochs, batch: the task's recipe, and overrides of its values.
         tune: learning rates that every method is tuned with, as `untried_rates` says; 0: all use the recipe's.
-        tune_epochs: epochs of these runs; None: those of the others.
         hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
-        validate_every: epochs between validations of a run; its last epoch is always validated.
         simulate: exact simulation of all workers in one process; step times are predicted.
         device, precision, compile: as in `pufferfish train`.
 
@@ -56,7 +54,6 @@ class BenchSettings:
     epochs: int | None = None
     batch: int | None = None
     tune: int = 0
-    tune_epochs: int | None = None
     hosts: int = 1
     per_host: int = 1
     network: str | None = None
@@ -65,12 +62,9 @@ class BenchSettings:
     device: str = "cpu"
     precision: str = "fp32"
     compile: bool = False
-    validate_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "seeds", "epochs", "batch", "tune_epochs", "hosts", "per_host", "rounds", "validate_every"
-        ):  # fmt: skip
+        for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -120,7 +114,7 @@ class BenchSettings:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
             bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            compile=self.compile, hosts=self.hosts, validate_every=self.validate_every, **more,
+            compile=self.compile, hosts=self.hosts, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -149,14 +143,9 @@ class BenchSettings:
 
 
 def load_settings(folder: Path) -> BenchSettings:
-    """Read the settings in a folder's bench.json.
-
-    >>> load_settings(Path("/nowhere"))
-    Traceback (most recent call last):
-    ValueError: /nowhere/bench.json: no such file; this is not the folder of a bench
-    """
+    """Read the settings in a folder's bench.json."""
     path = folder / FILE
-    data = read_json(path, "this is not the folder of a bench")
+    data = read_json(path)
     if data.get("pufferfish_bench") != VERSION:
         raise ValueError(
             f"{path}: not a bench of version {VERSION}, the only one that this version of pufferfish supports"
@@ -194,16 +183,6 @@ def parse_tune(text: str) -> int:
     if match is None:
         raise ValueError(f"--tune {text}: expected a number of learning rates, such as lr=5")
     return int(match[1])
-
-
-def read_json(path: Path, if_missing: str) -> dict[str, Any]:
-    """Read a JSON object from a file; `if_missing` ends the error message if there is no such file."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; {if_missing}")
-    data = read_any_json(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

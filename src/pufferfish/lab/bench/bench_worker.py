@@ -99,8 +99,6 @@ class BenchWorker:
         self.on_event({"begin": run.name, "number": number, "of": count})
         start = time.perf_counter()
         recipe = dataclasses.replace(bench_method(run.method).recipe(self.recipe), lr=lr)
-        if run.lr is not None:
-            recipe = recipe.override(epochs=self.settings.tune_epochs)
         results: Any = {}
         with self._report_failure(run.name):
             settings = self.settings.run_settings(

@@ -8,16 +8,17 @@ from typing import Any
 
 from ...measure import read_run
 from ...measure.measure_compute import COMPUTE_PARTS
+from ...planning.json_file import read_json
 from ..advise.timing_rounds import Round, quartiles, speedups
 from ..report.bench_folder import NO_EXCHANGE, SUMMARY
-from .bench_settings import REFERENCES, read_json, write_json
+from .bench_settings import REFERENCES, write_json
 from .tuned_rate import TunedRate
 
 
 def read_rounds(root: Path) -> list[dict[str, Any]]:
     """The files of all timed rounds, in order."""
     paths = {tuple(map(int, re.findall(r"\d+", p.name))): p for p in (root / "timing").glob("round-*.json")}
-    return [read_json(paths[n], "it was deleted while the bench was running") for n in sorted(paths)]
+    return [read_json(paths[n]) for n in sorted(paths)]
 
 
 def write_summary(root: Path, methods: Sequence[str], rates: Mapping[str, TunedRate]) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of runs: one HTML page, or the same figures as CSV, LaTeX or Markdown."""
+"""Comparison of runs: one HTML page, or the same tables in Markdown."""
 
 from .report import FORMATS, report, write
 

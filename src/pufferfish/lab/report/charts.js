@@ -201,47 +201,6 @@ function drawMarks(ctx, lines, over, x, box) {
   }
 }
 
-// Predicted over measured step times, on logarithmic scales.
-function drawScatter(holder, spec) {
-  const methods = [...new Set(spec.points.map(point => point.method))].map(n => data.methods[n]);
-  const groups = methods.map(of => spec.points.filter(point => data.methods[point.method] === of).sort((a, b) => a.x - b.x));
-  const values = uPlot.join(groups.map(points => [points.map(point => point.x), points.map(point => point.y)]));
-  const both = spec.points.flatMap(point => [point.x, point.y]), lowest = Math.min(...both), highest = Math.max(...both);
-  const hovered = (u, n) => {
-    let best = null;
-    u.series.forEach((series, i) => {
-      if (i && series.show) u.data[i].forEach((y, at) => {
-        if (y == null) return;
-        const far = Math.hypot(u.valToPos(u.data[0][at], "x") - u.cursor.left, u.valToPos(y, "y") - u.cursor.top);
-        if (far < 40 && !(far >= best?.far)) best = {far, i, at};
-      });
-    });
-    return n === 0 ? best?.at ?? null : best?.i === n ? best.at : null;
-  };
-  plot(holder, {
-    cursor: {dataIdx: hovered, drag: {x: true, y: false}, points: {size: 14}},
-    scales: {
-      x: {time: false, distr: 3, range: (u, low, high) => padded(Math.min(low, lowest), Math.max(high, highest), true, 0.15)},
-      y: {distr: 3, range: () => padded(lowest, highest, true, 0.12)},
-    },
-    axes: [axis("measured step time", show.seconds, 55, {size: 34}), axis("predicted step time", show.seconds, 40, {size: 62})],
-    series: [{label: "measured", value: (u, v, n, at) => at == null ? "–" : show.seconds(u.data[0][at])}, ...methods.map(of => ({
-      label: of.name, stroke: colour(of), paths: () => null, show: !state.off.includes(of.name),
-      points: {show: true, size: 10, width: 2, fill: colour(of)},
-      value: (u, v) => v == null ? "–" : show.seconds(v),
-    }))],
-    hooks: {
-      drawAxes: [u => onCanvas(u, (ctx, x, y) => {
-        const [low, high] = [u.scales.x.min, u.scales.x.max], edge = factor => [low, high].map(v => [x(v), y(v * factor)]);
-        ctx.beginPath(); ctx.fillStyle = css("--optimizer"); ctx.globalAlpha = 0.14;
-        [...edge(1 + spec.band), ...edge(1 - spec.band).reverse()].forEach(point => ctx.lineTo(...point));
-        ctx.fill(); ctx.globalAlpha = 1;
-        stroke(ctx, edge(1), css("--soft"), 1, [4, 4]);
-      })],
-    },
-  }, values, [null, ...methods.map(of => of.name)]);
-}
-
 function drawRanks(holder, spec) {
   const methods = spec.lines.map(line => data.methods[line.method]);
   const every = Math.ceil(spec.names.length / Math.max(1, (holder.clientWidth - 80) / 18));
@@ -260,26 +219,4 @@ function drawRanks(holder, spec) {
       value: (u, v) => v == null ? "–" : `${digits(v)} %`,
     }))],
   }, [spec.names.map((_, n) => n), ...spec.lines.map(line => line.y)], [null, ...methods.map(of => of.name)]);
-}
-
-function drawSpectra(holder, spec) {
-  const select = document.createElement("select");
-  select.ariaLabel = `layer of ${spec.name}`;
-  select.append(...spec.layers.map((layer, n) => new Option(layer.name, n)));
-  const values = () => {
-    const {before, after} = spec.layers[select.value], length = Math.max(before.length, after.length);
-    const places = [...Array(length).keys()];
-    return [places.map(n => n + 1), ...[before, after].map(ys => places.map(n => ys[n] ?? null))];
-  };
-  holder.append(select);
-  const line = (label, style, dash) =>
-    ({label, stroke: style, width: 2, dash, points: {fill: style}, value: (u, v) => v == null ? "–" : digits(v)});
-  const u = plot(holder, {
-    height: 240, scales: {x: {time: false}, y: {distr: 3, range: (u, low, high) => padded(low, high, true, 0.05)}},
-    cursor: {drag: {x: true, y: false}},
-    axes: [axis("recorded singular value", show.number, 55, {size: 34}), axis(null, show.number, 40, {size: 62})],
-    series: [{label: "number", value: (u, v) => v == null ? "–" : String(v)},
-      line("before the switch", css("--soft"), [5, 4]), line("at the end", css("--accent"))],
-  }, values(), [null, null, null]);
-  select.onchange = () => u.setData(values());
 }

@@ -1,18 +1,16 @@
 """`Charts`: the data of the page's charts, as JSON that its script draws. See `charts.js` for what is done with it."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
-from .comparison import Comparison, MethodRuns, recorded_layers
+from .comparison import Comparison, recorded_layers
 from .curves import MAX_POINTS, curve_spec, mean_curves, switch_marks
-from .element import element, text
 from .formatting import format_number
 from .method_colour import method_colour, method_dash
-from .tables import BAND, is_low_rank
+from .tables import is_low_rank
 
-MAX_SPECTRA = 240  # per page, to stay below a megabyte
 _FEWER_POINTS = 80  # per curve of a chart that is folded at first
 
 
@@ -52,27 +50,12 @@ class Charts:
         spec = {"kind": "curve", "label": shown, "values": unit}
         return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
 
-    def predictions(self, comparison: Comparison) -> str | None:
-        """Predicted over measured step times, with the band in which a prediction counts as right."""
-        points, right = [], 0
-        for method in comparison.methods:
-            predicted, measured = (f("seconds_a_step") for f in (method.predictions, method.results))
-            pairs = ((measured[s], predicted[s]) for s in sorted(predicted.keys() & measured.keys()))
-            for x, y in dict.fromkeys(
-                pair for pair in pairs if min(pair) > 0
-            ):  # seeds share a bench's rounds
-                points.append({"method": self._method(method.name), "x": x, "y": y})
-                right += abs(y / x - 1) <= BAND
-        if not points:
-            return None
-        described = f"{right} of {len(points)} predictions are within {BAND:.0%} of the measured time."
-        return self._add({"kind": "scatter", "points": points, "band": BAND}, described)
-
-    def ranks(self, methods: Sequence[MethodRuns]) -> str | None:
+    def ranks(self, comparison: Comparison) -> str | None:
         """Rank of each layer in per cent of its full rank, for methods with low-rank layers."""
         layers = {
             method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
-            for method in methods
+            for method in comparison.methods
+            if is_low_rank(method)
         }
         names = list(dict.fromkeys(name for each in layers.values() for name in each))
         if not names:
@@ -87,19 +70,6 @@ class Charts:
             lines.append({"method": self._method(method), "y": _short(shares)})
         spec = {"kind": "ranks", "names": names, "lines": lines}
         return self._add(spec, f"{len(names)} layers; methods: {', '.join(layers)}.")
-
-    def spectra(self, method: MethodRuns, most: int) -> str | None:
-        """Singular values of a layer before and after the switch, with a choice of the layer."""
-        layers = []
-        for layer in sorted(recorded_layers(method.runs[0]), key=lambda layer: layer.get("rank") is None):
-            values = {name: _positive(layer.get(f"spectrum_{name}")) for name in ("before", "after")}
-            if any(values.values()):
-                layers.append({"name": layer["name"]} | values)
-        if not layers:
-            return None
-        left = f"; {len(layers) - most} further layers are left out" if len(layers) > most else ""
-        spec = {"kind": "spectra", "layers": layers[:most], "name": method.name + left}
-        return self._add(spec, f"Singular values of the layers of {method.name}, in descending order.")
 
     def as_json(self) -> str:
         """The data of all charts. It contains no `<`, so that it cannot end a script element."""
@@ -120,26 +90,13 @@ class Charts:
 
     def _add(self, spec: dict[str, Any], description: str) -> str:
         self._charts.append(spec)
-        return element(
-            "div", element("p", text(description), class_="soft"), class_=f"chart {spec['kind']}",
-            data_chart=len(self._charts) - 1, role="group", aria_label=description,
-        )  # fmt: skip
-
-
-def low_rank_methods(comparison: Comparison) -> list[MethodRuns]:
-    """Methods with low-rank layers."""
-    return [method for method in comparison.methods if is_low_rank(method)]
+        said, number = escape(description), len(self._charts) - 1
+        return (
+            f'<div class="chart {spec["kind"]}" data-chart="{number}" role="group" aria-label="{said}">'
+            f'<p class="soft">{said}</p></div>'
+        )
 
 
 def _short(values: Sequence[float | None] | None) -> list[float | None] | None:
     """Numbers with five digits, to keep the page small."""
     return None if values is None else [None if x is None else float(f"{x:.5g}") for x in values]
-
-
-def _positive(values: Any) -> list[float | None]:
-    """Singular values for a logarithmic scale: not below a ten-thousandth of the largest."""
-    if not isinstance(values, list | tuple) or not values:
-        return []
-    largest = max(values)
-    kept = [x if x > 0 and math.isfinite(x) else None for x in values]
-    return _short([None if x is None else max(x, 1e-4 * largest) for x in kept]) or []

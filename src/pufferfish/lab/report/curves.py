@@ -123,12 +123,3 @@ def late_median(run: Run, name: str) -> float | None:
     """Median of a metric over the second half of a run, after the start and the switch."""
     values = [value for _, _, value in run.metrics.get(name, []) if math.isfinite(value)]
     return statistics.median(values[len(values) // 2 :]) if values else None
-
-
-def seconds_to_target(run: Run, metric: Metric, target: float) -> float | None:
-    """Seconds until the validation metric reached `target`, given in the units in which it is shown."""
-    for seconds, _, value in run.metrics.get(f"valid/{metric.name}", []):
-        shown = value * metric.scale
-        if shown >= target if metric.higher else shown <= target:
-            return seconds
-    return None

@@ -1,24 +1,21 @@
 """`headline`: the main table of a report, one row per method, and the notes needed to read it."""
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 from .bench_folder import NO_EXCHANGE
-from .comparison import Comparison, MethodRuns, has_measured_time, seed_of, trainings
-from .curves import seconds_to_target
+from .comparison import Comparison, MethodRuns, seed_of, trainings
 from .formatting import format_bytes, format_estimate, format_number, format_seconds, format_speedup
 from .seed_statistics import estimate, paired_differences, paired_speedup
 from .tables import Cell, Table, flat, label
 
 
-def headline(comparison: Comparison, target: float | None = None) -> Table:
+def headline(comparison: Comparison) -> Table:
     """Size, quality, speed and traffic of each method."""
     metric, reference = comparison.metric, comparison.reference
     sent = [x for method in comparison.methods for x in method.results("bytes_a_step").values()]
     sizes = ["bytes_a_step"] * (any(sent) or not sent) + ["peak_memory"]
-    speedups = [step_speedup(reference, m) for m in comparison.methods if m.name != NO_EXCHANGE]
-    fastest = max((s[0] for s in speedups if s), default=1.0)
+    local = _has_local_steps(comparison)
     rows = []
     for method in comparison.methods:
         row = {"method": Cell(method.name)}
@@ -30,13 +27,13 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
             row[f"difference vs. {reference.name}"] = difference_cell(comparison, method)
         row["step time"] = step_cell(method)
         if reference:
-            row[f"step speedup vs. {reference.name}"] = _step_speedup_cell(reference, method, fastest)
+            row[f"step speedup vs. {reference.name}"] = _step_speedup_cell(reference, method)
         row["run time"] = median_cell(method.run_seconds(), format_seconds)
         if reference:
             whole = run_speedup(reference, method) if method is not reference else None
             row[f"run speedup vs. {reference.name}"] = _speedup_cell((whole, False) if whole else None)
-        if target is not None:
-            row[f"time to {target:g}"] = target_cell(method, comparison, target)
+        if local:
+            row |= _exchange_cells(method)
         row |= {label(key): median_cell(method.results(key), format_bytes) for key in sizes}
         seeds = len(method.finished)
         row["seeds"] = Cell() if method.name == NO_EXCHANGE else Cell(str(seeds), seeds)
@@ -45,19 +42,15 @@ def headline(comparison: Comparison, target: float | None = None) -> Table:
     return Table("Comparison of methods", list(rows[0]), cells, notes(comparison))
 
 
-def notes(comparison: Comparison, left_out: Collection[str] = ()) -> list[str]:
-    """How the figures of the table are computed, and what is missing or differs between runs.
-
-    Args:
-        left_out: heads of columns that the table lacks, such as "MACs"; they are not explained.
-    """
+def notes(comparison: Comparison) -> list[str]:
+    """How the figures of the table are computed, and what is missing or differs between runs."""
     metric, reference, methods = comparison.metric, comparison.reference, comparison.methods
     scores = [score_cell(comparison, method) for method in methods]
     intervals = any(cell.half is not None for cell in scores)
     lines = ["± is half the width of a 95 % confidence interval (Student's t) over seeds."] * intervals
     if any(cell.value is not None for cell in scores):
         lines.append(f"{'Higher' if metric.higher else 'Lower'} {metric.words} is better.")
-    if "MACs" not in left_out and any(method.results("macs") for method in methods):
+    if any(method.results("macs") for method in methods):
         lines.append("MACs are counted in a forward pass of the final model for one row of a batch.")
     if reference is None:
         lines.append(
@@ -66,11 +59,9 @@ def notes(comparison: Comparison, left_out: Collection[str] = ()) -> list[str]:
     else:
         signs = "; “better” and “worse” mean that the interval excludes 0" * intervals
         other = f"vs. {reference.name}"
-        difference = f"Differences {other} are paired by seed{signs}. "
-        whole = ", for one step and for the whole run including its warm-up"
         lines.append(
-            f"{difference * (f'difference {other}' not in left_out)}Speedups {other} are medians of the ratios per seed"
-            f"{whole * (f'run {other}' not in left_out)}; below 1 is slower."
+            f"Differences {other} are paired by seed{signs}. Speedups {other} are medians of the ratios per seed, for one step "
+            "and for the whole run including its warm-up; below 1 is slower."
         )
     if counts := sorted({method.rounds["count"] for method in methods if method.rounds}):
         lines.append(
@@ -80,6 +71,8 @@ def notes(comparison: Comparison, left_out: Collection[str] = ()) -> list[str]:
         )
     if any(method.name == NO_EXCHANGE for method in methods):
         lines.append(f"“{NO_EXCHANGE}” is a bound, not a method: a step of dense DDP without communication.")
+    if _has_local_steps(comparison):
+        lines.append(_EXCHANGE_NOTE)
     for method in methods:
         lines += dict.fromkeys(note for run in method.runs for note in run.results.get("notes") or ())
         if unfinished := ", ".join(str(seed_of(run)) for run in method.runs if not run.finished):
@@ -177,33 +170,49 @@ def run_speedup(reference: MethodRuns, method: MethodRuns) -> float | None:
     return paired_speedup(reference.run_seconds(), method.run_seconds())
 
 
-def _speedup_cell(speedup: tuple[float, bool] | None, fastest: float | None = None) -> Cell:
+def _speedup_cell(speedup: tuple[float, bool] | None) -> Cell:
     if speedup is None:
         return Cell()
     value, predicted = speedup
     tone = "bad" if round(value, 2) < 1 else "good" if round(value, 2) > 1 else ""
     text = format_speedup(value) + (" (predicted)" if predicted else "")
-    return Cell(text, value, tone=tone, share=value / fastest if fastest else None)
+    return Cell(text, value, tone=tone)
 
 
-def _step_speedup_cell(reference: MethodRuns, method: MethodRuns, fastest: float) -> Cell:
+def _step_speedup_cell(reference: MethodRuns, method: MethodRuns) -> Cell:
     if method is reference:
         return Cell()
-    cell = _speedup_cell(step_speedup(reference, method), fastest)
-    if method.name == NO_EXCHANGE:  # a bound, not a win
-        cell = replace(cell, tone="", share=None)
+    cell = _speedup_cell(step_speedup(reference, method))
+    tone = "" if method.name == NO_EXCHANGE else cell.tone  # a bound is not a win
     quartiles = round_quartiles(reference, method)
     if quartiles is None:
-        return cell
-    return replace(cell, text=f"{cell.text} ({quartiles[0]:.2f}–{quartiles[2]:.2f})")
+        return Cell(cell.text, cell.value, tone=tone)
+    return Cell(f"{quartiles[1]:.2f}× ({quartiles[0]:.2f}–{quartiles[2]:.2f})", cell.value, tone=tone)
 
 
-def target_cell(method: MethodRuns, comparison: Comparison, target: float) -> Cell:
-    """Time until the validation metric reached the target."""
-    runs = [run for run in method.runs if has_measured_time(run)]
-    times = {seed_of(run): seconds_to_target(run, comparison.metric, target) for run in runs}
-    reached = {seed: seconds for seed, seconds in times.items() if seconds is not None}
-    cell = median_cell(reached, format_seconds)
-    missed = len(times) - len(reached)
-    text = f"{cell.text} ({missed} of {len(times)} seeds did not)"
-    return Cell(text, cell.value) if reached and missed else cell
+_EXCHANGE_NOTE = (
+    "Utilisation: computing time over the time of an update. Bytes are those that one worker sends. A round is the h updates in "
+    "which local steps average the whole model once. Peak rate: rate that the largest exchange needs to be done within the "
+    "updates until it is applied, or within one."
+)
+
+
+def _has_local_steps(comparison: Comparison) -> bool:
+    return any(method.results("bytes_a_round") for method in comparison.methods)
+
+
+def _exchange_cells(method: MethodRuns) -> dict[str, Cell]:
+    """How much of the time a method computes, measured or predicted; what it sends in an exchange, and at which rate."""
+    measured = method.results("utilisation")
+    known = " (predicted)" * (not measured)
+    share = median_cell(measured or method.predictions("utilisation"), lambda x: f"{100 * x:.1f} %{known}")
+    a_round, peak = (
+        median_cell(method.results(key), format_bytes) for key in ("bytes_a_round", "peak_bytes")
+    )
+    seconds = method.results("seconds_a_step") or method.predictions("seconds_a_step")
+    rate = Cell()
+    if peak.value and share.value and seconds:
+        updates = statistics.median(method.results("exchange_updates").values() or [1])
+        bits = 8 * peak.value / (updates * share.value * statistics.median(seconds.values()))
+        rate = Cell(f"{format_number(bits / 1e6)} Mbit/s", bits)
+    return {"utilisation": share, "bytes per round": a_round, "largest exchange": peak, "peak rate": rate}

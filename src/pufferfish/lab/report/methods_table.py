@@ -1,4 +1,4 @@
-"""`methods_table`: what each compression method sends and saves, for `pufferfish methods`."""
+"""`methods_parts`: what each compression method sends and saves, for `pufferfish methods`."""
 
 from collections.abc import Sequence
 
@@ -34,23 +34,16 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     return [parse_method(text) for text in texts] or everything
 
 
-def methods_table(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)) -> str:
-    """A table with one row per method.
+def methods_parts(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)) -> list[str | Table]:
+    """A table with one row per method, and the note below it.
 
     Args:
         workers: world sizes for which compression ratios are shown.
 
-    >>> print(methods_table([PowerSGD(rank=4)], workers=[2, 64]))
+    >>> print(methods_parts([PowerSGD(rank=4)], workers=[2, 64])[0])
     method                     error feedback  bits per element   2 workers  64 workers
     PowerSGD(rank=4, start=0)  yes             all-reduce 0.25          128         128
-    <BLANKLINE>
-    Counted in one step, ...
     """
-    return "\n\n".join(map(str, methods_parts(methods, workers)))
-
-
-def methods_parts(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)) -> list[str | Table]:
-    """The table and the note below it."""
     for size in workers:
         if size < 2:
             raise ValueError(f"--workers {size}: one worker sends nothing; pass 2 or more")

@@ -1,6 +1,6 @@
 // The controls of the page: axes, folded parts, sorting of tables. The charts are drawn by charts.js.
 
-const drawers = {curve: drawCurve, scatter: drawScatter, ranks: drawRanks, spectra: drawSpectra};
+const drawers = {curve: drawCurve, ranks: drawRanks};
 const holders = [...document.querySelectorAll("[data-chart]")];
 function draw(holder) {
   charts.get(holder)?.plot.destroy();

@@ -1,158 +1,96 @@
 """`page`: a self-contained HTML page, without external fonts, scripts or images. `charts.js` draws its charts with uPlot."""
 
 from collections.abc import Sequence
-from functools import cache
+from html import escape
 from pathlib import Path
+from string import Template
 
 from .bench_folder import NO_EXCHANGE
-from .charts import MAX_SPECTRA, Charts, low_rank_methods
+from .charts import Charts
 from .comparison import Comparison
 from .curves import curve_spec
-from .element import element, text
-from .exchange_table import exchange_table
 from .export import right_aligned
 from .headline import headline
 from .method_colour import method_colour
 from .step_bars import step_bars
-from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup, summary
+from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup
 from .verdict import verdict
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-#: Parts of a comparison, by the end of their anchors.
-_PARTS = {
-    "methods": "Methods", "time": "Step time", "curves": "Training curves",
-    "layers": "Layers", "setup": "Setup and settings",
-}  # fmt: skip
+_LINKS = Template(
+    '<li><a href="#$id-methods">Methods</a></li><li><a href="#$id-time">Step time</a></li>'
+    '<li><a href="#$id-curves">Training curves</a></li><li><a href="#$id-layers">Layers</a></li>'
+    '<li><a href="#$id-setup">Setup and settings</a></li>'
+)
 
 
-def page(comparisons: Sequence[Comparison], title: str, target: float | None = None) -> str:
+def page(comparisons: Sequence[Comparison], title: str) -> str:
     """The page of a report. Missing data is stated in its place."""
-    charts, one = Charts(), len(comparisons) == 1
-    parts = [_section(c, target, len(comparisons), f"part{n}", charts) for n, c in enumerate(comparisons)]
-    sections = [element("section", *part, id=f"part{n}") for n, part in enumerate(parts)]
-    titles = ["" if one else element("span", text(c.title)) for c in comparisons]
-    verdicts = [title + text(verdict(c)) for title, c in zip(titles, comparisons, strict=True)]
-    body = [
-        element("header", element("h1", text(title)),
-                *(element("p", each, class_="verdict") for each in verdicts),
-                element("p", text(_lead(comparisons)), class_="soft")),
-        _contents(comparisons), element("noscript", element("p", "The charts need JavaScript; the tables do not.")),
-        *sections,
-    ]  # fmt: skip
-    style = _asset("uplot/uPlot.min.css") + _asset("page.css")
+    charts, several = Charts(), len(comparisons) > 1
+    sections, contents, verdicts = "", "", ""
+    for n, comparison in enumerate(comparisons):
+        name, links = escape(comparison.title), _LINKS.substitute(id=f"part{n}")
+        sections += _section(comparison, f"part{n}", charts)
+        contents += f'<li><a href="#part{n}">{name}</a><ul>{links}</ul></li>' if several else links
+        about = f"<span>{name}</span>" if several else ""
+        verdicts += f'<p class="verdict">{about}{escape(verdict(comparison))}</p>'
     library = f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}"
-    return "\n".join([
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        f"<title>{text(title)}</title><style>{style}</style></head><body>",
-        element("main", *body), f'<script type="application/json" id="data">{charts.as_json()}</script>',
-        f"<script>{library}</script>", f"<script>{_asset('charts.js')}{_asset('page.js')}</script></body></html>", "",
-    ])  # fmt: skip
+    return Template(_asset("page.html")).substitute(
+        title=escape(title), verdicts=verdicts, contents=contents, sections=sections, data=charts.as_json(),
+        style=_asset("uplot/uPlot.min.css") + _asset("page.css"), library=library,
+        script=_asset("charts.js") + _asset("page.js"),
+    )  # fmt: skip
 
 
-@cache
 def _asset(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _lead(comparisons: Sequence[Comparison]) -> str:
-    """Number and days of the runs."""
-    runs = [run for c in comparisons for run in c.runs if run.name != NO_EXCHANGE]
-    days = sorted({run.started[:10] for run in runs if run.started})
-    many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return many + (f", {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "")
-
-
-def _contents(comparisons: Sequence[Comparison]) -> str:
-    def links(n: int) -> str:
-        items = [element("li", element("a", title, href=f"#part{n}-{end}")) for end, title in _PARTS.items()]
-        return element("ul", *items)
-
-    if len(comparisons) == 1:
-        return element("nav", links(0), aria_label="Contents")
-    items = [
-        element("li", element("a", text(c.title), href=f"#part{n}"), links(n))
-        for n, c in enumerate(comparisons)
-    ]
-    return element("nav", element("ul", *items), aria_label="Contents")
-
-
-def _section(
-    comparison: Comparison, target: float | None, sections: int, anchor: str, charts: Charts
-) -> list[str]:
-    def heading(end: str) -> str:
-        return element("h3", _PARTS[end], id=f"{anchor}-{end}")
-
-    parts = [element("h2", text(comparison.title))] if sections > 1 else []
-    parts.append(element("p", text(summary(comparison, with_title=sections == 1)), class_="soft"))
-    parts.append(heading("methods"))
-    parts.append(_table(headline(comparison, target)))
-    parts += [heading("time"), *_time(comparison, charts)]
-    parts += [heading("curves"), *_curves(comparison, charts)]
-    parts += [heading("layers"), *_layers(comparison, charts, MAX_SPECTRA // sections)]
-    parts += [heading("setup"), _table(setup(comparison))]
-    for table in (all_results(comparison), settings(comparison)):
-        parts += [_folded(table.title, _table(table))] if table and table.rows else []
-    return parts
-
-
-def _time(comparison: Comparison, charts: Charts) -> list[str]:
-    drawn, table = step_bars(comparison), breakdown(comparison)
-    dots, beside = charts.predictions(comparison), predicted(comparison)
-    figures, missing = [], []
-    if drawn:
-        note = "Shorter is better." if table else "No run recorded the parts of a step."
-        figures.append(_figure("Step time of each method", note, drawn))
-    else:
-        missing.append(_missing("No run recorded the time of a step."))
-    if dots:
-        note = "Step time, predicted by the cost model. Dashed line: exact. Band: within 20\u00a0%."
-        figures.append(_figure("Predicted and measured", note, dots))
-    tables = (table, exchange_table(comparison), beside)
-    return [_beside(figures), *missing, *(_table(each) for each in tables)]
-
-
-def _curves(comparison: Comparison, charts: Charts) -> list[str]:
-    main, label, _ = curve_spec(comparison)
-    names = dict.fromkeys(
-        name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1
+def _section(comparison: Comparison, id_: str, charts: Charts) -> str:
+    more = [table for table in (all_results(comparison), settings(comparison)) if table]
+    return Template(_asset("section.html")).substitute(
+        id=id_,
+        title=escape(comparison.title),
+        methods=_table(headline(comparison)),
+        time=_time(comparison),
+        curves=_curves(comparison, charts),
+        layers=_layers(comparison, charts),
+        setup=_table(setup(comparison)) + "".join(_folded(table.title, _table(table)) for table in more),
     )
-    first = [name for name in dict.fromkeys((main, "loss")) if name in names]
-    shown = [
-        _figure(label if name == main else name, "", drawn)
-        for name in first
-        if (drawn := charts.curve(comparison, name))
-    ]
-    if not shown:
-        return [_missing(f"No run has rows “{main}” or “loss”, so there are no curves.")]
+
+
+def _time(comparison: Comparison) -> str:
+    drawn, table = step_bars(comparison), breakdown(comparison)
+    note = "Shorter is better." if table else "No run recorded the parts of a step."
+    figures = _figures([("Step time of each method", note, drawn)]) if drawn else ""
+    missing = "" if drawn else _soft("No run recorded the time of a step.")
+    return figures + missing + _table(table) + _table(predicted(comparison))
+
+
+def _curves(comparison: Comparison, charts: Charts) -> str:
+    main, label, _ = curve_spec(comparison)
+    logged = {name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1}
+    names = dict.fromkeys((main, "loss", *(name for run in comparison.runs for name in run.metrics)))
+    drawn = {name: chart for name in names if name in logged and (chart := charts.curve(comparison, name))}
+    shown = [(label if n == main else n, "", drawn.pop(n)) for n in (main, "loss") if n in drawn]
+    if not shown and not drawn:
+        return _soft(f"No run has rows “{main}” or “loss”, so there are no curves.")
     several = any(len(method.finished) > 1 for method in comparison.methods)
     note = "Mean over seeds, with a band from the lowest to the highest seed. " * several
     note += (
         "Drag to zoom, double-click to see all, click a name to switch a method off. On a linear scale the second half of the "
         "runs sets the range; earlier values can lie outside. Dashed vertical lines: the switch."
     )
-    others = [name for name in names if name not in first]
-    more = [_figure(name, "", drawn) for name in others if (drawn := charts.curve(comparison, name))]
-    folded = [_folded(f"{len(more)} more logged values", _beside(more))] if more else []
-    bar = element("div", class_="axes")  # filled by the script
-    return [element("p", text(note), class_="soft"), bar, _beside(shown), *folded]
+    more = [(name, "", chart) for name, chart in drawn.items()]
+    folded = _folded(f"{len(more)} more logged values", _figures(more)) if more else ""
+    return f'{_soft(note)}<div class="axes"></div>{_figures(shown)}{folded}'  # the script fills the axes
 
 
-def _layers(comparison: Comparison, charts: Charts, max_spectra: int) -> list[str]:
-    methods = low_rank_methods(comparison)
-    drawn, table = charts.ranks(methods), ranks(comparison)
-    if drawn is None or table is None:
-        return [_missing("No run recorded low-rank layers.")]
-    figures = [_figure("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)]
-    missing: list[str] = []
-    note = "Relative to the largest as recorded, in descending order, on a logarithmic scale."
-    for method in methods:
-        if spectra := charts.spectra(method, max(1, max_spectra // len(methods))):
-            figures.append(_figure(f"Singular values, {method.name}", note, spectra))
-        else:
-            missing.append(_missing(f"{method.name}: no singular values recorded."))
-    return [_beside(figures), *missing, _folded("Ranks as a table", _table(table))]
+def _layers(comparison: Comparison, charts: Charts) -> str:
+    drawn, table = charts.ranks(comparison), ranks(comparison)
+    if drawn is None:
+        return _soft("No run recorded low-rank layers.")
+    figure = ("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)
+    return _figures([figure]) + _folded("Ranks as a table", _table(table))
 
 
 def _table(table: Table | None) -> str:
@@ -161,55 +99,50 @@ def _table(table: Table | None) -> str:
         return ""
     right = right_aligned(table)
     heads = [
-        element("th", text(name) or " ", scope="col", class_="n" if r else None)
+        f'<th scope="col"{" class=n" * r}>{escape(name)}</th>'
         for name, r in zip(table.columns, right, strict=True)
     ]
-    rows = []
+    rows = ""
     for first, *others in table.rows:
         mark = _swatch(first.text) if table.columns[0] == "method" else ""
-        cells = [element("th", mark, _name(first.text), scope="row")]
-        cells += [_cell(cell, r) for cell, r in zip(others, right[1:], strict=True)]
-        rows.append(element("tr", *cells))
-    inside = element("caption", text(table.title)) + element("thead", element("tr", *heads))
-    whole = element("table", inside, element("tbody", *rows))
-    items = [element("li", text(note)) for note in table.notes]
-    notes = element("ul", *items, class_="notes") if items else ""
-    return element("div", whole, class_="scroll", tabindex=0, role="region", aria_label=table.title) + notes
+        name = escape(first.text).replace("+", "+<wbr>")
+        cells = "".join(_cell(cell, r) for cell, r in zip(others, right[1:], strict=True))
+        rows += f'<tr><th scope="row">{mark}{name}</th>{cells}</tr>'
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    title = escape(table.title)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table><caption>{title}</caption>'
+        f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{rows}</tbody></table></div>"
+        + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    )
 
 
 def _swatch(method: str) -> str:
     """A method's colour; a bound has none."""
-    light, dark = method_colour(method)
     if method == NO_EXCHANGE:
-        return element("i", class_="swatch bound", aria_hidden="true")
-    return element("i", class_="swatch", style=f"--light:{light};--dark:{dark}", aria_hidden="true")
-
-
-def _name(name: str) -> str:
-    """A name with an optional line break after each +."""
-    return text(name).replace("+", "+<wbr>")
+        return '<i class="swatch bound" aria-hidden="true"></i>'
+    light, dark = method_colour(method)
+    return f'<i class="swatch" style="--light:{light};--dark:{dark}" aria-hidden="true"></i>'
 
 
 def _cell(cell: Cell, right: bool) -> str:
-    kinds = ["n"] * right + [cell.tone] * bool(cell.tone) + ["bar"] * (cell.share is not None)
-    kinds += ["wrap"] * (len(cell.text) > 40)
-    value = None if cell.value is None else repr(cell.value)
-    style = None if cell.share is None else f"--share:{cell.share:.3f}"
-    return element("td", text(cell.text), class_=" ".join(kinds) or None, data_value=value, style=style)
+    kinds = ["n"] * right + [cell.tone] * bool(cell.tone) + ["wrap"] * (len(cell.text) > 40)
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    return f'<td class="{" ".join(kinds)}"{value}>{escape(cell.text)}</td>'
 
 
-def _figure(title: str, note: str, drawn: str) -> str:
-    caption = element("figcaption", element("b", text(title)), text(note))
-    return element("figure", caption, drawn)
+def _figures(figures: Sequence[tuple[str, str, str]]) -> str:
+    """Drawings beside each other, each with a title and a note."""
+    drawn = "".join(
+        f"<figure><figcaption><b>{escape(title)}</b>{escape(note)}</figcaption>{drawing}</figure>"
+        for title, note, drawing in figures
+    )
+    return f'<div class="figures">{drawn}</div>'
 
 
-def _beside(figures: Sequence[str]) -> str:
-    return element("div", *figures, class_="figures") if figures else ""
+def _folded(title: str, inside: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
-def _folded(title: str, inside: str, opened: bool = False) -> str:
-    return element("details", element("summary", text(title)), inside, **({"open": ""} if opened else {}))
-
-
-def _missing(message: str) -> str:
-    return element("p", text(message), class_="soft")
+def _soft(message: str) -> str:
+    return f'<p class="soft">{escape(message)}</p>'

@@ -1,4 +1,4 @@
-"""`report`: compares runs on one HTML page, or as CSV, LaTeX or Markdown."""
+"""`report`: compares runs on one HTML page or in Markdown."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,13 +6,12 @@ from pathlib import Path
 
 from ...planning.json_file import write_text
 from .comparison import Comparison, compare_runs, find_runs
-from .exchange_table import exchange_table
-from .export import as_csv, as_latex, as_markdown
+from .export import as_markdown
 from .headline import headline
 from .page import page
-from .tables import Table, all_results, breakdown, predicted, progress, ranks, settings, setup
+from .tables import Table, all_results, breakdown, predicted, ranks, settings, setup
 
-FORMATS = ("html", "csv", "latex", "markdown")
+FORMATS = ("html", "markdown")
 
 
 def report(
@@ -21,7 +20,6 @@ def report(
     *,
     title: str = "Comparison of training runs",
     against: str | None = None,
-    target: float | None = None,
 ) -> str:
     """Compare runs and return the report as text.
 
@@ -31,10 +29,9 @@ def report(
 
     Args:
         runs: folders of runs, or folders with such folders below them.
-        form: "html", "csv", "latex" or "markdown".
+        form: "html" or "markdown".
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
-        target: also show the time until the validation metric reached this value, in the units of the table.
 
     >>> import tempfile
     >>> from pufferfish.measure import RunLog
@@ -50,18 +47,14 @@ def report(
         raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
     comparisons = compare_runs(find_runs(runs), against)
     if form == "html":
-        return page(comparisons, title, target)
-    several, with_curves = len(comparisons) > 1, form == "csv"
-    tables = [table for c in comparisons for table in _tables(c, target, several, with_curves)]
-    return {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}[form](tables)
+        return page(comparisons, title)
+    several = len(comparisons) > 1
+    return as_markdown([table for c in comparisons for table in _tables(c, several)])
 
 
 def write(text: str, out: str | Path) -> None:
     """Write a file atomically."""
     path = Path(out)
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"{path}: {problem}; pass the name of a file in an existing folder")
     temporary = path.with_name(f".{path.name}.new")
     try:
         write_text(temporary, text)
@@ -70,16 +63,13 @@ def write(text: str, out: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _tables(comparison: Comparison, target: float | None, several: bool, with_curves: bool) -> list[Table]:
-    """All tables; the curves, which are hundreds of rows, only for CSV."""
+def _tables(comparison: Comparison, several: bool) -> list[Table]:
     tables = [
-        headline(comparison, target),
+        headline(comparison),
         breakdown(comparison),
-        exchange_table(comparison),
         ranks(comparison),
         predicted(comparison),
     ]
     tables += [setup(comparison), all_results(comparison), settings(comparison)]
-    tables += [progress(comparison)] * with_curves
     suffix = f" ({comparison.title})" if several else ""
     return [replace(table, title=table.title + suffix) for table in tables if table is not None]

@@ -1,6 +1,5 @@
 """The tables of a report: the same on the page and in the text formats."""
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,23 +7,22 @@ from dataclasses import dataclass, field
 from ...measure import Run
 from ...measure.breakdown import PARTS
 from .comparison import Comparison, MethodRuns, as_text, is_number, recorded_layers
-from .curves import curve_spec, late_median, mean_curves
+from .curves import late_median
 from .formatting import format_bytes, format_seconds
 
-#: Parts of a layer's record that have a column or a chart of their own.
-_LAYER = ("name", "shape", "full_rank", "rank", "spectrum_before", "spectrum_after")
+#: Parts of a layer's record that have a column of their own.
+_LAYER = ("name", "shape", "full_rank", "rank")
 BAND = 0.2  # largest relative error of a prediction that counts as right
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The text of a table cell, and its value for sorting and for CSV."""
+    """The text of a table cell, and its value for sorting."""
 
     text: str = "–"
     value: float | None = None
     half: float | None = None  # half the width of the 95 % interval
     tone: str = ""  # "good" or "bad"; the text says it too
-    share: float | None = None  # fraction of the column's maximum, drawn as a bar
 
 
 @dataclass(frozen=True)
@@ -129,21 +127,6 @@ def label(key: str) -> str:
     return key.replace("_a_", "_per_").replace("_", " ")
 
 
-def progress(comparison: Comparison) -> Table | None:
-    """The training curves: means over seeds, and the lowest and highest seed."""
-    spec = curve_spec(comparison)
-    rows = []
-    for method in comparison.methods:
-        for curve in mean_curves(method, spec.name, spec.metric.scale):
-            name = f"{method.name} ({curve.label})" if curve.label else method.name
-            for over, xs in (("steps", curve.steps), ("seconds", curve.seconds), ("bytes", curve.bytes)):
-                for x, *values in zip(xs or (), curve.mean, curve.low, curve.high, strict=bool(xs)):
-                    cells = [Cell(f"{value:g}", value) for value in (x, *values)]
-                    rows.append([Cell(name), Cell(over), *cells])
-    columns = ["method", "over", "at", spec.label, "lowest seed", "highest seed"]
-    return Table("Training curves", columns, rows) if rows else None
-
-
 def all_results(comparison: Comparison) -> Table | None:
     """Everything that the runs recorded as a result, a prediction, or as a metric with a single value; by method, for all seeds."""
     by_method = {method.name: [_recorded(run) for run in method.runs] for method in comparison.methods}
@@ -197,16 +180,6 @@ def setup(comparison: Comparison) -> Table:
         properties = {"seed" if name == "seeds" else name: values for name, values in properties.items()}
     rows = [[Cell(name), Cell(", ".join(dict.fromkeys(values)))] for name, values in properties.items()]
     return Table("Setup", ["property", "value"], rows)
-
-
-def summary(comparison: Comparison, with_title: bool = True) -> str:
-    """The main properties of the setup in one line."""
-    properties = {name.text: value.text for name, value in setup(comparison).rows}
-    if "commit" in properties:  # twelve digits are enough here
-        properties["commit"] = re.sub(r"([0-9a-f]{12})[0-9a-f]+", r"\1", properties["commit"])
-    main = ("link measured", "latency", "torch", "commit", "seed", "seeds")
-    parts = [f"{name} {properties[name]}" for name in main if name in properties]
-    return " · ".join([comparison.title] * with_title + parts)
 
 
 def settings(comparison: Comparison) -> Table | None:

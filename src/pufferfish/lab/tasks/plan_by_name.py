@@ -23,21 +23,16 @@ def plan_by_name(
     *,
     rank: str | None,
     keep: Iterable[str] | None,
-    only: Iterable[str],
     overrides: Mapping[str, str],
     multiple: int | None,
-    min_saving: float,
     embed: str | None,
-    frozen: bool,
-    measure: Mode | bool | None,
-    link: float | None,
+    measure: Mode | None,
     device: str,
 ) -> tuple[pf.Plan, list[str]]:
     """Return a model's plan and remarks about its limits; the arguments are those of the command line.
 
     Args:
         measure: None: layers are measured on a GPU, if there is a batch.
-        link: bytes of gradients per second that the workers average.
     """
     rule = as_rule(parse_rank(rank) if rank else 0.25, "--rank")
     rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
@@ -75,22 +70,16 @@ def plan_by_name(
             raise ValueError(
                 f"{file.name}: --measure needs a batch; add `def example(): return inputs, targets`"
             )
-    if measure is None:
-        measure = "eager" if on_gpu and example is not None else False
     try:
         plan = pf.plan(
             net,
             rule,
             keep=keep or (),
-            only=only,
             overrides=rules,
             multiple=16 if multiple is None else multiple,
-            min_saving=min_saving,
             embed=embed_rule,
-            frozen=frozen,
             example=example,
-            measure=measure,
-            link=link,
+            measure=measure or ("eager" if on_gpu and example is not None else False),
         )
     except Exception as error:
         if file is not None and example is not None and not isinstance(error, ValueError):

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ...distributed.job import Job, find_ddp
+from ...distributed.job import find_ddp
 from ...layers.names import unwrap
 from ...lowrank.factorize import merge_
 from ...measure import RunLog
@@ -15,7 +15,6 @@ from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks.task import eval_mode
-from .layer_records import layer_records, with_final_spectra
 from .macs_per_row import few_rows
 from .run_components import RunComponents
 
@@ -34,7 +33,6 @@ class LowRankChange(ModelChange):
         super().__init__(components.model, epochs=epochs, steps_per_epoch=steps_per_epoch)
         self.switch, self.optimizer, self.replicas = switch, components.optimizer, components.replicas
         self._components: RunComponents | None = components  # until the first epoch
-        self._dense_spectra: dict[str, Tensor] = {}
         if frobenius:
             FrobeniusDecay(components.model, components.optimizer, frobenius)
             for replica in components.replicas:
@@ -63,9 +61,6 @@ class LowRankChange(ModelChange):
             self._show_inputs()
             return False
         self.sync()
-        if not self.switch.low_rank:
-            with self.untimed():
-                self._dense_spectra = Job(self.model).spectra()
         changed = self.switch.step(self.model, self.optimizer, epoch=epoch, total=self.epochs, group=group)
         if changed and self.switch.report is not None:
             for replica in self.replicas:  # of the same weights, so that the factors are the same
@@ -92,13 +87,14 @@ class LowRankChange(ModelChange):
         assert self.switch.report is not None
         log.log(step=step, epoch=step / self.steps_per_epoch, **self.switch.report.metrics)
         if self.switch.low_rank:
-            log.describe(layers=layer_records(self.switch.report.plan, self._dense_spectra))
+            log.describe(layers=[
+                {"name": e.name, "shape": list(e.shape), "rank": e.rank, "full_rank": e.matrix.full_rank}
+                for e in self.switch.report.plan.entries
+                if e.matrix is not None
+            ])  # fmt: skip
 
     def results(self, log: RunLog) -> dict[str, Any]:
         report = self.switch.report
-        if log.writes and report is not None and self.switch.low_rank:
-            plan, model = report.plan, unwrap(self.model)
-            log.describe(layers=with_final_spectra(log.data["layers"], plan, model))
         found = super().results(log) | {"low_rank_updates": self._low_rank_updates()}
         if report is not None:
             found["low_rank_parameters"] = report.plan.after.parameters

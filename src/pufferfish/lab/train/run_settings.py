@@ -27,7 +27,6 @@ class RunSettings:
         accumulate: backward passes per update.
         compile: train with torch.compile.
         save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
-        validate_every: epochs between validations; the last epoch is always validated.
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
         save_model: write the trained model to the subfolder `model`, by `pufferfish.save`.
@@ -54,7 +53,6 @@ class RunSettings:
     accumulate: int = 1
     compile: bool = False
     save_every: int | None = None
-    validate_every: int = 1
     simulate: int | None = None
     network: str = "10gbit"
     save_model: bool = False
@@ -66,10 +64,7 @@ class RunSettings:
     narrow: NarrowWidth | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            "accumulate": self.accumulate, "save-every": self.save_every, "validate-every": self.validate_every,
-            "workers": self.simulate,
-        }  # fmt: skip
+        counts = {"accumulate": self.accumulate, "save-every": self.save_every, "workers": self.simulate}
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: must be at least 1")
@@ -84,10 +79,6 @@ class RunSettings:
 
     def check(self, task: Task, processes: int) -> None:
         """Raise ValueError if the settings do not fit the task or the number of processes."""
-        if self.recipe.schedule == "plateau" and self.validate_every > 1:
-            raise ValueError(
-                f"--validate-every {self.validate_every}: the schedule plateau depends on every validation; use 1"
-            )
         if self.accumulate > 1 and not task.static_shapes:
             raise ValueError(
                 f"--accumulate {self.accumulate}: batches of {task.name} differ in their number of tokens, so the mean over "

@@ -212,13 +212,11 @@ class TrainingRun:
 
         Between the averages of local steps the model is that of the first worker, at the end that of all.
         """
-        last = epoch + 1 == self.change.epochs
-        if last:
+        if epoch + 1 == self.change.epochs:
             self._sync()
         with log.paused():
             self.diverged = self._weights_diverged()
-            if last or self.diverged or (epoch + 1) % self.settings.validate_every == 0:
-                self._validate(epoch, log)
+            self._validate(epoch, log)
             stop = self.checkpoint.step(step=self.step, **self._position())
             if not stop and self._save_due(epoch):
                 self.checkpoint.save(step=self.step, **self._position())
