@@ -23,7 +23,6 @@ from torchft import Manager, ProcessGroupGloo
 
 from ...compression import Settings
 from .replica_transport import LostReplica, ReplicaTransport
-from .shared_state import check_structure
 from .state_server import StateServer
 
 _log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ _LONG_WAIT = 10.0
 _HEAD = struct.Struct(">32sBQ")
 #: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
 _CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
-#: What a Manager receives from another one.
-_RECEIVED = {"user": {"job": str, "pufferfish": object}, "torchft": {"step": int, "batches_committed": int}}
 
 
 class Replicas:
@@ -163,7 +160,6 @@ class Replicas:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the job of a checkpoint."""
-        check_structure(state, {"step": int, "batches_committed": int, "job": str}, "rounds of the replicas")
         self.manager.load_state_dict(dict(state))
         self.job, self._claim = state["job"], int(state["step"] > 0)
 
@@ -273,7 +269,6 @@ class Replicas:
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the state of another replica must not be loaded. Changes nothing."""
         try:
-            check_structure(state, _RECEIVED, "state")
             if self._claim and state["user"]["job"] != self.job:
                 raise ValueError(f"it belongs to another job, {state['user']['job']:.32}")
             self._check(state["user"]["pufferfish"])
