@@ -39,7 +39,6 @@ from .model_card import add_notice, remove_notice
 _OPTIMIZER = "optimizer.pt"
 _TRAINER = "trainer_state.json"
 _TRAINING = "training.json"  # written by `pufferfish.Checkpoint`
-_CONFIG = "config.json"
 #: Files with weights, in the formats of several libraries: they are converted or left out, and never copied.
 _WEIGHT_FILES = (
     "*.safetensors", "*.safetensors.index*.json", "pytorch_model*", "tf_model*", "flax_model*", "*.gguf", "consolidated*",
@@ -160,7 +159,7 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
     else:
         plan, weights = plan or _plan_beside(folder), dense_weights(folder)
     plan = _check_resolved(plan, back)
-    hub = (folder / _CONFIG).is_file()
+    hub = (folder / "config.json").is_file()
     model = _meta_model(folder) if hub else None
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_weights(weights))
@@ -189,8 +188,6 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
                 _torch_save(state, fresh / _OPTIMIZER)
             if not back:
                 write_manifest(fresh, plan, files)
-            if model is not None:
-                _name_class(fresh / _CONFIG, model)
             if hub:
                 remove_notice(fresh) if back else add_notice(fresh, plan)
     return plan
@@ -227,13 +224,6 @@ def _copy_other_files(folder: Path, fresh: Path) -> None:
             shutil.copytree(item, fresh / item.name, copy_function=shutil.copyfile)
         elif item.is_file() and not any(fnmatch.fnmatch(item.name, pattern) for pattern in skipped):
             shutil.copyfile(item, fresh / item.name)  # with the umask, and writable
-
-
-def _name_class(file: Path, model: Any) -> None:
-    """Name the class in a config.json without one, for `from_pretrained`."""
-    config = read_json(file)
-    if not config.get("architectures"):
-        write_text(file, json.dumps(config | {"architectures": [type(model).__name__]}, indent=2) + "\n")
 
 
 def _forget_switch(file: Path) -> None:
