@@ -24,7 +24,6 @@ import pufferfish as pf
 from processes import free_port
 from pufferfish.compression.settings import Methods
 from pufferfish.integrations.torchft import ElasticGradients, ElasticLocalSteps, Replicas
-from pufferfish.integrations.torchft.replicas import digest
 
 #: Seconds after which a replica that does not answer fails the test.
 LIMIT = 60
@@ -50,12 +49,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Accident:
-    """A signal that a replica sends itself before its n-th collective in a round; in no given round, its n-th of all.
+    """A signal that a replica sends itself before its n-th collective in a round."""
 
-    Before the first collective of its life it dies while it loads the state of another replica.
-    """
-
-    round: int | None
+    round: int
     collective: int
     signal: int = signal.SIGKILL
 
@@ -99,7 +95,7 @@ class Training:
             patience=job.patience,
             hostname="127.0.0.1",
         )
-        self.accident, self.collectives, self.all = accident, 0, 0
+        self.accident, self.collectives = accident, 0
         self._watch()
         self.model = build(job, self.number)
         self.optimizer = make_inner(job, self.model)
@@ -129,12 +125,11 @@ class Training:
             join()
 
         def counted(collective: Callable[[], Any]) -> Callable[[], None]:
-            accident = self.accident
-            here = self.collectives if accident and accident.round is not None else self.all
-            if accident and accident.round in (None, self.replicas.round) and accident.collective == here:
+            accident, here = self.accident, (self.replicas.round, self.collectives)
+            if accident and here == (accident.round, accident.collective):
                 self.accident = None
                 os.kill(os.getpid(), accident.signal)
-            self.collectives, self.all = self.collectives + 1, self.all + 1
+            self.collectives += 1
             return start(collective)
 
         self.replicas.join = begin  # type: ignore[method-assign]
@@ -155,31 +150,6 @@ class Training:
             self.optimizer.zero_grad()
             if self.job.kind == "local":
                 self.exchange.step(self.model)
-
-    def free(self, end: Path, conn: Connection) -> dict[str, Any]:
-        """Train up to the position that the file `end` will contain, and tell the anchor after each round."""
-        adopt, rounds, finish = self.exchange._adopt, self.exchange._rounds, self.exchange._finish
-
-        def adopted(state: Any) -> None:
-            if self.accident is not None and self.accident.collective == 0:
-                os.kill(os.getpid(), self.accident.signal)
-            adopt(state)
-
-        def finished(*args: Any, **kwargs: Any) -> bool:
-            done: bool = finish(*args, **kwargs)
-            if done:
-                conn.send(
-                    (self.replicas.round, digest(rounds.anchor.tensors()).hex(), self.exchange.position)
-                )
-            return done
-
-        self.replicas.manager._load_state_dict_fns["pufferfish"] = adopted
-        self.exchange._finish = finished
-        _start(self)
-        while not end.exists() or self.exchange.position < int(end.read_text()):
-            self.until(self.exchange.position + 1)
-        self.exchange.sync(self.model)
-        return self.status()
 
     def checkpoint(self, folder: Path) -> pf.Checkpoint:
         return pf.Checkpoint(folder, self.model, self.optimizer, switch=self.switch, compressor=self.exchange)
@@ -229,8 +199,6 @@ def replica(name: str, lighthouse: str, job: Job, accident: Accident | None, con
         conn.send("ready")
         while True:
             command, *args = conn.recv()
-            if command == "free":
-                args.append(conn)
             result = (
                 getattr(training, command)(*args)
                 if hasattr(training, command)
@@ -393,6 +361,25 @@ def all_do(replicas: Sequence[Remote], *command: Any) -> list[dict[str, Any]]:
         assert status["anchor"] == found[0]["anchor"], "the replicas have different anchors"
         assert (status["position"], status["round"]) == (found[0]["position"], found[0]["round"])
     return found
+
+
+def train_without(lost: Remote, others: Sequence[Remote], position: int) -> list[dict[str, Any]]:
+    """Train up to the position. One replica is killed by its accident; return the answers of the others."""
+    for remote in (*others, lost):
+        remote.tell("until", position)
+    lost.dies()
+    found = [remote.answer() for remote in others]
+    assert all(status["anchor"] == found[0]["anchor"] for status in found)
+    return found
+
+
+def join(c: Cluster, remote: Remote, others: Sequence[Remote], position: int) -> dict[str, Any]:
+    """Start a replica that joins in the round that the others complete at a position; return what it then has."""
+    remote.tell("start")
+    c.wait_for_joiner()
+    all_do(others, "until", position)
+    joined: dict[str, Any] = remote.answer()
+    return joined
 
 
 @contextmanager

@@ -34,7 +34,9 @@ from integrations.elastic import (
     build,
     close_to,
     cluster,
+    join,
     reference,
+    train_without,
 )
 from processes import forked, in_processes
 from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo, TopK
@@ -69,17 +71,10 @@ def test_a_replica_is_killed_in_an_exchange_and_joins_again(collective: int) -> 
         lost = c.add("c", Accident(round=2, collective=collective))
         all_do([a, b, lost], "start")
         all_do([a, b, lost], "until", 4)
-        for one in (a, b, lost):
-            one.tell("until", 8)
-        lost.dies()
-        found = [one.answer() for one in (a, b)]
-        assert found[0]["anchor"] == found[1]["anchor"]
+        found = train_without(lost, [a, b], 8)
         close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1)]))
         back = c.add("c")
-        back.tell("start")
-        c.wait_for_joiner()  # in the round that the others complete at 12
-        all_do([a, b], "until", 12)
-        assert back.answer()["position"] == 12
+        assert join(c, back, [a, b], 12)["position"] == 12
         found = all_do([a, b, back], "until", 16)
     assert found[0]["size"] == 3
     close_to(found[0]["anchor"], reference(job, [(0, 1, 2), (0, 1), (0, 1), (0, 1, 2)]))
@@ -112,17 +107,10 @@ def test_a_replica_is_killed_in_a_flight() -> None:
         lost = c.add("c", Accident(round=4, collective=1))
         all_do([a, b, lost], "start")
         all_do([a, b, lost], "until", 6)
-        for one in (a, b, lost):
-            one.tell("until", 11)
-        lost.dies()
-        found = [one.answer() for one in (a, b)]
-        assert found[0]["anchor"] == found[1]["anchor"]
+        found = train_without(lost, [a, b], 11)
         assert (found[0]["round"], found[0]["size"]) == (6, 2)
         back = c.add("c")
-        back.tell("start")
-        c.wait_for_joiner()
-        all_do([a, b], "until", 13)
-        assert back.answer()["position"] == 12
+        assert join(c, back, [a, b], 13)["position"] == 12
         found = all_do([a, b, back], "until", 21)
     assert found[0]["size"] == 3
 
@@ -133,17 +121,10 @@ def test_a_replica_is_killed_in_the_switch_and_joins_after_it(collective: int) -
         a, b = c.add("a"), c.add("b")
         lost = c.add("c", Accident(round=2, collective=collective))  # in `start` after the switch
         all_do([a, b, lost], "start")
-        for one in (a, b, lost):
-            one.tell("until", 8)
-        lost.dies()
-        found = [one.answer() for one in (a, b)]
-        assert found[0]["anchor"] == found[1]["anchor"]
+        found = train_without(lost, [a, b], 8)
         assert found[0]["ranks"] == {"2": 12}
         back = c.add("c")
-        back.tell("start")
-        c.wait_for_joiner()
-        all_do([a, b], "until", 12)
-        joined = back.answer()
+        joined = join(c, back, [a, b], 12)
         assert joined["ranks"] == {"2": 12}
         assert joined["model"] == joined["anchor"], "it begins with the anchor"
         assert joined["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
@@ -189,16 +170,10 @@ def test_compressed_averages_survive_a_change_of_the_members(method: Methods) ->
         a, b = c.add("a"), c.add("b")
         lost = c.add("c", Accident(round=3, collective=2))
         all_do([a, b, lost], "start")
-        for one in (a, b, lost):
-            one.tell("until", 16)
-        lost.dies()
-        found = [one.answer() for one in (a, b)]
-        assert found[0]["anchor"] == found[1]["anchor"]
+        train_without(lost, [a, b], 16)
         back = c.add("c")
-        back.tell("start")
-        c.wait_for_joiner()
-        all_do([a, b], "until", 20)
-        assert back.answer()["error_feedback"] > 0, "a replica that joins gets that of another one"
+        joined = join(c, back, [a, b], 20)
+        assert joined["error_feedback"] > 0, "a replica that joins gets that of another one"
         found = all_do([a, b, back], "until", 28)
     assert found[0]["size"] == 3
 
@@ -224,11 +199,7 @@ def test_gradients_of_every_step() -> None:
             one.ready()
             one.tell("start")
             one.answer()
-        for one in (a, b, lost):
-            one.tell("until", 4)
-        lost.dies()
-        found = [one.answer() for one in (a, b)]
-        assert found[0]["anchor"] == found[1]["anchor"]
+        found = train_without(lost, [a, b], 4)
         # In the first step all but one get the weights, so that only the gradient of that one is used.
         three, two = (0, 1, 2), (0, 1)
         close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two]))
@@ -412,10 +383,7 @@ def test_a_killed_replica_returns_with_its_own_checkpoint(tmp_path: Path, saved_
         back = c.add("c")
         back.tell("resume", tmp_path)
         back.answer()
-        back.tell("start")
-        c.wait_for_joiner()
-        all_do([a, b], "until", 12)
-        joined = back.answer()
+        joined = join(c, back, [a, b], 12)
         found = all_do([a, b, back], "until", 20)
     assert joined["position"] == 12
     assert joined["error_feedback"] > 0

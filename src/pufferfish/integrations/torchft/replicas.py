@@ -77,8 +77,6 @@ class Replicas:
         patience: float = 3600.0,
         hostname: str | None = None,
     ) -> None:
-        if min_replicas < 1:
-            raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
         if dist.is_initialized() and dist.get_world_size() > 1:
             # torchft restores each process of a replica from another replica, with another inner optimizer.
             raise ValueError(
@@ -103,31 +101,26 @@ class Replicas:
         self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         members = ProcessGroupGloo(timeout=limit)
         self.transport = ReplicaTransport(members)
-        try:
-            self.manager = Manager(
-                pg=members,
-                load_state_dict=None,
-                state_dict=None,
-                min_replica_size=min_replicas,
-                use_async_quorum=False,
-                timeout=limit,
-                quorum_timeout=timedelta(seconds=patience),
-                connect_timeout=limit,
-                rank=0,
-                world_size=1,
-                store_addr=hostname,
-                store_port=self._store.port,
-                lighthouse_addr=lighthouse,
-                replica_id=name,
-                hostname=hostname,
-                checkpoint_transport=server,
-                # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
-                quorum_retries=math.ceil(patience / _RETRY),
-            )
-        except KeyError:
-            raise ValueError(
-                "Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE"
-            ) from None
+        self.manager = Manager(
+            pg=members,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=timedelta(seconds=patience),
+            connect_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=hostname,
+            store_port=self._store.port,
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+            hostname=hostname,
+            checkpoint_transport=server,
+            # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
+            quorum_retries=math.ceil(patience / _RETRY),
+        )
         self.manager.register_state_dict_fn("job", lambda job: setattr(self, "job", job), lambda: self.job)
 
     @property
