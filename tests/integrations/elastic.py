@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ class Job:
     min_replicas: int = 1
     timeout: float = 20.0
     patience: float = 60.0
-    sizes: Sequence[int] = field(default=(8, 48, 48, 4))
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ class Accident:
     signal: int = signal.SIGKILL
 
 
-def build(job: Job, seed: int = 0) -> nn.Module:
+def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers = [nn.Linear(a, b) for a, b in zip(job.sizes, job.sizes[1:], strict=False)]
-    return nn.Sequential(*[x for layer in layers for x in (layer, nn.Tanh())][:-1])
+    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 4))
 
 
 def batch(position: int, number: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +95,7 @@ class Training:
         )
         self.accident, self.collectives = accident, 0
         self._watch()
-        self.model = build(job, self.number)
+        self.model = build(self.number)
         self.optimizer = make_inner(job, self.model)
         self.switch = None
         if job.switch_at is not None:
@@ -134,6 +132,21 @@ class Training:
 
         self.replicas.join = begin  # type: ignore[method-assign]
         transport._start = counted  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self.exchange.start(self.model, self.optimizer, switch=self.switch)
+
+    def spoil(self) -> None:
+        with torch.no_grad():
+            for x in self.exchange._anchor.tensors().values():
+                x += 1
+
+    def poison(self) -> None:
+        """Claim to be a thousand rounds ahead, with weights that are not finite."""
+        with torch.no_grad():
+            for x in self.exchange._anchor.tensors().values():
+                x.fill_(torch.nan)
+        self.replicas.manager.load_state_dict({"step": 1000, "batches_committed": 1000})
 
     def until(self, position: int) -> None:
         while self.exchange.position < position:
@@ -199,48 +212,13 @@ def replica(name: str, lighthouse: str, job: Job, accident: Accident | None, con
         conn.send("ready")
         while True:
             command, *args = conn.recv()
-            result = (
-                getattr(training, command)(*args)
-                if hasattr(training, command)
-                else COMMANDS[command](training)
-            )
+            result = getattr(training, command)(*args)
             conn.send(result if result is not None else training.status())
     except EOFError:
         pass
     except BaseException as error:
         conn.send(error if isinstance(error, Exception) and not error.__cause__ else RuntimeError(str(error)))
         traceback.print_exc()
-
-
-def _start(training: Training) -> None:
-    training.exchange.start(training.model, training.optimizer, switch=training.switch)
-
-
-def _sync(training: Training) -> None:
-    training.exchange.sync(training.model)
-
-
-def _spoil(training: Training) -> None:
-    with torch.no_grad():
-        for x in training.exchange._anchor.tensors().values():
-            x += 1
-
-
-def _poison(training: Training) -> None:
-    """Claim to be a thousand rounds ahead, with weights that are not finite."""
-    with torch.no_grad():
-        for x in training.exchange._anchor.tensors().values():
-            x.fill_(torch.nan)
-    training.replicas.manager.load_state_dict({"step": 1000, "batches_committed": 1000})
-
-
-#: What a replica does on command, beside the methods of `Training`.
-COMMANDS: dict[str, Callable[[Training], None]] = {
-    "start": _start,
-    "sync": _sync,
-    "spoil": _spoil,
-    "poison": _poison,
-}
 
 
 class Remote:
@@ -393,7 +371,7 @@ def cluster(job: Job) -> Iterator[Cluster]:
 
 def reference(job: Job, rounds: Sequence[Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
     """Local steps of the replicas in each round, one after the other: SGD inside, SGD with Nesterov momentum outside."""
-    model = build(job, seed)
+    model = build(seed)
     anchor = {name: p.detach().clone() for name, p in model.named_parameters()}
     v = {name: torch.zeros_like(a) for name, a in anchor.items()}
     for r, present in enumerate(rounds):

@@ -178,9 +178,9 @@ def test_compressed_averages_survive_a_change_of_the_members(method: Methods) ->
     assert found[0]["size"] == 3
 
 
-def gradient_steps(job: Job, present: list[tuple[int, ...]]) -> dict[str, Tensor]:
+def gradient_steps(present: list[tuple[int, ...]]) -> dict[str, Tensor]:
     """SGD on the mean of the replicas' gradients, in one process."""
-    model = build(job)
+    model = build()
     for position, numbers in enumerate(present):
         for number in numbers:
             backward(model, position, number)
@@ -192,7 +192,7 @@ def gradient_steps(job: Job, present: list[tuple[int, ...]]) -> dict[str, Tensor
 
 
 def test_gradients_of_every_step() -> None:
-    with cluster(job := Job(kind="gradients")) as c:
+    with cluster(Job(kind="gradients")) as c:
         a, b = c.add("a"), c.add("b")
         lost = c.add("c", Accident(round=2, collective=1))
         for one in (a, b, lost):
@@ -202,7 +202,7 @@ def test_gradients_of_every_step() -> None:
         found = train_without(lost, [a, b], 4)
         # In the first step all but one get the weights, so that only the gradient of that one is used.
         three, two = (0, 1, 2), (0, 1)
-        close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two]))
+        close_to(found[0]["anchor"], gradient_steps([(0,), three, two, two]))
         back = c.add("c")
         back.tell("start")
         back.answer()
@@ -211,7 +211,7 @@ def test_gradients_of_every_step() -> None:
         all_do([a, b], "until", 5)
         back.answer()
         found = all_do([a, b, back], "until", 7)
-    close_to(found[0]["anchor"], gradient_steps(job, [(0,), three, two, two, two, three, three]))
+    close_to(found[0]["anchor"], gradient_steps([(0,), three, two, two, two, three, three]))
 
 
 @contextlib.contextmanager
@@ -451,7 +451,7 @@ def test_a_replica_with_the_checkpoint_of_another_job_ends_and_the_others_contin
     if kind == "local":
         close_to(found[0]["anchor"], reference(job, [(0, 1)] * 2))
     else:
-        close_to(found[0]["anchor"], gradient_steps(job, [(0,)] + [(0, 1)] * 7))
+        close_to(found[0]["anchor"], gradient_steps([(0,)] + [(0, 1)] * 7))
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
