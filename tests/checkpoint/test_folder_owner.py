@@ -44,9 +44,12 @@ def live(folder: Path, weight: float, orders: Connection) -> None:
                 step += 1
                 orders.send(checkpoint.save(step=step).name)
             case "fork":  # as a DataLoader does for its workers
+                running, begin = os.pipe()
                 child = os.fork()
                 if child == 0:
+                    os.write(begin, b"!")
                     signal.pause()
+                os.read(running, 1)
                 orders.send(child)
 
 
