@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,10 @@ def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    for settings in ({"every": 0}, {"keep": 0}):
-        with pytest.raises(ValueError, match="must be at least 1"):
-            Checkpoint(tmp_path, nn.Linear(1, 1), **settings)
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        Checkpoint(tmp_path, nn.Linear(1, 1), keep=0)
     with pytest.raises(TypeError, match="data is a list without state_dict"):
         Checkpoint(tmp_path, nn.Linear(1, 1), data=[1])
-    with pytest.raises(ValueError, match=r"must be .raise. or .previous."):
-        Checkpoint(tmp_path, nn.Linear(1, 1)).resume(damaged="whatever")  # type: ignore[arg-type]
 
 
 def test_folders_of_dead_writers_are_removed(tmp_path: Path) -> None:
@@ -98,60 +96,34 @@ def flip(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-2])
 
 
-def edit(file: Path) -> None:
-    file.write_text(file.read_text().replace('"world": 1', '"world": 2'))
-
-
-@pytest.mark.parametrize(
-    ("file", "harm", "message"),
-    [
-        ("model.safetensors", flip, "model.safetensors: damaged, its SHA-256"),
-        ("optimizer.safetensors", cut, "optimizer.safetensors: damaged, .* bytes instead of"),
-        ("training.json", Path.unlink, "training.json: damaged, the file is missing"),
-        ("rank-00000.json", flip, "rank-00000.json: damaged, its SHA-256"),
-        ("manifest.json", Path.unlink, "damaged, manifest.json is missing"),
-        ("manifest.json", cut, None),  # only the newline at its end: still intact
-        ("manifest.json", edit, "manifest.json: damaged, or not written"),
-        ("manifest.json", lambda f: f.write_text("[]"), "manifest.json: damaged, or not written"),
-        ("manifest.json", lambda f: f.write_bytes(b"\xff\xfe"), "manifest.json: damaged, or not written"),
-        ("manifest.json", lambda f: f.write_text("[" * 100_000), "manifest.json: damaged, or not written"),
-        (
-            "manifest.json",
-            lambda f: f.write_text('{"a":' * 100_000),
-            "manifest.json: damaged, or not written",
-        ),
-        (
-            "manifest.json",
-            lambda f: f.write_text(json.dumps({"sha256": manifest._digest({})})),
-            "format is None",
-        ),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(file: str, harm: Any, message: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+def test_a_damaged_checkpoint_is_named(harm: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Whichever of its files it is. The model does not change, and the checkpoint before can be resumed."""
     model = nn.Linear(4, 4)
-    with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters())) as checkpoint:
+    with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()), keep=None) as checkpoint:
         checkpoint.save(step=1)
         old = model.weight.detach().clone()
-        nn.init.zeros_(model.weight)
         newest = checkpoint.save(step=2)
-        nn.init.ones_(model.weight)
-        harm(newest / file)
-        if message is None:
-            assert checkpoint.resume() is not None
-            return
-        with pytest.raises(
-            ValueError, match=rf'000002-step-2.*{message}.*; pass damaged="previous" to resume'
-        ):
-            checkpoint.resume()
-        assert model.weight.eq(1).all()
-        with pytest.warns(UserWarning, match=rf"000002-step-2.*{message}.* resuming from the one before"):
-            at = checkpoint.resume(damaged="previous")
-        assert at is not None
-        assert at.position == {"step": 1}
-        assert torch.equal(model.weight, old)
+        files = sorted(newest.iterdir())
+        assert len(files) == 9
+        for file in files:
+            intact = file.read_bytes()
+            harm(file)
+            nn.init.ones_(model.weight)
+            message = rf"000002-step-2.*{file.name}.* (damaged|missing)|{file.name}: damaged"
+            with pytest.raises(ValueError, match=message):
+                checkpoint.resume()
+            assert model.weight.eq(1).all()
+            with pytest.warns(UserWarning, match="000002-step-2.* resuming from the one before"):
+                at = checkpoint.resume(damaged="previous")
+            assert at is not None
+            assert at.position == {"step": 1}
+            assert torch.equal(model.weight, old)
+            file.write_bytes(intact)
+        harm(newest / "model.json")
         checkpoint.save(step=2)  # and on: the next one is the newest
         at = checkpoint.resume()
         assert at is not None
@@ -172,9 +144,6 @@ def test_one_flipped_bit_of_a_manifest_is_a_damaged_checkpoint(tmp_path: Path) -
                 at = checkpoint.resume(damaged="previous")
             assert at is not None
             assert at.position == {"step": 1}, place
-        file.write_bytes(intact.replace(b'"job": "', b'"job": "0'))
-        with pytest.raises(ValueError, match=r'manifest.json: damaged, .*; pass damaged="previous"'):
-            checkpoint.resume()
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
         checkpoint.save(step=3)
         at = checkpoint.resume()
@@ -183,11 +152,9 @@ def test_one_flipped_bit_of_a_manifest_is_a_damaged_checkpoint(tmp_path: Path) -
 
 
 def sign(checkpoint: Path, **changes: Any) -> None:
-    """Write a manifest whose digests are right, whatever the files contain."""
+    """Write a manifest whose own digest is right."""
     data = json.loads((checkpoint / "manifest.json").read_text())
     del data["sha256"]
-    for name in data["files"]:
-        data["files"][name] = manifest.file_record(checkpoint / name)
     data |= changes
     (checkpoint / "manifest.json").write_text(json.dumps(data | {"sha256": manifest._digest(data)}))
 
@@ -195,48 +162,17 @@ def sign(checkpoint: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"world": 10**9}, {"world": 0}, {"world": "1"}, {"world": 1.0}, {"world": None},
-        {"files": None}, {"files": []}, {"files": {}}, {"files": "abc"},
-        {"files": {"model.json": None}}, {"files": {"model.json": ["bytes", "sha256"]}},
-        {"files": {"model.json": {"bytes": 1}}}, {"files": {"model.json": {"bytes": "1", "sha256": ""}}},
+        {"world": 10**9},
         {"files": {"../../../etc/passwd": {"bytes": 1, "sha256": ""}}},
         {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
     ],
     ids=str,
-)  # fmt: skip
-def test_a_manifest_of_another_structure(changes: Any, tmp_path: Path) -> None:
+)
+def test_a_manifest_that_names_files_elsewhere(changes: Any, tmp_path: Path) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
-        checkpoint.save(step=1)
-        sign(checkpoint.save(step=2), **changes)
-        with pytest.raises(ValueError, match=r"000002-step-2/manifest\.json: damaged, or not written by"):
+        sign(checkpoint.save(step=1), **changes)
+        with pytest.raises(ValueError, match=r"000001-step-1/manifest\.json: damaged, or not written by"):
             checkpoint.resume()
-        with pytest.warns(UserWarning, match="resuming from the one before"):
-            assert checkpoint.resume(damaged="previous") is not None
-        checkpoint.save(step=3)
-
-
-NESTED = '{"dict": {"a": ' * 300 + "1" + "}}" * 300  # JSON can be read so deep; unpacking it takes more calls
-
-
-@pytest.mark.parametrize("file", ["training", "model", "optimizer", "rank-00000"])
-@pytest.mark.parametrize(
-    "text",
-    ["null", "1", "[]", "{}", '{"dict": {}}', '{"dict": [1]}', '{"dict": {"a": null}}', '{"other": {}}',
-     '{"a": 1, "b": 2}', '{"tensor": "absent"}', '{"tensor": []}', '{"dict": [[[], 1]]}', '{"float": "x"}',
-     '{"tensor": "weight", "shape": [2], "dtype": "save", "dims": [0]}', '[{"dict": {}}]', NESTED],
-)  # fmt: skip
-def test_a_file_of_another_structure_changes_nothing(text: str, file: str, tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with Checkpoint(tmp_path, model, torch.optim.Adam(model.parameters())) as checkpoint:
-        saved = checkpoint.save(step=1)
-        before = model.weight.detach().clone()
-        nn.init.zeros_(model.weight)
-        (saved / f"{file}.json").write_text(text)
-        sign(saved)
-        with pytest.raises(ValueError, match="000001-step-1"):
-            checkpoint.resume()
-        assert model.weight.eq(0).all()
-        assert not before.eq(0).all()
 
 
 def test_all_damaged(tmp_path: Path) -> None:

@@ -53,19 +53,6 @@ def test_kills_and_sigterm(uninterrupted: faults.End, tmp_path: Path) -> None:  
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_kills(uninterrupted: faults.End, tmp_path: Path) -> None:  # type: ignore[name-defined]
-    assert faults.killed(tmp_path, JOB, 2, uninterrupted, kills=3, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_sigterm(uninterrupted: faults.End, tmp_path: Path) -> None:  # type: ignore[name-defined]
-    """To one worker, then to torchrun."""
-    assert faults.stopped(tmp_path, JOB, 2, uninterrupted)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_kills_of_four_workers(tmp_path: Path) -> None:
     job = faults.Job(steps=60, switch_at=21, every=5)

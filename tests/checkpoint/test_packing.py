@@ -133,12 +133,6 @@ def test_paths_that_read_alike_do_not_collide() -> None:
     assert same(unpack(tree, tensors), state)
 
 
-def test_numpy_scalars_become_python_numbers() -> None:
-    numpy = pytest.importorskip("numpy")
-    back = unpack(pack([numpy.float64(0.1)])[0], {})
-    assert same(back, [0.1])
-
-
 def test_the_state_dict_of_every_scheduler_packs() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     sgdr = torch.optim.lr_scheduler
@@ -155,25 +149,13 @@ def test_the_state_dict_of_every_scheduler_packs() -> None:
         assert same(unpack(json.loads(json.dumps(tree, allow_nan=False)), tensors), state)
 
 
-@pytest.mark.parametrize("dtype", ["save", "nn", "no_such_name", "Tensor", 1, None])
-def test_a_name_that_is_no_dtype(dtype: Any) -> None:
-    tree = {"tensor": "x", "shape": [2], "dtype": dtype, "dims": [0]}
-    with pytest.raises(ValueError, match="not a packed state"):
-        unpack(tree, {})
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"a": [1, {"b": {1, 2}}]}, r"data: a/1/b is a set, which cannot be saved; use numbers"),
-        ({"f": print}, r"data: f is a builtin_function_or_method"),
-        ({"x": b"bytes"}, "data: x is a bytes"),
-        (object(), "data: the value is a object"),
-        ({"z": 1j}, "data: z is a complex"),
         ({frozenset(): 1}, r"data: frozenset\(\) \(a key\) is a frozenset"),
         ({"m": torch.empty(2, device="meta")}, "data: m is a tensor on the meta device"),
         ({"s": torch.eye(2).to_sparse()}, "data: s is a torch.sparse_coo or quantized tensor"),
-        ({"p": torch.nn.parameter.UninitializedParameter()}, "data: p is a torch.nn.parameter"),
     ],
 )
 def test_other_types_are_refused(state: Any, message: str) -> None:

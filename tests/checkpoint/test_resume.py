@@ -112,11 +112,16 @@ def test_a_model_that_is_low_rank_already_resumes(tmp_path: Path) -> None:
     assert plan is not None
     pf.reshape_(fresh.model, plan, fresh.optimizers)
     assert fresh.checkpoint.resume() is not None
+    assert fresh.switch.report is not None
+    assert fresh.switch.report.plan == plan
     equal(fresh.go(6, TOTAL).everything(), straight)
 
 
 def test_a_factorized_model_needs_no_switch(tmp_path: Path) -> None:
+    assert Checkpoint.plan_in(tmp_path) is None
     model = build()
+    Checkpoint(tmp_path, model).save()
+    assert Checkpoint.plan_in(tmp_path) is None
     pf.factorize_(model, pf.plan(model, 0.25))
     Checkpoint(tmp_path, model).save()
     other = build()
@@ -127,15 +132,6 @@ def test_a_factorized_model_needs_no_switch(tmp_path: Path) -> None:
     pf.reshape_(other, plan)
     Checkpoint(tmp_path, other).resume()
     equal(dict(other.state_dict()), dict(model.state_dict()))
-
-
-def test_plan_in(tmp_path: Path) -> None:
-    assert Checkpoint.plan_in(tmp_path / "none") is None
-    Run(momentum, tmp_path, 0, every=1).go(0, SWITCH)
-    assert Checkpoint.plan_in(tmp_path) is None
-    run = Run(momentum, tmp_path, 0, every=1).go(0, SWITCH + 1)
-    assert run.switch.report is not None
-    assert Checkpoint.plan_in(tmp_path) == run.switch.report.plan
 
 
 def test_a_compiled_model(tmp_path: Path) -> None:
@@ -283,11 +279,6 @@ def test_parts_missing_on_either_side_are_reported(tmp_path: Path) -> None:
     assert at.reset == ["data (not saved)", "scheduler (not passed)"]
 
 
-def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        assert Checkpoint(folder, build()).resume() is None
-
-
 def other_model(change: Callable[[nn.Sequential], Any]) -> nn.Module:
     model = build()
     change(model)
@@ -298,15 +289,12 @@ def other_model(change: Callable[[nn.Sequential], Any]) -> nn.Module:
     ("model", "optimizer", "message"),
     [
         (lambda: other_model(lambda m: m.append(nn.Linear(4, 4))), None, "8.weight is in the model, but was not saved"),
-        (lambda: other_model(lambda m: m.__delitem__(7)), None, "7.weight was saved, but is not in the model"),
         (lambda: other_model(lambda m: m.__setitem__(7, nn.Linear(64, 5))), None, "7.weight was saved as 4×64 float32, but is 5×64 float32 in"),
         (lambda: build().double(), None, "0.weight was saved as 16×2×3×3 float32, but is 16×2×3×3 float64 in"),
         (lambda: build().to("meta"), None, "0.weight is on the meta device"),
         (build, lambda m: torch.optim.Adam(m.parameters()), "the saved optimizer is SGD, this one is Adam"),
-        (build, lambda m: torch.optim.SGD([{"params": [p]} for p in m.parameters()]), "SGD has 1 groups, this one has 8"),
         (build, lambda m: torch.optim.SGD(m[0].parameters()), r"SGD, group 0: 1.bias is only in the saved optimizer"),
         (build, lambda m: [torch.optim.SGD(m.parameters())] * 2, "saved with 1 optimizers, now 2"),
-        (build, lambda m: torch.optim.SGD([torch.zeros(3, requires_grad=True)]), "SGD, group 0: it has a 3 parameter that is not in the model"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
@@ -347,11 +335,6 @@ def warm_up(optimizer: torch.optim.Optimizer, after: Any) -> Any:
             lambda m, o: {"scheduler": warm_up(o, schedulers.CosineAnnealingLR(o, 10))},
             lambda m, o: {"scheduler": warm_up(o, schedulers.ExponentialLR(o, 0.9))},
             r"saved as SequentialLR\(LinearLR, CosineAnnealingLR\), but is SequentialLR\(LinearLR, ExponentialLR\)",
-        ),
-        (
-            lambda m, o: {"scaler": torch.amp.GradScaler("cpu", enabled=False)},
-            lambda m, o: {"scaler": torch.amp.GradScaler("cpu")},
-            "the scaler was saved disabled, but is enabled",
         ),
         (
             lambda m, o: {"compressor": local_steps(m, 2)},

@@ -45,17 +45,16 @@ def test_the_plan_of_a_folder(dense: LlamaForCausalLM, rank: str, capsys: pytest
     """It is that of the model, with ranks of the weights in the folder, and `convert` takes it."""
     expected = pf.resolve(pf.plan(dense, pf.Energy(0.5) if "energy" in rank else 0.25), dense)
     command = ["plan", "dense", "--rank", rank, "--out", "plan.json"]
-    for architectures in (["LlamaForCausalLM"], None):
-        config = json.loads(Path("dense/config.json").read_text())
-        Path("dense/config.json").write_text(json.dumps(config | {"architectures": architectures}))
-        assert main(command) == 0
-        assert pf.Plan.load("plan.json").ranks == expected.ranks
+    assert main(command) == 0
+    assert pf.Plan.load("plan.json").ranks == expected.ranks
     assert main(["convert", "dense", "--plan", "plan.json", "--out", "low"]) == 0
     pf.factorize_(dense, expected)
     with torch.no_grad():
         torch.testing.assert_close(from_pretrained("low")(TOKENS).logits, dense(TOKENS).logits)
     for path in Path("dense").glob("*.safetensors"):
         path.unlink()
+    config = json.loads(Path("dense/config.json").read_text())
+    Path("dense/config.json").write_text(json.dumps(config | {"architectures": None}))
     capsys.readouterr()
     assert main(["plan", "dense"]) == 0  # a configuration is enough
     assert "this is LlamaModel, without a head" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import pufferfish as pf
 from processes import free_port
 from pufferfish.compression.settings import Methods
 from pufferfish.integrations.torchft import ElasticGradients, ElasticLocalSteps, Replicas
-from pufferfish.integrations.torchft.replicas import digest
 
 #: Seconds after which a replica that does not answer fails the test.
 LIMIT = 60
@@ -45,25 +44,20 @@ class Job:
     min_replicas: int = 1
     timeout: float = 20.0
     patience: float = 60.0
-    sizes: Sequence[int] = field(default=(8, 48, 48, 4))
 
 
 @dataclass(frozen=True)
 class Accident:
-    """A signal that a replica sends itself before its n-th collective in a round; in no given round, its n-th of all.
+    """A signal that a replica sends itself before its n-th collective in a round."""
 
-    Before the first collective of its life it dies while it loads the state of another replica.
-    """
-
-    round: int | None
+    round: int
     collective: int
     signal: int = signal.SIGKILL
 
 
-def build(job: Job, seed: int = 0) -> nn.Module:
+def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers = [nn.Linear(a, b) for a, b in zip(job.sizes, job.sizes[1:], strict=False)]
-    return nn.Sequential(*[x for layer in layers for x in (layer, nn.Tanh())][:-1])
+    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 4))
 
 
 def batch(position: int, number: int) -> tuple[Tensor, Tensor]:
@@ -99,9 +93,9 @@ class Training:
             patience=job.patience,
             hostname="127.0.0.1",
         )
-        self.accident, self.collectives, self.all = accident, 0, 0
+        self.accident, self.collectives = accident, 0
         self._watch()
-        self.model = build(job, self.number)
+        self.model = build(self.number)
         self.optimizer = make_inner(job, self.model)
         self.switch = None
         if job.switch_at is not None:
@@ -129,16 +123,30 @@ class Training:
             join()
 
         def counted(collective: Callable[[], Any]) -> Callable[[], None]:
-            accident = self.accident
-            here = self.collectives if accident and accident.round is not None else self.all
-            if accident and accident.round in (None, self.replicas.round) and accident.collective == here:
+            accident, here = self.accident, (self.replicas.round, self.collectives)
+            if accident and here == (accident.round, accident.collective):
                 self.accident = None
                 os.kill(os.getpid(), accident.signal)
-            self.collectives, self.all = self.collectives + 1, self.all + 1
+            self.collectives += 1
             return start(collective)
 
         self.replicas.join = begin  # type: ignore[method-assign]
         transport._start = counted  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self.exchange.start(self.model, self.optimizer, switch=self.switch)
+
+    def spoil(self) -> None:
+        with torch.no_grad():
+            for x in self.exchange._anchor.tensors().values():
+                x += 1
+
+    def poison(self) -> None:
+        """Claim to be a thousand rounds ahead, with weights that are not finite."""
+        with torch.no_grad():
+            for x in self.exchange._anchor.tensors().values():
+                x.fill_(torch.nan)
+        self.replicas.manager.load_state_dict({"step": 1000, "batches_committed": 1000})
 
     def until(self, position: int) -> None:
         while self.exchange.position < position:
@@ -155,31 +163,6 @@ class Training:
             self.optimizer.zero_grad()
             if self.job.kind == "local":
                 self.exchange.step(self.model)
-
-    def free(self, end: Path, conn: Connection) -> dict[str, Any]:
-        """Train up to the position that the file `end` will contain, and tell the anchor after each round."""
-        adopt, rounds, finish = self.exchange._adopt, self.exchange._rounds, self.exchange._finish
-
-        def adopted(state: Any) -> None:
-            if self.accident is not None and self.accident.collective == 0:
-                os.kill(os.getpid(), self.accident.signal)
-            adopt(state)
-
-        def finished(*args: Any, **kwargs: Any) -> bool:
-            done: bool = finish(*args, **kwargs)
-            if done:
-                conn.send(
-                    (self.replicas.round, digest(rounds.anchor.tensors()).hex(), self.exchange.position)
-                )
-            return done
-
-        self.replicas.manager._load_state_dict_fns["pufferfish"] = adopted
-        self.exchange._finish = finished
-        _start(self)
-        while not end.exists() or self.exchange.position < int(end.read_text()):
-            self.until(self.exchange.position + 1)
-        self.exchange.sync(self.model)
-        return self.status()
 
     def checkpoint(self, folder: Path) -> pf.Checkpoint:
         return pf.Checkpoint(folder, self.model, self.optimizer, switch=self.switch, compressor=self.exchange)
@@ -229,50 +212,13 @@ def replica(name: str, lighthouse: str, job: Job, accident: Accident | None, con
         conn.send("ready")
         while True:
             command, *args = conn.recv()
-            if command == "free":
-                args.append(conn)
-            result = (
-                getattr(training, command)(*args)
-                if hasattr(training, command)
-                else COMMANDS[command](training)
-            )
+            result = getattr(training, command)(*args)
             conn.send(result if result is not None else training.status())
     except EOFError:
         pass
     except BaseException as error:
         conn.send(error if isinstance(error, Exception) and not error.__cause__ else RuntimeError(str(error)))
         traceback.print_exc()
-
-
-def _start(training: Training) -> None:
-    training.exchange.start(training.model, training.optimizer, switch=training.switch)
-
-
-def _sync(training: Training) -> None:
-    training.exchange.sync(training.model)
-
-
-def _spoil(training: Training) -> None:
-    with torch.no_grad():
-        for x in training.exchange._anchor.tensors().values():
-            x += 1
-
-
-def _poison(training: Training) -> None:
-    """Claim to be a thousand rounds ahead, with weights that are not finite."""
-    with torch.no_grad():
-        for x in training.exchange._anchor.tensors().values():
-            x.fill_(torch.nan)
-    training.replicas.manager.load_state_dict({"step": 1000, "batches_committed": 1000})
-
-
-#: What a replica does on command, beside the methods of `Training`.
-COMMANDS: dict[str, Callable[[Training], None]] = {
-    "start": _start,
-    "sync": _sync,
-    "spoil": _spoil,
-    "poison": _poison,
-}
 
 
 class Remote:
@@ -395,6 +341,25 @@ def all_do(replicas: Sequence[Remote], *command: Any) -> list[dict[str, Any]]:
     return found
 
 
+def train_without(lost: Remote, others: Sequence[Remote], position: int) -> list[dict[str, Any]]:
+    """Train up to the position. One replica is killed by its accident; return the answers of the others."""
+    for remote in (*others, lost):
+        remote.tell("until", position)
+    lost.dies()
+    found = [remote.answer() for remote in others]
+    assert all(status["anchor"] == found[0]["anchor"] for status in found)
+    return found
+
+
+def join(c: Cluster, remote: Remote, others: Sequence[Remote], position: int) -> dict[str, Any]:
+    """Start a replica that joins in the round that the others complete at a position; return what it then has."""
+    remote.tell("start")
+    c.wait_for_joiner()
+    all_do(others, "until", position)
+    joined: dict[str, Any] = remote.answer()
+    return joined
+
+
 @contextmanager
 def cluster(job: Job) -> Iterator[Cluster]:
     found = Cluster(job, free_port())
@@ -406,7 +371,7 @@ def cluster(job: Job) -> Iterator[Cluster]:
 
 def reference(job: Job, rounds: Sequence[Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
     """Local steps of the replicas in each round, one after the other: SGD inside, SGD with Nesterov momentum outside."""
-    model = build(job, seed)
+    model = build(seed)
     anchor = {name: p.detach().clone() for name, p in model.named_parameters()}
     v = {name: torch.zeros_like(a) for name, a in anchor.items()}
     for r, present in enumerate(rounds):

@@ -15,13 +15,12 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     extract_model_from_parallel,
 )
-from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples, tensorboard
+from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
 from torch import nn
 
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
-from pufferfish.optim.rewarm import Rewarm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 Run = tuple[Accelerator, pf.Switch, nn.Module, Any, Any, Any]
@@ -36,7 +35,7 @@ def prepared(accelerator: Accelerator, batch: int = BATCH) -> Run:
     model = build()
     optimizer, schedule = optimizer_of(model)
     loader = torch.utils.data.DataLoader(samples(), batch)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=Rewarm(3))
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=0.5)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     checkpoint_with(accelerator, switch, model, optimizer)
     return accelerator, switch, model, optimizer, schedule, loader
@@ -62,7 +61,7 @@ def by_hand(accumulate: int = 1, size: int = 1) -> nn.Module:
     """Accelerate steps the schedule once for every process."""
     model, data = build(), samples()
     optimizer, schedule = optimizer_of(model)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=Rewarm(3))
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=0.5)
     for epoch in range(EPOCHS):
         switch.step(model, optimizer, epoch=epoch)
         for i in range(0, SAMPLES, BATCH):
@@ -162,19 +161,8 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLE))["main"]
-
-    def tracking(**arguments: Any) -> Accelerator:
-        """The example's Accelerator with a tracker."""
-        accelerator = Accelerator(**arguments, log_with="tensorboard", project_dir=tmp_path)
-        accelerator.init_trackers("events")
-        return accelerator
-
-    main.__globals__["Accelerator"] = tracking
     main(str(tmp_path / "run"), epochs=3)
     assert "Switched to low rank at epoch 2" in capsys.readouterr().out
     main(str(tmp_path / "run"), epochs=4)  # resumes from a low-rank checkpoint
     assert "Switched" not in capsys.readouterr().out
-    scalars, rest = tensorboard(tmp_path / "events"), 128 + 128 + 4 * 128 + 4  # biases and the last layer
-    assert scalars["pufferfish/parameters_before"] == [(2, 64 * 128 + 128 * 128 + rest)]
-    assert scalars["pufferfish/parameters_after"] == [(2, 16 * (64 + 128) + 32 * (128 + 128) + rest)]
     assert len(EXAMPLE.read_text().splitlines()) <= 40

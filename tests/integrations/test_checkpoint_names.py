@@ -34,11 +34,8 @@ from transformers import (
 )
 
 import pufferfish as pf
-from pufferfish.integrations.checkpoint_names import in_file_names, in_model_names, meta_model
 from pufferfish.integrations.convert import convert, merge
 from pufferfish.integrations.transformers import from_pretrained
-from pufferfish.lowrank.state_dict import LazyTensor
-from pufferfish.lowrank.weight_files import index_name, open_weights
 
 VISION = {
     k: SIZE[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -75,28 +72,6 @@ def output(model: PreTrainedModel) -> Any:
     inputs = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(TOKENS, **inputs).logits
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_names_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """Files that save_pretrained wrote, read under the names of the state dict, and written again."""
-    model = build(name)
-    model.save_pretrained(tmp_path, max_shard_size=SHARD)
-    state, files = model.state_dict(), weights(tmp_path)
-    empty = meta_model(tmp_path)
-    assert type(empty) is type(model)
-    with open_weights(tmp_path / index_name("model")) as source:
-        read = in_model_names(source, empty)
-        tensors = {name: read.get(name) for name in read.shapes}
-        assert {name: (x.shape, x.dtype) for name, x in tensors.items()} == dict(read.shapes)
-    assert equal(tensors, {name: state[name] for name in tensors})
-    assert {x.data_ptr() for x in state.values()} == {
-        state[name].data_ptr() for name in tensors
-    }  # but for ties
-    lazy = in_file_names([LazyTensor(n, x.shape, x.dtype, x.clone) for n, x in tensors.items()], empty)
-    written = {tensor.name: tensor.make() for tensor in lazy}
-    assert equal(written, files)
-    assert all(written[t.name].shape == t.shape for t in lazy)
 
 
 @pytest.mark.parametrize("name", MODELS)

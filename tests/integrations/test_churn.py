@@ -1,4 +1,4 @@
-"""The short form of benchmarks/churn.py, and what it decides from: accidents, lines of the replicas, losses."""
+"""The short form of benchmarks/churn.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,58 +20,6 @@ from pufferfish.lab.network import kill_orphans, unavailable_reason
 churn = benchmark("churn")
 REASON = unavailable_reason()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}")
-
-
-def test_accidents_follow_from_the_seed() -> None:
-    job = churn.Job("streaming", 600)
-    found = [churn.schedule(job, 32, 4, True, seed) for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
-    kills = [accident for accident in found[0] if accident.kind == "kill"]
-    assert (len(kills), len(found[0])) == (32, 37)
-    assert {phase: sum(a.phase == phase for a in kills) for phase in ("switch", "flight", "joining")} == {
-        "switch": 2,
-        "flight": 6,
-        "joining": 6,
-    }
-    assert all(job.h <= accident.position < job.last for accident in found[0])
-    assert not any(a.phase == "flight" for a in churn.schedule(churn.Job("plain", 600), 32, 0, False, 0))
-
-
-def supervisor(folder: Path) -> Any:
-    return churn.Supervisor(None, folder / "job", churn.Job("plain", 100), b"", [])
-
-
-def test_anchors_and_pauses_are_read_from_what_replicas_write(tmp_path: Path) -> None:
-    found = supervisor(tmp_path)
-    end = {"end": "e", "loss": 2.0, "position": 100, "low_rank": True}
-    lines = [
-        [{"round": 1, "digest": "a"}, {"round": 2, "digest": "b"}, {"pause": 3.0}, end],
-        [{"round": 1, "digest": "a"}, {"round": 2, "digest": "c"}, {"lost": 4}, {"pause": 9.0}, end],
-        [{"round": 3, "digest": "d"}, {"pause": 5.0}, end],
-        [{"lost": 2}],
-    ]
-    for host, some in zip(found.hosts, lines, strict=True):
-        text = "".join(json.dumps({"time": 20.0, **line}) + "\n" for line in some)
-        (found.folder / f"lines-{host.number}").write_text(text)
-    found.hosts[1].away = [[12.0, 13.0]]  # it was stopped, so its pause is its own
-    found.few = [[1.0, 15.5]]
-    found.read_lines()
-    result = found.result
-    assert (result.rounds, result.compared, result.different, result.lost) == (3, 2, 1, 6)
-    assert result.pauses == {"with two left": 5.0, "without Lighthouse": 0.0, "otherwise": 3.0}
-    assert (result.replicas, result.loss) == (3, 2.0)
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [{}, {"different": 1}, {"errors": ["replica 1 has ended"]}, {"replicas": 3}, {"loss": 2.3},
-     {"kills": {"training": 4}}],
-    ids=str,
-)  # fmt: skip
-def test_the_verdict(problem: dict[str, Any]) -> None:
-    calm = {"loss": 2.0, "replicas": 4, "different": 0, "compared": 9, "errors": [], "kills": {"training": 0}}
-    hit = {**calm, "kills": {"training": 3, "switch": 2}, **problem}
-    assert churn.verdict([calm, {**calm, "loss": 2.05}, hit], 5) == (not problem)
 
 
 def command(tmp_path: Path) -> list[str]:

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
-from pufferfish.optim.rewarm import Rewarm
 from pufferfish.switching.moments import Position
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
@@ -175,14 +174,12 @@ def test_the_other_package_and_mixed_precision(tmp_path: Path) -> None:
     [
         pf.AtStep(6),
         pf.RanksSettle(latest=pf.AtEpoch(2)),
-        pytest.param(pf.AtEpoch(1), marks=pytest.mark.slow),
-        pytest.param(pf.AtFraction(0.5), marks=pytest.mark.slow),
     ],
     ids=lambda when: type(when).__name__,
 )
 def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
     def run(folder: str, **resume: Any) -> tuple[Net, pf.Switch]:
-        net, switch = Net(), pf.Switch(rank=0.25, when=when, lr=Rewarm(5))
+        net, switch = Net(), pf.Switch(rank=0.25, when=when, lr=0.5)
         saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
         make(switch, tmp_path, saves).fit(net, loader(), **resume)
         return net, switch
@@ -198,32 +195,24 @@ def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
         assert again.report is not None
         assert again.report.position == switch.report.position
         assert len(again.history) == len(switch.history)
-        assert again.state_dict()["updates"] == switch.state_dict()["updates"]
 
 
 def test_the_switch_is_logged_once(tmp_path: Path) -> None:
-    def run(folder: str, **resume: Any) -> tuple[list[dict[str, str]], pf.Switch]:
-        switch = pf.Switch(rank=0.25, when=pf.AtStep(5), back=pf.AtStep(9), evaluate=lambda model: 2.0)
+    def run(folder: str, **resume: Any) -> tuple[list[dict[str, float]], pf.Switch]:
+        switch = pf.Switch(rank=0.25, when=pf.AtStep(5), back=pf.AtStep(9))
         saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=4, save_top_k=-1)
         logger = CSVLogger(tmp_path, folder, version="")
         make(switch, tmp_path, saves, logger=logger).fit(Net(), loader(), **resume)
         with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
-            return list(csv.DictReader(file)), switch
+            rows = csv.DictReader(file)
+            return [{key: float(value) for key, value in row.items() if value} for row in rows], switch
 
     rows, switch = run("whole")
     assert switch.report is not None
-    metrics = switch.report.metrics  # of the return to full rank
-    numbers = [{key: float(value) for key, value in row.items() if value} for row in rows]
-    assert [row.pop("step") for row in numbers] == [5, 9]
-    assert numbers[1] == metrics
-    low_rank, dense = metrics.values()
-    assert (numbers[0]["pufferfish/parameters_before"], numbers[0]["pufferfish/parameters_after"]) == (
-        dense, low_rank,
-    )  # fmt: skip
-    assert numbers[0]["pufferfish/loss_before"] == numbers[0]["pufferfish/loss_after"] == 2.0
-    assert numbers[0]["pufferfish/energy_kept_worst"] == pytest.approx(min(switch.report.energy.values()))
+    assert [row["step"] for row in rows] == [5, 9]
+    assert rows[1] == {"step": 9} | switch.report.metrics  # of the return to full rank
     again, _ = run("resumed", ckpt_path=tmp_path / "whole" / "step=8.ckpt")
-    assert [row["step"] for row in again] == ["9"]
+    assert [row["step"] for row in again] == [9]
 
 
 def test_evaluates_a_low_rank_checkpoint(tmp_path: Path) -> None:

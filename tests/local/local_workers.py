@@ -64,26 +64,9 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.state_dict().items() if x.is_floating_point()}
 
 
-def sequential(
-    size: int, h: int, steps: int, make: Make, *, lr: float = 1.0, momentum: float = 0.0
-) -> nn.Module:
-    """Train all workers one after the other: θ ← a − lr·(Δ + μv) with v ← μv + Δ and Δ = a − mean θ."""
-    workers = [build() for _ in range(size)]
-    optimizers = [make(worker.parameters()) for worker in workers]
-    anchor = floats(workers[0])
-    trained = dict(workers[0].named_parameters()).keys()
-    v = {name: torch.zeros_like(a) for name, a in anchor.items()}
-    for step in range(steps):
-        for rank in range(size):
-            update(workers[rank], optimizers[rank], step, rank)
-        if (step + 1) % h == 0:
-            for name, a in anchor.items():
-                delta = a - torch.stack([worker.state_dict()[name] for worker in workers]).mean(0)
-                v[name] = momentum * v[name] + delta
-                a -= lr * (delta + momentum * v[name]) if name in trained else delta
-            for worker in workers:
-                worker.load_state_dict(anchor, strict=False)
-    return workers[0]
+def sequential(size: int, h: int, steps: int, make: Make, **options: Any) -> nn.Module:
+    """Train all workers one after the other, without fragments and delays."""
+    return streaming(size, [list(floats(build()))], h, 0, 0.0, steps, make, **options)[0]
 
 
 def streaming(

@@ -150,7 +150,6 @@ def resumes_exactly(rank: int, size: int, folder: str) -> None:
     ("case", "size"),
     [
         (sparse_equals_the_papers_loop, 2),
-        pytest.param(sparse_equals_the_papers_loop, 4, marks=pytest.mark.slow),
         (muon_inside_with_two_bits, 2),
         (resumes_exactly, 2),
     ],

@@ -32,20 +32,6 @@ def test_one_worker_is_lookahead() -> None:
     close(model, other)
 
 
-def test_the_anchor_is_in_fp32() -> None:
-    """A hundred outer steps, each below the resolution of bf16."""
-    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    nn.init.ones_(model.weight)
-    local = LocalSteps(1, outer=lambda params: optim.SGD(params, lr=1e-3))
-    local.start(model)
-    for _ in range(100):
-        with torch.no_grad():
-            model.weight -= 0.125
-        local.step(model)
-    assert local.state_dict()["anchor"]["weight"].item() == pytest.approx(1 - 100 * 0.125e-3)
-    assert model.weight.item() == torch.tensor(1 - 100 * 0.125e-3).bfloat16().item()
-
-
 def test_buffers_that_cannot_be_averaged() -> None:
     model = build()
     model.register_buffer("mask", torch.full((2, 2), -math.inf))
@@ -153,7 +139,6 @@ def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
     model = build()
     frozen = build().requires_grad_(False)
     yield lambda: LocalSteps(0), ValueError, "h=0 is not a number of updates"
-    yield lambda: LocalSteps(2.0), ValueError, "h=2.0"  # type: ignore[arg-type]
     yield lambda: LocalSteps(2, method=SignSGD()), ValueError, "SignSGD sends signs without magnitudes"
     yield lambda: LocalSteps(2, method={"nowhere": TopK()}).start(model), ValueError, "'nowhere' matches no"
     yield (
@@ -161,7 +146,6 @@ def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
         ValueError,
         "DGC and the outer SGD both",
     )
-    yield lambda: LocalSteps(2, outer=optim.LBFGS).start(model), TypeError, "created a LBFGS"
     yield (
         lambda: LocalSteps(2, outer=lambda _: sgd(model.parameters())).start(model),
         ValueError,
@@ -169,11 +153,6 @@ def refused() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
     )
     yield lambda: LocalSteps(2, outer=lambda p: sgd(p[1:])).start(model), ValueError, "does not have 0.weight"
     yield lambda: LocalSteps(2).start(frozen), ValueError, "no parameter"
-    yield (
-        lambda: LocalSteps(2).start(nn.Linear(2, 2, dtype=torch.complex64)),
-        TypeError,
-        "weight is torch.complex64",
-    )
 
 
 @pytest.mark.parametrize(("act", "kind", "message"), list(refused()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_workers import adamw, build, close, diloco, sgd, streaming, train
+from local_workers import build, close, diloco, sgd, train
 from torch import Tensor, nn, optim
 
 import pufferfish as pf
@@ -158,14 +158,6 @@ def test_a_model_in_bf16_keeps_its_anchor_in_fp32() -> None:
     assert local.state_dict()["anchor"]["weight"].item() == pytest.approx(anchor.item())
 
 
-def test_one_worker_alone() -> None:
-    model = build()
-    local, optimizer = LocalSteps(4, outer=diloco, fragments=2, delay=3), adamw(model.parameters())
-    local.start(model)
-    train(local, model, optimizer, range(11), 0)
-    close(model, streaming(1, names_in(local), 4, 3, 0.5, 11, adamw, lr=0.7, momentum=0.9)[0])
-
-
 def test_the_error_of_a_flight_is_raised_where_it_is_awaited() -> None:
     def fail() -> dict[str, Tensor]:
         raise RuntimeError("lost contact")
@@ -200,8 +192,8 @@ def test_on_a_gpu_as_on_the_cpu() -> None:
 def refused() -> Iterator[tuple[Callable[[], object], str]]:
     yield lambda: LocalSteps(4, fragments=0), "fragments=0 is not a number of fragments"
     yield lambda: LocalSteps(4, fragments=5), "fragments=5 exceeds h=4"
-    yield lambda: LocalSteps(4, delay=-1), "delay=-1 is not a number of updates"
-    yield lambda: LocalSteps(4, delay=4), "delay=4 must be below h=4"
+    yield lambda: LocalSteps(4, delay=-1), "delay=-1 must be at least 0"
+    yield lambda: LocalSteps(4, delay=4), "delay=4 must be at least 0 and below h=4"
     yield lambda: LocalSteps(4, delay=1, mixing=1.0), "mixing=1.0 must be at least 0 and below 1"
     yield lambda: LocalSteps(4, mixing=0.5), "0 without a delay"
     yield lambda: LocalSteps(4, pattern="random"), "pattern='random' is neither"  # type: ignore[arg-type]

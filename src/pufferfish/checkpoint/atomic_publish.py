@@ -26,7 +26,6 @@ def create_hidden_folder(folder: Path) -> Path:
 
     Folders that dead writers left behind are removed first, to free their disk space.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)

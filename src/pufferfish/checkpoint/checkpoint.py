@@ -27,7 +27,6 @@ from ..switching.switch import Switch
 from .atomic_publish import create_hidden_folder, publish_by_rename
 from .checkpoint_files import (
     SavedCheckpoint,
-    check_position,
     differing_state,
     load_model_state,
     model_state,
@@ -112,9 +111,8 @@ class Checkpoint:
         every: int | None = None,
         keep: int | None = 3,
     ) -> None:
-        for name, number in (("every", every), ("keep", keep)):
-            if number is not None and number < 1:
-                raise ValueError(f"Checkpoint: {name}={number} must be at least 1, or None")
+        if keep is not None and keep < 1:
+            raise ValueError(f"Checkpoint: keep={keep} must be at least 1, or None")
         self.folder = Path(folder)
         self.model = model
         self.optimizers: list[optim.Optimizer] = as_list(optimizer)
@@ -254,7 +252,9 @@ class Checkpoint:
 
     def _write(self, hidden: Path, position: dict[str, Any]) -> dict[str, Any]:
         """Write this worker's files and return their manifest entries."""
-        check_position(position)
+        step = position.get("step", 0)
+        if not isinstance(step, int) or step < 0:  # a folder of another name would not be found again
+            raise TypeError(f"step={step!r} must be an int of at least 0")
         if not hidden.is_dir():
             raise OSError(
                 f"{self.folder}: this worker does not see files of worker 0; all workers must share the folder"

@@ -17,16 +17,9 @@ from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .expected_structure import Ranks
-from .manifest import NOT_OURS, file_record, read_manifest
+from .manifest import file_record, read_manifest
 from .packing import ShardedTensorSpec, pack, storable, unpack
 from .sharded_tensors import ShardReader, load_like, local_shards, unsharded
-
-#: Types in the state of a file, by the start of its name; those of "optimizer" are of each optimizer.
-_TYPES: dict[str, dict[str, Any]] = {
-    "training": {"position": dict, "ranks": dict, "plan": str | None, "averages": int, "parts": dict},
-    "optimizer": {"type": str, "groups": list, "state": dict, "unnamed": dict, "rest": dict},
-    "rank": {"random": dict, "buffers": dict, "averages": list, "optimizers": list | None, "parts": dict},
-}
 
 
 def write_files(
@@ -57,16 +50,6 @@ def write_files(
             files += _write(folder / name, job_tree, unsharded(job_tensors))
     files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
     return {file.name: file_record(file) for file in files}
-
-
-def check_position(position: Mapping[str, Any]) -> None:
-    """Raise TypeError if JSON cannot hold the position of a run."""
-    for name, value in position.items():
-        types = int if name == "step" else int | float | str | None
-        if not isinstance(value, types) or (name == "step" and value < 0):
-            raise TypeError(
-                f"{name}={value!r}: a position consists of numbers and strings, and step is an int of at least 0"
-            )
 
 
 class SavedCheckpoint:
@@ -176,18 +159,8 @@ class SavedCheckpoint:
         return list(states)
 
     def _read(self, name: str, device: torch.device | None = None) -> Any:
-        text, types = self.path / f"{name}.json", _TYPES.get(name.split("-")[0], {})
-        try:
-            state = unpack(read_json(text), load_file(text.with_suffix(".safetensors")), device)
-        except (ValueError, SafetensorError) as error:
-            raise ValueError(f"{text}: {NOT_OURS}: {error}") from error
-        dicts = state if name == "optimizer" else [state]
-        if not isinstance(dicts, list) or not all(
-            isinstance(x, dict) and all(isinstance(x.get(key, ...), kind) for key, kind in types.items())
-            for x in dicts
-        ):
-            raise ValueError(f"{text}: {NOT_OURS}")
-        return state
+        text = self.path / f"{name}.json"
+        return unpack(read_json(text), load_file(text.with_suffix(".safetensors")), device)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

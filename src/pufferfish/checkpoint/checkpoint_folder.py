@@ -23,9 +23,7 @@ def running_number(checkpoint: Path) -> int:
 
 
 def job_of(folder: Path) -> str | None:
-    """Return the identity of the job that saved the checkpoints in `folder`.
-
-    None if there are no checkpoints, or only some of earlier versions, which do not have it.
+    """Return the identity of the job that saved the checkpoints in `folder`; None if there are none.
 
     Raises:
         ValueError: if they are of several jobs, one of which must not resume from the other's.
@@ -51,8 +49,6 @@ def newest_checkpoint(folder: Path, damaged: str) -> tuple[str, str] | None:
         damaged: "raise" for a ValueError if the newest checkpoint is damaged, "previous" to fall back with a
             warning to the one before it.
     """
-    if damaged not in ("raise", "previous"):
-        raise ValueError(f'damaged={damaged!r} must be "raise" or "previous"')
     paths = list_checkpoints(folder)
     for path in reversed(paths):
         try:

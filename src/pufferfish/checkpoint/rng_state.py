@@ -39,8 +39,7 @@ def set_rng_state(state: dict[str, Any], devices: Sequence[torch.device | str] =
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        saved = state["cuda"] if isinstance(state["cuda"], list) else [state["cuda"]]  # one in 0.1.0
-        for device, value in zip(devices or ["cuda"], saved, strict=False):
+        for device, value in zip(devices or ["cuda"], state["cuda"], strict=False):
             torch.cuda.set_rng_state(value, device)
 
 

@@ -27,8 +27,6 @@ def skip_batches(loader: DataLoader[Any], n: int) -> _Rest:
     >>> [batch.tolist() for batch in skip_batches(loader, 1)]
     [[4, 5, 6, 7], [8, 9]]
     """
-    if n < 0:
-        raise ValueError(f"skip_batches: n={n} must not be negative")
     if not isinstance(loader.dataset, IterableDataset) and n > len(loader):
         raise ValueError(
             f"skip_batches: n={n}, but an epoch has {len(loader)} batches; count from the start of the epoch, "

@@ -44,10 +44,6 @@ def check_parts(path: Path, parts: Parts, states: Mapping[str, Any], classes: Ma
             raise ValueError(
                 f"{path}: {name} was saved as {classes[name]}, but is {now}; pass the same class"
             )
-        if name == "scaler" and not states[name] and x.state_dict():  # GradScaler refuses the empty state
-            raise ValueError(
-                f"{path}: the scaler was saved disabled, but is enabled; disable it, or leave out scaler="
-            )
         if hasattr(x, "check_state_dict"):
             try:
                 x.check_state_dict(states[name])

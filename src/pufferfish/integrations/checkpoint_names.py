@@ -5,9 +5,7 @@ the files lack the prefix of the base model. Plans and low-rank folders have the
 of transformers; here they are applied to one tensor after the other, so that the weights need not fit into memory.
 """
 
-import contextlib
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +13,9 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from ..lowrank.files import DENSE_FILES
 from ..lowrank.state_dict import LazyTensor, Source
-from ..lowrank.weight_files import open_weights
 from ..planning.json_file import read_json
 from .pretrained import build_on_meta, find_class
 
@@ -39,39 +35,17 @@ except ImportError as error:
         f"transformers {transformers.__version__} cannot convert the names of a folder's weights; install 5.22 or later"
     ) from error
 
-#: The tables of the Auto classes: configuration → model.
-_MODEL_MAPPINGS = [
-    getattr(transformers, name) for name in dir(transformers) if re.fullmatch(r"MODEL_(\w+_)?MAPPING", name)
-]
-
 
 def meta_model(folder: Path) -> PreTrainedModel | None:
-    """Model of a Hugging Face folder on the meta device, or None if its class is not one of transformers' own."""
-    data = read_json(folder / "config.json")
-    found = find_class(data.get("architectures"))
-    if found is None and (data.get("architectures") or data.get("model_type") not in CONFIG_MAPPING):
+    """Model of a Hugging Face folder on the meta device; None if config.json names none of transformers' own classes."""
+    found = find_class(read_json(folder / "config.json").get("architectures"))
+    if found is None:
         return None
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"{folder}: its weights are quantized; pass a folder with unquantized weights")
-    model = build_on_meta(found, config) if found else _model_of_weights(folder, config)
-    return model.to(config.dtype) if model and isinstance(config.dtype, torch.dtype) else model
-
-
-def _model_of_weights(folder: Path, config: PretrainedConfig) -> PreTrainedModel | None:
-    """The only model with exactly the weights of a folder, whose config.json names no class; None without one."""
-    file = next((folder / name for name in DENSE_FILES if (folder / name).is_file()), None)
-    if file is None:
-        return None
-    with open_weights(file) as source:
-        names = source.shapes.keys()
-    fitting = []
-    for kind in {mapping.get(type(config), None) for mapping in _MODEL_MAPPINGS} - {None}:
-        with contextlib.suppress(Exception):  # a head may need settings that this configuration lacks
-            model = build_on_meta(kind, config)
-            if dict(model.named_parameters()).keys() <= names <= model.state_dict().keys():
-                fitting.append(model)
-    return fitting[0] if len(fitting) == 1 else None
+    model = build_on_meta(found, config)
+    return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
 
 
 def in_model_names(source: Source, model: PreTrainedModel) -> Source:

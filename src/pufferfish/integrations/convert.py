@@ -39,7 +39,6 @@ from .model_card import add_notice, remove_notice
 _OPTIMIZER = "optimizer.pt"
 _TRAINER = "trainer_state.json"
 _TRAINING = "training.json"  # written by `pufferfish.Checkpoint`
-_CONFIG = "config.json"
 #: Files with weights, in the formats of several libraries: they are converted or left out, and never copied.
 _WEIGHT_FILES = (
     "*.safetensors", "*.safetensors.index*.json", "pytorch_model*", "tf_model*", "flax_model*", "*.gguf", "consolidated*",
@@ -122,19 +121,11 @@ def _naming(checkpoint: Path) -> Iterator[None]:
 
 def _plan_beside(checkpoint: Path) -> Plan:
     beside = plan_file(checkpoint)
-    if beside.is_file():
-        return Plan.load(beside)
-    if (checkpoint / _TRAINING).is_file():
+    if not beside.is_file():
         raise ValueError(
-            f"{checkpoint}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
+            f"{checkpoint}: its plan {beside.name} is missing; pass a plan, or a checkpoint that has one"
         )
-    if checkpoint.is_dir():
-        raise ValueError(
-            f"{checkpoint}: {MANIFEST} is missing; this is not a low-rank folder that pufferfish wrote"
-        )
-    raise ValueError(
-        f"{checkpoint}: its plan {beside.name} is missing; pass a plan, or a checkpoint that has one"
-    )
+    return Plan.load(beside)
 
 
 def _check_resolved(plan: Plan, back: bool) -> Plan:
@@ -152,15 +143,20 @@ def _lazy_tensors(source: Source, plan: Plan, back: bool) -> tuple[Plan, list[La
 
 def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bool) -> Plan:
     """Convert the weights of a Hugging Face folder, or of one that `save` has written, and copy its other files."""
-    if (folder / MANIFEST).is_file():
+    low_rank = (folder / MANIFEST).is_file()
+    if plan is None and not low_rank and (folder / _TRAINING).is_file():
+        raise ValueError(
+            f"{folder}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
+        )
+    if plan is None or low_rank:
         saved, weights = read_manifest(folder)
         plan = plan or saved
         if saved.ranks and not back:
             raise ValueError(f"{folder}: it is low-rank already; make it dense by `pufferfish merge` first")
     else:
-        plan, weights = plan or _plan_beside(folder), dense_weights(folder)
+        weights = dense_weights(folder)
     plan = _check_resolved(plan, back)
-    hub = (folder / _CONFIG).is_file()
+    hub = (folder / "config.json").is_file()
     model = _meta_model(folder) if hub else None
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_weights(weights))
@@ -182,15 +178,13 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
                 saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
                 if back:
-                    dense, low_rank = _source_of(tensors), source
+                    dense, factors = _source_of(tensors), source
                 else:
-                    dense, low_rank = source, stack.enter_context(open_weights(fresh / files[-1]))
-                state = convert_optimizer(saved_state, dense, low_rank, plan, back=back)
+                    dense, factors = source, stack.enter_context(open_weights(fresh / files[-1]))
+                state = convert_optimizer(saved_state, dense, factors, plan, back=back)
                 _torch_save(state, fresh / _OPTIMIZER)
             if not back:
                 write_manifest(fresh, plan, files)
-            if model is not None:
-                _name_class(fresh / _CONFIG, model)
             if hub:
                 remove_notice(fresh) if back else add_notice(fresh, plan)
     return plan
@@ -227,13 +221,6 @@ def _copy_other_files(folder: Path, fresh: Path) -> None:
             shutil.copytree(item, fresh / item.name, copy_function=shutil.copyfile)
         elif item.is_file() and not any(fnmatch.fnmatch(item.name, pattern) for pattern in skipped):
             shutil.copyfile(item, fresh / item.name)  # with the umask, and writable
-
-
-def _name_class(file: Path, model: Any) -> None:
-    """Name the class in a config.json without one, for `from_pretrained`."""
-    config = read_json(file)
-    if not config.get("architectures"):
-        write_text(file, json.dumps(config | {"architectures": [type(model).__name__]}, indent=2) + "\n")
 
 
 def _forget_switch(file: Path) -> None:

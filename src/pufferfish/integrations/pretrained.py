@@ -78,12 +78,10 @@ def from_pretrained(
         )
     architectures = read_json(folder / "config.json").get("architectures")
     cls: Any = model_class or find_class(architectures)
-    if cls is None and not architectures:
-        raise ValueError(
-            f"{folder}: its config.json names no class; pass model_class=AutoModelForCausalLM or another"
-        )
     if cls is None:
-        raise ValueError(f"{folder}: its class {architectures} is not in transformers; pass model_class=")
+        raise ValueError(
+            f"{folder}: its config.json names no class of transformers ({architectures}); pass model_class="
+        )
     remote = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
     if not issubclass(cls, PreTrainedModel):  # an Auto class, which has no models of its own
         config = kwargs.get("config") or AutoConfig.from_pretrained(folder, **remote)

@@ -46,10 +46,6 @@ class Anchor:
 
     def _check_outer(self, settings: Settings) -> None:
         outer, kind = self.outer, type(self.outer).__name__
-        if not isinstance(outer, optim.Optimizer) or isinstance(outer, optim.LBFGS):
-            raise TypeError(
-                f"LocalSteps: outer= created a {kind}, which is not an optimizer that steps without a closure"
-            )
         groups = group_names(outer, self._names())
         for name in self.params.keys() - {name for group in groups for name in group}:
             raise ValueError(f"LocalSteps: the outer {kind} does not have {name}; pass it all parameters")
@@ -59,11 +55,6 @@ class Anchor:
                 raise ValueError(
                     f"LocalSteps: {name} and the outer {kind} both have momentum; use it in one of them"
                 )
-        if self._before is not None and len(self._before.outer.param_groups) != len(groups):
-            raise ValueError(
-                f"LocalSteps: the outer {kind} has {len(groups)} parameter groups instead of "
-                f"{len(self._before.outer.param_groups)}; outer= must create the same groups as before"
-            )
 
     def check_outer_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if a saved state of the outer optimizer does not fit."""

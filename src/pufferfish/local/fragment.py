@@ -45,7 +45,7 @@ class Fragment:
         """Continue from a saved state."""
         self.engine.load_state_dict(state["engine"])
         self.since = state["since"]
-        self.sent_bytes = state.get("sent_bytes", 0.0)
+        self.sent_bytes = state["sent_bytes"]
         self.flight = state["flight"] and Flight(**state["flight"])
 
 

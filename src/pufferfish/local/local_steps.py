@@ -105,11 +105,6 @@ class LocalSteps:
     ) -> None:
         mixing = (0.5 if delay else 0.0) if mixing is None else mixing
         self.schedule = Schedule(h=h, fragments=fragments, delay=delay, mixing=mixing, pattern=pattern)
-        if outer is not None and not callable(outer):
-            raise TypeError(
-                f"LocalSteps: outer is a {type(outer).__name__}; pass a function that creates the optimizer, such as "
-                "lambda params: torch.optim.SGD(params, lr=0.7)"
-            )
         self.method: Methods = NoCompression() if method is None else method
         self._settings = Settings(self.method)
         for one in self._settings.by_pattern.values():

@@ -21,24 +21,17 @@ class Schedule:
     pattern: Pattern = "strided"  #: which blocks a fragment consists of
 
     def __post_init__(self) -> None:
-        for name, least, what in (
-            ("h", 1, "updates"),
-            ("fragments", 1, "fragments"),
-            ("delay", 0, "updates"),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"LocalSteps: {name}={value!r} is not a number of {what}; pass an int of at least {least}"
-                )
         h, fragments, delay, mixing = self.h, self.fragments, self.delay, self.mixing
+        for name, value, what in (("h", h, "updates"), ("fragments", fragments, "fragments")):
+            if value < 1:
+                raise ValueError(f"LocalSteps: {name}={value!r} is not a number of {what}")
         if fragments > h:
             raise ValueError(
                 f"LocalSteps: fragments={fragments} exceeds h={h}; average at most one fragment in an update"
             )
-        if delay >= h:
+        if not 0 <= delay < h:
             raise ValueError(
-                f"LocalSteps: delay={delay} must be below h={h}, after which the fragment is sent again"
+                f"LocalSteps: delay={delay} must be at least 0 and below h={h}, after which the fragment is sent again"
             )
         if not 0 <= mixing < 1 or (mixing and not delay):
             raise ValueError(

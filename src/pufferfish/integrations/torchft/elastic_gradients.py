@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compression import Engine, Meter, NoCompression, Settings
+from ...compression import Engine, NoCompression, Settings
 from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.engine import Step
 from ...compression.settings import Methods
-from ...compression.state import check_format, updates_by_rate
+from ...compression.state import updates_by_rate
 from ...layers.names import own_name, unwrap
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import ENGINE, SHARED, SharedState, check_structure
+from .shared_state import SharedState
 
 
 class ElasticGradients(ElasticExchange):
@@ -66,11 +66,6 @@ class ElasticGradients(ElasticExchange):
     def position(self) -> int:
         """Number of averages of the whole job. A replica that joins continues from that of the others."""
         return self._replicas.round
-
-    @property
-    def meter(self) -> Meter:
-        """Bytes and times so far."""
-        return self.engine.meter
 
     def _begin(self, state: SharedState) -> None:
         settings, params = self._settings, _trained(state.model)
@@ -150,8 +145,6 @@ class ElasticGradients(ElasticExchange):
         """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
         assert self._state is not None
         self._check_exchanged(state)
-        check_structure(state, {"shared": SHARED, "engine": ENGINE}, "state")
-        check_format(state["engine"])
         self._state.check(state["shared"], {})
 
     def _adopt(self, state: Mapping[str, Any]) -> None:

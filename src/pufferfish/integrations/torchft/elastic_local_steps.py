@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...compression.engine import Step
 from ...compression.exchange import Transport
 from ...compression.settings import Methods
-from ...compression.state import check_format
 from ...layers.names import own_name, unwrap
 from ...local.anchor import Outer
 from ...local.flight import Flight, Means
@@ -24,28 +23,7 @@ from ...local.split_by_depth import Pattern
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import ENGINE, OPTIMIZER, SHARED, SharedState, check_structure
-
-#: Structure of the state that replicas send.
-_STATE = {
-    "position": int,
-    "synced": int,
-    "due": [int],
-    "returns": bool,
-    "shared": SHARED,
-    "local": {
-        "h": int,
-        "delay": int,
-        "phase": int,
-        "lost": int,
-        "fragments": [
-            {"names": [str], "since": int, "sent_bytes": (int, float), "engine": ENGINE, "flight": object}
-        ],
-        "anchor": {str: Tensor},
-        "buffers": {str: Tensor},
-        "outer": OPTIMIZER,
-    },
-}
+from .shared_state import SharedState
 
 
 @dataclass
@@ -185,9 +163,6 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica; it takes effect at the next `start`."""
-        missing = {"position", "synced", "rounds"} - state.keys()
-        if missing:
-            raise ValueError(f"not a state of ElasticLocalSteps: missing {', '.join(sorted(missing))}")
         fragments = [
             {**f, "engine": engine_state_for(self._replicas.transport, self._settings, f["engine"])}
             for f in state["fragments"]
@@ -334,29 +309,11 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
 
     def _check(self, state: Any) -> None:
         """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
-        assert self._anchor is not None
         assert self._state is not None
         self._check_exchanged(state)
-        check_structure(state, _STATE, "state")
         local = state["local"]
         self.check_state_dict(local)
-        fragments, tensors = local["fragments"], {**local["anchor"], **local["buffers"]}
-        for fragment in fragments:
-            check_format(fragment["engine"])
-        if len(fragments) != self.schedule.fragments or not all(
-            0 <= p < len(fragments) for p in state["due"]
-        ):
-            raise ValueError(f"it has {len(fragments)} fragments, of which {state['due']} are due")
-        if sorted(name for fragment in fragments for name in fragment["names"]) != sorted(tensors):
-            raise ValueError("its fragments are not those of its anchor")
-        outer, mine = local["outer"], self._anchor.outer
-        if (outer["type"], len(outer["groups"])) != (type(mine).__name__, len(mine.param_groups)):
-            raise ValueError(
-                f"its outer optimizer is {outer['type']} with {len(outer['groups'])} groups, unlike this one"
-            )
-        if sorted(name for group in outer["groups"] for name in group["params"]) != sorted(local["anchor"]):
-            raise ValueError("its outer optimizer does not have the parameters of its anchor")
-        self._state.check(state["shared"], tensors)
+        self._state.check(state["shared"], {**local["anchor"], **local["buffers"]})
 
     @torch.no_grad()
     def _adopt(self, state: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from torchft import Manager, ProcessGroupGloo
 
 from ...compression import Settings
 from .replica_transport import LostReplica, ReplicaTransport
-from .shared_state import check_structure
 from .state_server import StateServer
 
 _log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ _LONG_WAIT = 10.0
 _HEAD = struct.Struct(">32sBQ")
 #: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
 _CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
-#: What a Manager receives from another one.
-_RECEIVED = {"user": {"job": str, "pufferfish": object}, "torchft": {"step": int, "batches_committed": int}}
 
 
 class Replicas:
@@ -80,8 +77,6 @@ class Replicas:
         patience: float = 3600.0,
         hostname: str | None = None,
     ) -> None:
-        if min_replicas < 1:
-            raise ValueError(f"Replicas: min_replicas={min_replicas} must be at least 1")
         if dist.is_initialized() and dist.get_world_size() > 1:
             # torchft restores each process of a replica from another replica, with another inner optimizer.
             raise ValueError(
@@ -106,31 +101,26 @@ class Replicas:
         self._store = dist.TCPStore(hostname, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         members = ProcessGroupGloo(timeout=limit)
         self.transport = ReplicaTransport(members)
-        try:
-            self.manager = Manager(
-                pg=members,
-                load_state_dict=None,
-                state_dict=None,
-                min_replica_size=min_replicas,
-                use_async_quorum=False,
-                timeout=limit,
-                quorum_timeout=timedelta(seconds=patience),
-                connect_timeout=limit,
-                rank=0,
-                world_size=1,
-                store_addr=hostname,
-                store_port=self._store.port,
-                lighthouse_addr=lighthouse,
-                replica_id=name,
-                hostname=hostname,
-                checkpoint_transport=server,
-                # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
-                quorum_retries=math.ceil(patience / _RETRY),
-            )
-        except KeyError:
-            raise ValueError(
-                "Replicas: pass the address of the Lighthouse, or set TORCHFT_LIGHTHOUSE"
-            ) from None
+        self.manager = Manager(
+            pg=members,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=timedelta(seconds=patience),
+            connect_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=hostname,
+            store_port=self._store.port,
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+            hostname=hostname,
+            checkpoint_transport=server,
+            # Without retries a Lighthouse that is being restarted ends the job. torchft waits patience/retries between them.
+            quorum_retries=math.ceil(patience / _RETRY),
+        )
         self.manager.register_state_dict_fn("job", lambda job: setattr(self, "job", job), lambda: self.job)
 
     @property
@@ -163,7 +153,6 @@ class Replicas:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the job of a checkpoint."""
-        check_structure(state, {"step": int, "batches_committed": int, "job": str}, "rounds of the replicas")
         self.manager.load_state_dict(dict(state))
         self.job, self._claim = state["job"], int(state["step"] > 0)
 
@@ -273,7 +262,6 @@ class Replicas:
     def _check_state(self, state: Any) -> None:
         """Raise ValueError if the state of another replica must not be loaded. Changes nothing."""
         try:
-            check_structure(state, _RECEIVED, "state")
             if self._claim and state["user"]["job"] != self.job:
                 raise ValueError(f"it belongs to another job, {state['user']['job']:.32}")
             self._check(state["user"]["pufferfish"])

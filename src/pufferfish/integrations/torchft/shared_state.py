@@ -12,8 +12,10 @@ from torch import Tensor, nn, optim
 from ...checkpoint.checkpoint_files import load_model_state, model_state
 from ...checkpoint.expected_structure import expected_structure, known_plan
 from ...checkpoint.sharded_tensors import is_sharded
+from ...checkpoint.stateful_parts import check_is_stateful, state_dicts
 from ...distributed.job import Job
 from ...layers.names import own_name, unwrap
+from ...local.all_finite import all_finite
 from ...lowrank.checks import check_plan
 from ...lowrank.factorize import ranks_of
 from ...lowrank.rewrite import Rewrite, nan_factors
@@ -21,35 +23,6 @@ from ...optim.by_name import check_optimizer, group_names, load_optimizer, names
 from ...optim.carry import Optimizers, as_list
 from ...planning.plan import Plan
 from ...switching.switch import Switch
-
-#: Structure of an optimizer's state, of an engine's and of a `SharedState`, for `check_structure`.
-OPTIMIZER = {
-    "type": str,
-    "groups": [{"params": [str], "settings": dict}],
-    "state": {str: dict},
-    "unnamed": dict,
-    "rest": dict,
-}
-ENGINE = {
-    "format": int,
-    "steps": int,
-    "size": int,
-    "inside": int,
-    "worker": int,
-    "units": {str: (int, float)},
-    "scale": (int, float),
-    "methods": {str: {"shape": [int]}},
-    "shared": {str: {str: Tensor}},
-    "own": {str: {str: Tensor}},
-}
-SHARED = {
-    "ranks": {str: {str: int}},
-    "plan": (str, type(None)),
-    "switch": (dict, type(None)),
-    "model": {str: object},
-    "optimizers": [OPTIMIZER],
-    "parts": {str: object},
-}
 
 
 class SharedState:
@@ -77,9 +50,7 @@ class SharedState:
             raise TypeError(
                 "Replicas: the model is sharded by FSDP2; a replica is one process with a whole model"
             )
-        for name, x in (parts or {}).items():
-            if not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
-                raise TypeError(f"{name} is a {type(x).__name__} without state_dict and load_state_dict")
+        check_is_stateful(parts or {})
         self.model = model
         self.optimizers: list[optim.Optimizer] = as_list(optimizer)
         self.switch = switch
@@ -103,7 +74,7 @@ class SharedState:
             "switch": self.switch and self.switch.state_dict(),
             "model": {n: x for n, x in model_state(unwrap(self.model)).items() if n not in left_out},
             "optimizers": [optimizer_state(optimizer, names) for optimizer in self.optimizers],
-            "parts": {name: x.state_dict() for name, x in self.parts.items()},
+            "parts": state_dicts(self.parts),
         }
 
     def load_state_dict(
@@ -128,23 +99,13 @@ class SharedState:
 
     def check(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError if `load_state_dict` must not load the state and tensors of another replica. Changes nothing."""
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(
-                f"this replica has {len(self.optimizers)} optimizers, another one {len(state['optimizers'])}; "
-                "pass the same ones to start on all replicas"
-            )
-        for what, theirs, mine in (
-            ("parts", set(state["parts"]), set(self.parts)),
-            ("switch", state["switch"] is not None, self.switch is not None),
-        ):
-            if theirs != mine:
-                raise ValueError(
-                    f"only some replicas pass {what} {mine or theirs} to start; pass it on all replicas"
-                )
+        theirs = len(state["optimizers"]), sorted(state["parts"]), state["switch"] is not None
+        if theirs != (len(self.optimizers), sorted(self.parts), self.switch is not None):
+            raise ValueError("pass the same optimizers, parts= and switch= to start on all replicas")
         tensors, inner = {**state["model"], **tensors}, unwrap(self.model)
         buffers = {own_name(name) for name, _ in inner.named_buffers()}  # such as a mask of infinities
         for name, x in tensors.items():
-            if name not in buffers and isinstance(x, Tensor) and not bool(x.isfinite().all()):
+            if name not in buffers and isinstance(x, Tensor) and not all_finite([x]):
                 raise ValueError(f"{name} is not finite")
         if self.ranks and self.ranks != state["ranks"]:
             return
@@ -154,11 +115,9 @@ class SharedState:
         )
         expected, params = model_state(model), dict(model.named_parameters())
         for name in {*tensors, *map(own_name, params)}:
-            if name not in tensors or name not in expected:
-                raise ValueError(f"{name} is missing in {'the state' if name in expected else 'this model'}")
-            shapes = [getattr(x, "shape", type(x)) for x in (tensors[name], expected[name])]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"{name} is {shapes[0]} there, but {shapes[1]} in this model")
+            there, here = (getattr(x.get(name), "shape", None) for x in (tensors, expected))
+            if there != here:
+                raise ValueError(f"{name} is {there} there, but {here} in this model")
         names = names_by_id(model)
         for saved, own, like in zip(state["optimizers"], self.optimizers, optimizers, strict=True):
             check_optimizer(saved, type(own).__name__, group_names(like, names))
@@ -177,31 +136,3 @@ class SharedState:
             change = Rewrite(unwrap(self.model), self.optimizers)
             change.factorize(plan, nan_factors)
             Job(self.model).commit([change], {})
-
-
-def check_structure(x: Any, like: Any, where: str) -> None:
-    """Raise ValueError unless nested state has the keys and types of `like`.
-
-    Args:
-        like: a type or several, a list with what each item is like, or a dict: by key, or with `str` for any keys.
-        where: path to x, for the message.
-
-    >>> check_structure({"a": [1, "b"]}, {"a": [int]}, "state")
-    Traceback (most recent call last):
-    ValueError: state/a/1 is a str, not an int
-    """
-    kind = type(like) if isinstance(like, dict | list) else like
-    if not isinstance(x, kind):
-        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(
-            f"{where} is a {type(x).__name__}, not {'an' if kinds[0] in 'aeiou' else 'a'} {kinds}"
-        )
-    if isinstance(like, list):
-        for i, item in enumerate(x):
-            check_structure(item, like[0], f"{where}/{i}")
-    elif isinstance(like, dict):
-        for key in x if str in like else like:
-            if key not in x:
-                raise ValueError(f"{where} has no {key}")
-            check_structure(key, str, f"a key of {where}")
-            check_structure(x[key], like.get(str, like.get(key)), f"{where}/{key}")
