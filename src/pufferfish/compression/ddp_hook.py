@@ -276,9 +276,9 @@ def checked_settings(
     settings.check_patterns(named)
     batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:
-        if batch.method.has_momentum:
-            _refuse_momentum(type(batch.method).__name__, {n: named[n] for n in batch.names}, optimizers)
-    settings.warn_unused({batch.method for batch in batches}, stacklevel=7)
+        if batch.policy.has_momentum:
+            _refuse_momentum(type(batch.policy).__name__, {n: named[n] for n in batch.names}, optimizers)
+    settings.warn_unused({batch.policy for batch in batches}, stacklevel=7)
     return settings
 
 

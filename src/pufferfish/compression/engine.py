@@ -16,6 +16,7 @@ from .exchange import Exchange, Group, Transport
 from .hierarchy import Hierarchy, make_hierarchy
 from .meter import Meter
 from .method import MessageGenerator, StepContext, Sum
+from .methods.accordion import Accordion
 from .settings import Settings
 from .state import State
 
@@ -88,7 +89,8 @@ class Engine:
         self.overlap_bytes = BUCKET if overlap else None
         #: Whether loss scale and learning rate matter, to rescale kept state or to a method; if not, `units` may be omitted.
         self.keeps_units = any(
-            m.reads_units or m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods
+            isinstance(m, Accordion) or m.in_units or m.in_scale or settings.has_error_feedback(m)
+            for m in methods
         )
 
     def average(
@@ -167,7 +169,10 @@ class Engine:
         if not self._used_before and self.state.resumed is None:
             self.settings.check_patterns(like)
         sent_together = self.hierarchy.owners(like) if self.hierarchy else make_buckets(like, bucket_bytes)
-        parts = [make_batches(self.settings, {name: like[name] for name in names}) for names in sent_together]
+        kept = self.state.named()
+        parts = [
+            make_batches(self.settings, {name: like[name] for name in names}, kept) for names in sent_together
+        ]
         batches = [batch for part in parts for batch in part]
         self.state.check_resumed(batches)
         owners = [[name for batch in part for name in batch.names] for part in parts]
@@ -187,6 +192,12 @@ class Engine:
             self.hierarchy.move_state(named, methods, before.names, owners, device)
         self.state.arrange(self._layout.own, device, named, methods)
 
+    def rearrange(self, like: Mapping[str, Tensor]) -> None:
+        """Lay out messages anew, as `arrange` did, because a policy has chosen another method for some tensors."""
+        assert self._arranged is not None
+        bucket_bytes, self._arranged = self._arranged[0], None
+        self.arrange(like, bucket_bytes)
+
     def begin(self, units: Mapping[str, float] | None = None, scale: float = 1.0) -> Step:
         """Start a step whose gradients arrive one by one: `add` them, then `finish` and `commit`."""
         layout, state, settings = self._layout, self.state, self.settings
@@ -205,7 +216,6 @@ class Engine:
                 device=layout.device,
                 seed=settings.seed,
                 exchange=settings.exchange,
-                units=tuple([state.units.get(name, 0.0) for name in batch.names]),
                 error_feedback=batch.error_feedback,
                 state=dict(batch.state),
                 empty=batch.empty,
@@ -285,8 +295,11 @@ class Step:
         if ok is not None:
             finite, used = finite & ok, {batch: flags & ok for batch, flags in used.items()}
         for batch, context in self.contexts.items():
-            rest = self.exchange.results[self.layout.number[batch]][1]
+            mean, rest = self.exchange.results[self.layout.number[batch]]
+            batch.watch(mean, context.state, self.engine.state.units)
             batch.commit(context.state, rest, finite, used[batch])
+        if any(batch.changes() for batch in self.contexts):
+            self.engine.rearrange(self.gradients)
 
     def _start(self, i: int) -> None:
         """Send the first messages of a part whose gradients are complete: those of zeros if they are not finite."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, optim
 
 from .batch import Batch
-from .method import Method
 
 #: Version of the saved format.
 FORMAT = 1
@@ -178,7 +177,7 @@ class State:
             return self.resumed | {"steps": self.steps}
         shared: Named = {}
         own: Named = {}
-        keys = {name: batch.method.shared_state for batch in self.batches for name in batch.names}
+        keys = {name: batch.policy.shared_state for batch in self.batches for name in batch.names}
         for name, state in self.named().items():
             for key, x in state.items():
                 place = shared if key in keys[name] else own
@@ -251,9 +250,10 @@ def updates_by_rate(optimizer: optim.Optimizer) -> bool:
 def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:
     """Give a batch its error feedback and state, from that of its parameters."""
     mine = []
+    always = {ERROR, *(batch.policy.shared_state if batch.policy != batch.method else ())}
     for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
-        same = _same_key(methods.get(name), key, batch.method)
-        state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k == ERROR}
+        same = methods.get(name) == key
+        state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k in always}
         if ERROR in state and state[ERROR].shape != shape:
             del state[ERROR]
         mine.append(state)
@@ -283,31 +283,11 @@ def _scaled(batch: Batch, x: Tensor, factors: Sequence[float]) -> Tensor:
 
 def _method_keys(batch: Batch) -> dict[str, Any]:
     """Method and shape of each parameter: state is valid for the same ones only. JSON data."""
-    method = _describe(batch.method)
+    fields = {f.name: getattr(batch.method, f.name) for f in dataclasses.fields(batch.method)}
+    method = {"class": type(batch.method).__qualname__, "fields": json.loads(json.dumps(fields))}
     return {
         name: method | {"shape": list(shape)} for name, shape in zip(batch.names, batch.shapes, strict=True)
     }
-
-
-def _describe(method: Method) -> dict[str, Any]:
-    """A method's class and fields, as JSON data.
-
-    >>> from pufferfish.compression import PowerSGD
-    >>> _describe(PowerSGD(rank=2))
-    {'class': 'PowerSGD', 'fields': {'rank': 2, 'start': 0}}
-    """
-    fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    plain = {name: _describe(x) if isinstance(x, Method) else x for name, x in fields.items()}
-    return {"class": type(method).__qualname__, "fields": json.loads(json.dumps(plain))}
-
-
-def _same_key(saved: Any, here: Any, method: Method) -> bool:
-    """Whether saved state belongs to this method and shape. A field that is new since then has its default."""
-    if saved is None or (saved["class"], saved["shape"]) != (here["class"], here["shape"]):
-        return False
-    defaults = {f.name: f.default for f in dataclasses.fields(method) if f.default is not dataclasses.MISSING}
-    new = {name: x for name, x in defaults.items() if name not in saved["fields"]}
-    return bool(saved["fields"] | json.loads(json.dumps(new, default=_describe)) == here["fields"])
 
 
 def _refuse_other_model(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -326,7 +306,7 @@ def _warn_of_other_method(saved: Mapping[str, Any], batches: Sequence[Batch]) ->
     for batch in batches:
         for name, key in _method_keys(batch).items():
             before = saved.get(name)
-            if before and not _same_key({**before, "shape": key["shape"]}, key, batch.method):
+            if before and before | {"shape": key["shape"]} != key:
                 fields = ", ".join(f"{field}={value!r}" for field, value in before["fields"].items())
                 warnings.warn(
                     f"compression: {name} was saved with {before['class']}({fields}) and resumes with {batch.method!r}; to "

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from driver import State, drive, normal
 from pufferfish.compression import (
-    Accordion,
     AlternatingPowerSGD,
     Engine,
     Method,
@@ -261,7 +260,3 @@ def test_error_feedback_of_another_method_is_sent_before_start() -> None:
     method.use(Settings(PowerSGD(2, start=2), smallest=0))
     second = method.average(given)[0]["w"]
     torch.testing.assert_close(first + second, given[0]["w"] + given[1]["w"])
-
-
-def test_accordion_starts_its_methods_later() -> None:
-    check_compressor(Accordion(PowerSGD(4, start=1), PowerSGD(1, start=2), every=1), sizes=(1, 3), draws=20)

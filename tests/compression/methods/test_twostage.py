@@ -8,7 +8,6 @@ from driver import State, drive, normal
 from pufferfish.compression import (
     DGC,
     QSGD,
-    Accordion,
     AlternatingPowerSGD,
     Atomo,
     BlockFP8,
@@ -140,8 +139,7 @@ ALL: list[Method] = [
     NoCompression(), PowerSGD(2), AlternatingPowerSGD(2), Atomo(2), TopK(), RandomK(), RandomK(coordinates="own"),
     BlockRandomK(), BlockRandomK(coordinates="own"), Threshold(), DGC(), OneBitSGD(), SignSGD(), Signum(),
     EFSignSGD(), QSGD(), TernGrad(), BlockInt8(), BlockFP8(), Int4(), Int2(), LoCo(),
-    SparseLoCo(), Accordion(BlockInt8(), QSGD(), every=2),
-    Accordion(TopK(), OneBitSGD(), every=1),
+    SparseLoCo(),
 ]  # fmt: skip
 
 
@@ -156,12 +154,6 @@ def test_methods_use_the_chosen_collective(method: Method) -> None:
             key for key, n in drive(method, shaped, exchange=exchange).meter.collective_bytes.items() if n
         }
         assert used == ({"all_to_all", "all_gather"} if exchange == "all_to_all" else {exchange})
-
-
-def test_accordion_supports_the_collectives_of_both_methods() -> None:
-    assert Accordion(BlockInt8(), QSGD(), every=1).exchanges == ("all_to_all", "all_gather")
-    assert Accordion(BlockInt8(), TopK(), every=1).exchanges == ("all_gather",)
-    assert Accordion(PowerSGD(), TopK(), every=1).exchanges == ()
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)
