@@ -179,10 +179,9 @@ class Batch:
 class Layout:
     """Batches that are sent together, fixed until the gradients or the settings change."""
 
-    parts: list[list[Batch]]  # buckets; with a hierarchy, the batches of each worker of this machine
-    own: list[Batch]  # those that this worker exchanges
+    parts: list[list[Batch]]  # buckets
+    own: list[Batch]  # all batches, or none where another worker of this machine exchanges them
     number: dict[Batch, int]  # its key in `Exchange`; 0 is the sum of the flags "not finite" and "used"
-    names: list[list[str]]  # of the gradients in each part
     waits_for: dict[int, list[str]]  # part → gradients that must all be there before it is sent
     device: torch.device
 
@@ -253,17 +252,3 @@ def make_buckets(gradients: Mapping[str, Tensor], nbytes: int | None) -> list[li
         buckets[-1].append(name)
         size += gradients[name].nbytes
     return buckets
-
-
-def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of each gradient: the fastest way to find zeros and non-finite numbers.
-
-    >>> gradient_norms([torch.ones(4), torch.zeros(2, dtype=torch.float64)])
-    tensor([2., 0.])
-    """
-    found: dict[int, Tensor] = {}
-    for dtype in {g.dtype for g in gradients}:
-        some = {i: g for i, g in enumerate(gradients) if g.dtype == dtype}
-        new = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
-        found.update(zip(some, new, strict=True))
-    return torch.stack([found[i] for i in range(len(gradients))]).float()

@@ -181,7 +181,7 @@ class DDPHook(AtLastBucket):
         settings = self.workers.run_on_all(
             lambda: checked_settings(engine.settings, method, error_feedback, named, self.optimizers)
         )
-        inside = engine.hierarchy.size if engine.hierarchy else 1
+        inside = engine.machine.size if engine.machine else 1
         facts = (replace(settings, hierarchy="flat"), inside, engine.steps, list(named))
         self.workers.agree(
             repr(facts),

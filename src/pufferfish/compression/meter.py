@@ -14,7 +14,7 @@ _WIRE = {
     "all_reduce": lambda b, p: 2 * b * (p - 1) / p,
     "all_gather": lambda b, p: b * (p - 1),
     "all_to_all": lambda b, p: b * (p - 1) / p,
-    "reduce_scatter": lambda b, p: b * (p - 1) / p,
+    "broadcast": lambda b, p: b * (p - 1) / p,
 }
 
 

@@ -47,9 +47,9 @@ class Settings:
         scope: "layer", or "global": a sparsifier chooses among the elements of all tensors.
         exchange: For methods that support several collectives: "all_to_all" (owners sum their shard, compress it again
             and send it to all) or "all_gather" (everything goes to everyone, compressed once). None: the method's default.
-        hierarchy: "node": workers of one machine (LOCAL_WORLD_SIZE, consecutive ranks) average uncompressed, and one
-            compressed copy of each tensor is sent between machines. Error feedback then belongs to machines. Or two
-            process groups: (inside, between).
+        hierarchy: "node": workers of one machine (LOCAL_WORLD_SIZE, consecutive ranks) average uncompressed, and the first
+            of them exchanges the mean with the other machines. Error feedback is that worker's. Or two process
+            groups: (inside, between).
         seed: Seed of the methods' random numbers. The global generators are never used.
         smallest: 1-D tensors, and tensors with fewer elements, are sent uncompressed (except in 16-bit averages
             and `SparseLoCo`).

@@ -45,22 +45,14 @@ class State:
         self._loaded_methods: dict[str, Any] = {}
         self._place = {"size": size * inside, "inside": inside, "worker": worker * inside + local_worker}
 
-    def named_for(self, batches: Sequence[Batch]) -> Named:
-        """All tensors by parameter name, where other batches take over.
+    def arrange(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """Move all state to other batches. That of other parameters is dropped.
 
-        What a method has not sent yet is added to the error feedback where its successor is another one.
+        Error feedback follows its parameter to any method, and what a method has not sent yet is added to it; other state
+        follows to the same method only.
         """
-        named = self.named()
+        named, methods = self.named(), self.methods()
         self._release_unsent(named, {name: key for b in batches for name, key in _method_keys(b).items()})
-        return named
-
-    def arrange(
-        self, batches: Sequence[Batch], device: torch.device, named: Named, methods: Mapping[str, Any]
-    ) -> None:
-        """Fill other batches with the state in `named`, which belongs to `methods`. That of other parameters is dropped.
-
-        Error feedback follows its parameter to any method, other state only to the same method.
-        """
         for batch in batches:
             _fill(batch, named, methods, device)
         self.batches, self._loaded = list(batches), None
@@ -212,7 +204,7 @@ class State:
                 f"belongs to worker {state['worker']} of {_workers(state)}",
                 stacklevel=3,
             )
-        # with a hierarchy a worker saves only the tensors it owned, so they do not fit another one
+        # with a hierarchy one worker of a machine has all of it, and the others nothing
         shared = state["shared"] if same_sizes or state["inside"] == 1 else {}
         self._loaded = {}
         for part in (shared, own):
