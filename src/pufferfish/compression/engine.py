@@ -249,7 +249,7 @@ class Step:
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Add some gradients. Each part's first messages are sent as soon as all of its gradients are there."""
         device = self.layout.device
-        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with self.meter.working(), torch.autocast(device.type, enabled=False):
             self.gradients |= {name: g for name, g in gradients.items() if g.numel()}
             for names in self.missing.values():
                 names.difference_update(gradients)
@@ -260,7 +260,7 @@ class Step:
     def advance(self) -> bool:
         """Wait for the messages in flight and send the next ones. False: there are none left."""
         device = self.layout.device
-        with torch.no_grad(), self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), self.meter.working(), torch.autocast(device.type, enabled=False):
             return self.exchange.advance()
 
     @torch.no_grad()
@@ -272,7 +272,7 @@ class Step:
                 f"these parameters had gradients in the previous step but not in this one: {', '.join(missing)}"
             )
         engine, device = self.engine, self.layout.device
-        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with self.meter.working(), torch.autocast(device.type, enabled=False):
             while self.exchange.advance():
                 pass
             if engine.leads:

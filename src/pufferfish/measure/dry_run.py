@@ -1,6 +1,7 @@
 """`dry_run`: runs a compression method in one process, to get the messages and compute times of one of many workers."""
 
 import itertools
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -84,8 +85,10 @@ def dry_run(
         exchange.add(gradients)
         exchange.finish(means)
         exchange.commit()
+        after, end = worker.meter.seconds, time.perf_counter()
+        torch.get_device_module(here).synchronize()
+        after["decode"] += time.perf_counter() - end
         if step:
-            after = worker.meter.seconds
             for name, seconds in timings.items():
                 seconds.append(after[name] - before[name])
         if step == recorded:

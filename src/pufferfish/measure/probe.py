@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..compression.exchange import Group
 from ..compression.hierarchy import machine_of
-from ..compression.meter import elapsed, timestamp
 from ..distributed.workers import Workers
-from .clock import pause, trimmed_mean
+from .clock import elapsed, pause, timestamp, trimmed_mean
 from .link import WIRE_FACTOR, AlphaBeta, Link
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
