@@ -218,7 +218,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         compress(ddp)
     _, hook = wrapped(TopK(), scope="global")
     with pytest.raises(
-        ValueError, match=r"hook.use keeps exchange=None and scope='global' of compress; choose"
+        ValueError, match='PowerSGD compresses every tensor separately; scope="global" is for'
     ):
         hook.use(PowerSGD(1))
     with pytest.raises(ValueError, match=r"^QSGD works without error feedback"):

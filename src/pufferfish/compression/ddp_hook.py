@@ -25,7 +25,7 @@ from .engine import Engine, Step
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
 from .methods.casts import BFloat16
-from .settings import HierarchyLike, Methods, Settings, with_method
+from .settings import HierarchyLike, Methods, Settings
 from .state import check_format, updates_by_rate
 
 
@@ -272,7 +272,7 @@ def checked_settings(
     optimizers: Sequence[optim.Optimizer],
 ) -> Settings:
     """`settings` with another method, checked against the model's parameters and the optimizers."""
-    settings = with_method(settings, method, error_feedback)
+    settings = replace(settings, method=method, error_feedback=error_feedback)
     settings.check_patterns(named)
     batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:

@@ -67,8 +67,8 @@ def test_light_again_after_the_learning_rate_has_fallen() -> None:
 
 def test_decides_by_the_norm_of_the_sum() -> None:
     """Against a plain reference, with gradients that come and go. Tensors of one shape that go different ways."""
-    every, change = 2, 0.5
-    two = Simulated(Settings(Accordion(PowerSGD(1), TopK(k=3), every=every, change=change), smallest=0), 2)
+    every = 2
+    two = Simulated(Settings(Accordion(PowerSGD(1), TopK(k=3), every=every), smallest=0), 2)
     sums, before, light, seen = torch.zeros(4, 4, 3), [None] * 4, [True] * 4, set()
     for step in range(20):
         gs = normal(4, 4, 3, workers=2, seed=step // 3)
@@ -78,7 +78,7 @@ def test_decides_by_the_norm_of_the_sum() -> None:
         if step % every == every - 1:
             for i in range(4):
                 norm, last = float(sums[i].norm()), before[i]
-                light[i] = last is None or abs(norm - last) >= change * last
+                light[i] = last is None or abs(norm - last) >= 0.5 * last
                 before[i] = norm
             sums = torch.zeros(4, 4, 3)
         seen.add(tuple(light))
@@ -108,8 +108,6 @@ def test_settings() -> None:
         Accordion(TopK(), SignSGD(), every=5)
     with pytest.raises(ValueError, match="every=0"):
         Accordion(TopK(0.1), TopK(), every=0)
-    with pytest.raises(ValueError, match="change="):
-        Accordion(TopK(0.1), TopK(), every=1, change=0.0)
     assert Accordion(NoCompression(), NoCompression(), every=1).kind == "exact"
     assert Accordion(Int4(), EFSignSGD(), every=1).exchanges == ("all_to_all", "all_gather")
     assert Accordion(Int4(), TopK(), every=1).exchanges == ("all_gather",)

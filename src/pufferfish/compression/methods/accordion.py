@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..method import Method
 
+#: Relative change of the norm from which the light method is used, as in the paper.
+_CHANGE = 0.5
+
 
 @dataclass(frozen=True)
 class Accordion(Method):
@@ -24,7 +27,6 @@ class Accordion(Method):
         low: The method that compresses lightly.
         high: The method that compresses strongly.
         every: Steps of a period; in the paper, those of ten epochs.
-        change: Relative change of the norm from which the light method is used.
 
     >>> from pufferfish.compression import PowerSGD
     >>> Accordion(low=PowerSGD(4), high=PowerSGD(1), every=1000).kind
@@ -34,7 +36,6 @@ class Accordion(Method):
     low: Method
     high: Method
     every: int
-    change: float = 0.5
 
     matrix = True
     shared_state = ("light", "count", "total", "norm", "unit")
@@ -53,8 +54,6 @@ class Accordion(Method):
             )
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"Accordion: every={self.every!r} is not an integer number of steps ≥ 1")
-        if not 0 < self.change < float("inf"):
-            raise ValueError(f"Accordion: change={self.change!r} is not a finite number > 0")
 
     @property
     def kind(self) -> str:
@@ -90,7 +89,7 @@ class Accordion(Method):
         each = (-1, *[1] * (mean.dim() - 1))
         total = state.get("total", torch.zeros_like(mean)).masked_fill(fell.view(each), 0) + mean
         norm = total.flatten(1).norm(dim=1)
-        moved = ~((norm - before).abs() < self.change * before)  # also where none is known (−1)
+        moved = ~((norm - before).abs() < _CHANGE * before)  # also where none is known (−1)
         over = count >= self.every
         state.update(
             light=torch.where(over, moved, light),
