@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,25 +20,12 @@ from pufferfish.compression import (
     Settings,
     Signum,
     Simulated,
-    Sum,
     TopK,
 )
 from pufferfish.compression.check_compressor import gradients
 from pufferfish.compression.state import updates_by_rate
 from pufferfish.lab.rivals.lamb import LAMB
 from pufferfish.lab.rivals.lars import LARS
-
-
-def test_parameters_may_come_in_any_order() -> None:
-    """State belongs to names, not to positions."""
-    ends = []
-    for other in (False, True):
-        engine = Engine(Settings(PowerSGD(1), smallest=0))
-        for step in range(3):
-            g = gradients(1, step)[0]
-            done = engine.average(dict(reversed(g.items())) if other and step == 1 else g)
-        ends.append(done)
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_state_follows_parameters_by_name() -> None:
@@ -82,18 +68,6 @@ def test_another_number_of_workers_keeps_shared_state_only() -> None:
         two.engines[0].load_state_dict({"steps": 1, "size": 2, "worker": 0, "units": {}, "shared": {}})
 
 
-def test_state_of_another_rank_is_dropped() -> None:
-    first, second = (Engine(Settings(PowerSGD(r), smallest=0)) for r in (2, 3))
-    first.average(gradients(1)[0])
-    second.load_state_dict(first.state_dict())
-    with pytest.warns(
-        UserWarning,
-        match=r"was saved with PowerSGD\(rank=2, start=0\) and resumes with PowerSGD\(rank=3, start=0\)",
-    ):
-        assert second.average(gradients(1, 1)[0])["a.weight"].isfinite().all()
-    assert second.state_dict()["shared"]["a.weight"]["Q"].shape == (36, 3)
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_state_of_another_model_is_refused(known: bool) -> None:
     """By names or by shapes; at once where the parameters are known, otherwise in the first step."""
@@ -131,28 +105,6 @@ def test_state_of_a_part_of_the_model_is_enough() -> None:
     engine.average(some)
     engine.load_state_dict(nothing.state_dict())
     assert engine.average(some).keys() == some.keys()
-
-
-@dataclass(frozen=True)
-class Marked(Method):
-    """Keeps a bool for each tensor."""
-
-    def compress(self, x, ctx):  # type: ignore[no-untyped-def]
-        ctx.state["mark"] = ~ctx.state.get("mark", torch.zeros(len(x), 1, dtype=torch.bool))
-        return (yield Sum(x)) / ctx.size, 0 * x
-
-
-def test_state_keeps_its_dtype() -> None:
-    """Also where it happens to have the gradient's shape."""
-    first, second = (Engine(Settings(Marked(), smallest=0)) for _ in range(2))
-    g = {"one": torch.ones(1), "two": torch.ones(2, dtype=torch.float64)}
-    first.average(g)
-    second.load_state_dict(first.state_dict())
-    for marked in (True, False):
-        marks = {n: state["mark"] for n, state in second.state_dict()["own"].items()}
-        assert all(m.dtype == torch.bool and bool(m) == marked for m in marks.values())
-        second.average(g)
-    assert second.state_dict()["own"]["two"]["error"].dtype == torch.float64
 
 
 def test_saved_state_is_not_changed_afterwards() -> None:

@@ -5,12 +5,7 @@ import torch
 
 from driver import drive, normal
 from pufferfish.compression import RandomK, TopK
-from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.sparse import draw_indices
-
-
-def test_properties() -> None:
-    check_compressor(TopK(k=0.1, sample=0.2), sizes=(1, 3), draws=50)
 
 
 def test_a_sample_finds_the_largest_by_and_large() -> None:
@@ -81,9 +76,3 @@ def test_random_rows_are_drawn_on_their_own() -> None:
     mean = drive(RandomK(k=40), [x, x]).mean
     assert (mean != 0).sum(1).tolist() == [40, 40]
     assert not torch.equal(mean[0], mean[1])
-
-
-@pytest.mark.parametrize("sample", [0.0, 1.5, -1.0])
-def test_settings(sample: float) -> None:
-    with pytest.raises(ValueError, match="TopK: sample="):
-        TopK(sample=sample)

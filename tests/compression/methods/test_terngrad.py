@@ -8,13 +8,7 @@ from torch import Tensor
 
 from driver import drive, normal
 from pufferfish.compression import StepContext
-from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.terngrad import TernGrad
-
-
-@pytest.mark.parametrize("clip", [None, 2.5])
-def test_properties(clip: float | None) -> None:
-    check_compressor(TernGrad(clip=clip), sizes=(1, 3), draws=100)
 
 
 def slow(g: Tensor, chance: Tensor, s: list[float]) -> Tensor:
@@ -63,9 +57,3 @@ def test_more_workers_than_a_byte_can_count(workers: int) -> None:
 
 def test_a_tensor_of_equal_elements_is_not_clipped_away() -> None:
     assert torch.equal(drive(TernGrad(), [torch.full((1, 1), 3.0)]).mean, torch.full((1, 1), 3.0))
-
-
-@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
-def test_settings(clip: float) -> None:
-    with pytest.raises(ValueError, match="TernGrad: clip="):
-        TernGrad(clip=clip)
