@@ -287,16 +287,6 @@ def test_an_owner_keeps_nothing_of_unused_parameters() -> None:
     assert not own["b.weight"]["owner"].any()
 
 
-def test_momenta_stay_when_a_tensor_joins_the_batch() -> None:
-    engine = Engine(Settings(Signum(), smallest=0))
-    given = gradients(1)[0]
-    engine.average({"a.weight": given["a.weight"]})
-    before = engine.state_dict()["own"]["a.weight"]["m"]
-    engine.average({"a.weight": torch.zeros(24, 36), "b.weight": given["b.weight"]})
-    after = engine.state_dict()["own"]["a.weight"]["m"]
-    assert torch.equal(after, before)  # unchanged: the parameter was not used
-
-
 def test_a_momentum_follows_the_loss_scale_and_not_the_learning_rate() -> None:
     engine = Engine(Settings(Signum(), smallest=0))
     g = {"w": torch.ones(3, 3)}

@@ -40,6 +40,7 @@ class OptionBuilder:
     method: Methods | None  # compression in use; None: plain DDP
     plan: Plan  # layers and ranks of the low-rank options
     note: str  # caveat shown with the low-rank options
+    low_rank_compute: Work | None = None  # computation of a low-rank step, if it was measured
 
     def __post_init__(self) -> None:
         self.parameters = trainable_parameters(self.model)
@@ -96,7 +97,9 @@ class OptionBuilder:
 
     @property
     def low_rank_work(self) -> Work:
-        """Computation of a low-rank step: from layer timings, or proportional to MACs; without messages."""
+        """Computation of a low-rank step: measured, from layer timings, or proportional to MACs; without messages."""
+        if self.low_rank_compute is not None:
+            return self.low_rank_compute
         before, after, dense = self.plan.before, self.plan.after, self.compute
         saved = {e.layer: e.ms[0] - e.ms[1] for e in self.plan if e.rank is not None and e.ms is not None}
         if saved:

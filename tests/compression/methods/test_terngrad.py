@@ -48,11 +48,10 @@ def test_is_the_equation(workers: int, clip: float | None) -> None:
     assert meter.collective_bytes["all_gather"] == 3 * (4 + shard * {1: 2, 2: 3, 5: 4}[workers] // 8)
 
 
-@pytest.mark.parametrize("workers", [127, 128])
-def test_more_workers_than_a_byte_can_count(workers: int) -> None:
+def test_more_workers_than_a_byte_can_count() -> None:
     """The sums of all-minus and all-plus elements are the smallest and the largest."""
     g = torch.tensor([[-2.0], [2.0]])
-    torch.testing.assert_close(drive(TernGrad(), [g] * workers).mean, g)
+    torch.testing.assert_close(drive(TernGrad(), [g] * 128).mean, g)
 
 
 def test_a_tensor_of_equal_elements_is_not_clipped_away() -> None:
