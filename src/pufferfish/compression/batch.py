@@ -123,7 +123,7 @@ class Batch:
         """Whether the policy has chosen another method for any of the parameters."""
         if not isinstance(self.policy, Accordion) or "light" not in self.state:
             return False
-        return any(self.policy.choose({"light": x}) != self.method for x in self.state["light"])
+        return any(self.policy.choose(light) != self.method for light in self.state["light"].tolist())
 
     def commit(self, state: Mapping[str, Tensor], rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
         """Keep a step's state and error feedback: nothing if not `ok`, and only of the parameters in `used`.
@@ -210,7 +210,9 @@ def make_batches(
         exempt = len(shape) == 0 if policy.small_too else small or vector
         if not policy.elementwise and (exempt or not policy.fits(shape)):
             policy = NoCompression()
-        method = policy.choose((kept or {}).get(name, {})) if isinstance(policy, Accordion) else policy
+        method = policy
+        if isinstance(policy, Accordion):
+            method = policy.choose(bool((kept or {}).get(name, {}).get("light", True)))
         row = policy.elementwise or settings.scope == "global"
         form = None if row else (shape[0], shape.numel()) if method.matrix else shape.numel()
         groups.setdefault((method, policy, row, form, gradients[name].dtype), []).append(name)

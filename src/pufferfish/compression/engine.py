@@ -188,8 +188,8 @@ class Engine:
     def rearrange(self, like: Mapping[str, Tensor]) -> None:
         """Lay out messages anew, as `arrange` did, because a policy has chosen another method for some tensors."""
         assert self._arranged is not None
-        bucket_bytes, self._arranged = self._arranged[0], None
-        self.arrange(like, bucket_bytes)
+        (bucket_bytes, *arranged), self._arranged = self._arranged, None
+        self.arrange({name: like[name] for name, *_ in arranged if name in like}, bucket_bytes)
 
     def begin(self, units: Mapping[str, float] | None = None, scale: float = 1.0) -> Step:
         """Start a step whose gradients arrive one by one: `add` them, then `finish` and `commit`."""

@@ -1,6 +1,6 @@
 """Accordion (Agarwal et al., 2021): light compression while a layer's gradient changes, strong while it does not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +70,9 @@ class Accordion(Method):
     def fits(self, shape: tuple[int, ...]) -> bool:
         return self.low.fits(shape) and self.high.fits(shape)
 
-    def choose(self, state: Mapping[str, Tensor]) -> Method:
-        """The method of a tensor with this state."""
-        return self.high if "light" in state and not state["light"] else self.low
+    def choose(self, light: bool) -> Method:
+        """The method of a tensor."""
+        return self.low if light else self.high
 
     def watch(self, mean: Tensor, state: dict[str, Tensor], units: Sequence[float]) -> None:
         """Add the means of a step to the state of b tensors; at the end of a period, choose their methods.
