@@ -149,12 +149,18 @@ def another_model(mesh: DeviceMesh, rank: int, folder: Path) -> None:
         ValueError, match=r"first: a shard of 36 gradients, after one of 42: .* attach\(model\)"
     ):
         loss(new, 4, rank).backward()
-    hook.attach(new)
-    assert tensors(hook)["first"] == {}
-    train(new, momentum(new), range(4, 6), rank)
-    assert same_everywhere(weights(new))
     with pytest.raises(ValueError, match="sharded over other workers"):
         hook.attach(sharded(init_device_mesh("cpu", (4,))))
+
+
+def frozen_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
+    model, hook = trained(mesh, rank)
+    before = tensors(hook)
+    model.first.bias.requires_grad_(False)
+    hook.attach(model)
+    assert equal(tensors(hook), before | {"first": {}})
+    train(model, momentum(model), range(2, 4), rank)
+    assert same_everywhere(weights(model))
 
 
 def unused_parameters(mesh: DeviceMesh, rank: int, folder: Path) -> None:
@@ -175,6 +181,7 @@ CASES = (
     another_layout_starts_with_empty_state,
     error_feedback_follows_the_units,
     methods_are_changed_on_all_workers,
+    frozen_parameters,
     unused_parameters,
     another_model,
 )
