@@ -106,7 +106,7 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
         TOPK: lambda: [g.abs().topk(max(1, len(g) // 100)) for g in large],
         "signs packed": lambda: pack(flat[: size // 8 * 8] >= 0, 1),
         "signs unpacked": lambda: unpack(packed, 1),
-        METER: lambda: metered(device),
+        METER: metered,
     }
     works = {what: (lambda work=work: seconds(device, work)) for what, work in parts.items()}
     works[TORCH] = hooked(bag, None, device)
@@ -156,10 +156,10 @@ def plain_powersgd(gradients: list[Tensor], rank: int) -> Callable[[], object]:
     return passes
 
 
-def metered(device: torch.device) -> None:
+def metered() -> None:
     """What the meter does in a step of two rounds."""
     meter = Meter()
-    with meter.working(device):
+    with meter.working():
         for _ in range(2):
             meter.sent("all_reduce", 100, 2)
             with meter.waiting():

@@ -173,7 +173,7 @@ def wire_bytes(ddp: SimulatedDDP, workers: int = 4) -> float:
         "all_reduce": 2 / workers,
         "all_gather": 1.0,
         "all_to_all": 1 / workers,
-        "reduce_scatter": 1 / workers,
+        "broadcast": 1 / workers,
     }
     given: dict[str, float] = dict(ddp.meter.collective_bytes)
     if given["all_to_all"]:

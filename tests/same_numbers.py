@@ -341,8 +341,10 @@ def ddp(text: str) -> Values:
 
 @case(4, each=FEW)
 def hierarchy(text: str) -> Values:
+    """Without the bytes of each worker: which of a machine sends them is no promise."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    yield from compressed(text, ddp_net(), smallest=0, hierarchy="node")
+    found = compressed(text, ddp_net(), smallest=0, hierarchy="node")
+    yield from ((label, value) for label, value in found if label != "bytes")
 
 
 @case(2, each=METHODS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pufferfish.compression import (
     DGC,
@@ -32,12 +34,14 @@ from pufferfish.compression import (
     Settings,
     SignSGD,
     Signum,
+    Simulated,
     SparseLoCo,
     TernGrad,
     Threshold,
     TopK,
 )
 from pufferfish.compression.fsdp2_hook import FSDP2Hook, compress_fsdp2
+from pufferfish.layers.names import own_name
 
 METHODS: dict[str, Any] = {
     "none": NoCompression(),
@@ -162,3 +166,58 @@ def equal(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(
         a[n].keys() == b[n].keys() and all(torch.equal(x, b[n][key]) for key, x in a[n].items()) for n in a
     )
+
+
+def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
+    """A slow reference: both replicas get both shards and simulate two workers, of rows if the method is for matrices."""
+    group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule) or path == "b1.1":
+            continue
+        outer = own_name(path) or "(root)"
+        mine = Settings(method).choose([outer])[outer]
+        blocks = {"b1.0": ["b1.0", "b1.1"], "(root)": ["head"]}.get(outer, [outer])
+        params = {
+            own_name(n): p for n, p in model.named_parameters() if own_name(n).startswith(tuple(blocks))
+        }
+        simulated = Simulated(Settings(mine, **options), 2)
+
+        def average(flat: Tensor, params: Any = params, simulated: Any = simulated, mine: Any = mine,
+                    outer: str = outer) -> None:  # fmt: skip
+            everyone = [torch.empty_like(flat) for _ in range(2)]
+            dist.all_gather(everyone, flat, group=group)
+            if not mine.matrix:
+                key = f"{outer}[{shard}/2]"
+                flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
+                return
+            begin, places = 0, {}
+            for name, p in params.items():
+                local, by_rows = p.to_local().shape, p.placements[0].dim == 0
+                if local.numel():
+                    places[f"{name}[{shard}/2]"] = slice(begin, begin + local.numel()), local
+                begin += math.ceil(p.shape[0] / 2) * p.shape[1:].numel() if by_rows else local.numel()
+            assert begin == len(flat)
+            if places:
+                rows = [{k: x[s].view(shape) for k, (s, shape) in places.items()} for x in everyone]
+                for key, mean in simulated.average(rows)[0].items():
+                    flat[places[key][0]] = mean.flatten()
+
+        module.set_all_reduce_hook(average)
+
+
+def gradients_are_those_of_simulated_workers(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
+    """Bit for bit, with error feedback: two terms have one sum."""
+    build, method = (MatrixNet if name in MATRIX_METHODS else Net), (METHODS | MATRIX_METHODS)[name]
+    smallest = options.pop("smallest", 0)
+    given = {"smallest": smallest} if name in MATRIX_METHODS else {}
+    model, _ = hooked(mesh, method, build(), seed=3, **given, **options)
+    reference = sharded(mesh["shard"], build())
+    by_simulated_workers(reference, mesh, method, seed=3, smallest=smallest, **options)
+    for step in range(4):
+        for x in (model, reference):
+            x.zero_grad()
+            loss(x, step, rank).backward()
+        found, expected = grads(model), grads(reference)
+        assert found.keys() == expected.keys()
+        for n, g in found.items():
+            assert torch.equal(g, expected[n]), (name, step, n)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from pufferfish.compression import (
     TopK,
 )
 from pufferfish.compression.check_compressor import gradients
-from pufferfish.compression.settings import KINDS
 
 
 def test_small_and_1d_tensors_are_sent_uncompressed() -> None:
@@ -157,6 +155,13 @@ def test_times_and_bytes_add_up() -> None:
             'PowerSGD compresses every tensor separately; scope="global"',
         ),
         (lambda: Settings(TopK(), scope="all"), "scope='all' is neither"),  # type: ignore[arg-type]
+        (
+            lambda: Settings(TopK(), scope="global", overlap=True),
+            "overlap=True: scope=.global. and hierarchy",
+        ),
+        (lambda: Settings(TopK(), seed="a"), "seed='a'"),  # type: ignore[arg-type]
+        (lambda: Settings(TopK(), smallest=-1), "smallest=-1"),
+        (lambda: Settings(TopK(), overlap="yes"), "overlap='yes'"),  # type: ignore[arg-type]
         (lambda: Settings(TopK(), nonfinite="skip"), "nonfinite='skip' is neither"),  # type: ignore[arg-type]
         (lambda: Settings({}), "needs at least one pattern"),
         (lambda: Simulated(Settings(TopK()), 0), "workers=0 must be at least 1"),
@@ -178,15 +183,8 @@ def test_invalid_settings_and_gradients_are_refused(make, message: str) -> None:
 def test_a_class_is_not_a_method() -> None:
     with pytest.raises(TypeError, match=r"TopK is not a compression method; write TopK\(\)"):
         Settings(TopK)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"str, for 'a', is not a compression method; write pf\.compression\.PowerSGD"
-    ):
+    with pytest.raises(TypeError, match="str, for 'a', is not a compression method"):
         Settings({"a": "TopK"})  # type: ignore[dict-item]
-
-
-def test_every_kind_is_in_the_table() -> None:
-    for method in (NoCompression(), BFloat16(), PowerSGD(), TopK(), RandomK(scale=True), SignSGD(), QSGD()):
-        assert method.kind in KINDS
 
 
 def test_patterns_hidden_by_earlier_ones_are_refused() -> None:
@@ -205,9 +203,3 @@ def test_compress_without_messages_is_refused() -> None:
         Engine(Settings(Silent(), smallest=0)).average({"w": torch.ones(2)})
     with pytest.raises(TypeError, match=r"Gather\(\(x,\)\)"):
         Gather(torch.ones(2))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("settings", [{"seed": "a"}, {"smallest": -1}, {"overlap": "yes"}])
-def test_types_of_settings_are_checked(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        Settings(TopK(), **settings)

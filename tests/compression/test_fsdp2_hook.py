@@ -15,12 +15,12 @@ from sharding import (
     METHODS,
     Net,
     equal,
+    gradients_are_those_of_simulated_workers,
     grads,
     hooked,
     loss,
     sharded,
     tensors,
-    train,
     weights,
 )
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from pufferfish.compression import (
     RandomK,
     Settings,
     Signum,
-    Simulated,
     TopK,
 )
 from pufferfish.compression.fsdp2_hook import compress_fsdp2
@@ -63,43 +62,6 @@ def no_compression_is_plain_averaging(mesh: DeviceMesh, rank: int, folder: Path)
     numels = {"first": 6 * 7, "b0": 7 * 12, "b1.0": 7 + 7 + 3 * 14, "(root)": 2 * 6}
     assert hook.meter.gradient_bytes == 3 * 4 * sum(numels.values())
     assert hook.state_dict()["modules"].keys() == numels.keys()
-
-
-def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
-    """A slow reference: both replicas get both flat shards, and simulate two workers."""
-    group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
-    for name, module in model.named_modules():
-        name = name.removesuffix("._checkpoint_wrapped_module") or "(root)"
-        if not isinstance(module, FSDPModule) or name == "b1.1":
-            continue
-        mine = method
-        if isinstance(method, dict):
-            mine = {"first": method["first"], "(root)": NoCompression()}.get(name, method["b?"])
-        simulated, key = Simulated(Settings(mine, smallest=0, **options), 2), f"{name}[{shard}/2]"
-
-        def average(flat: Tensor, simulated: Simulated = simulated, key: str = key) -> None:
-            everyone = [torch.empty_like(flat) for _ in range(2)]
-            dist.all_gather(everyone, flat, group=group)
-            flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
-
-        module.set_all_reduce_hook(average)
-
-
-def gradients_are_those_of_simulated_workers(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
-    """Bit for bit, with error feedback: two terms have one sum."""
-    model, hook = hooked(mesh, METHODS[name], seed=3, **options)
-    reference = sharded(mesh["shard"])
-    by_simulated_workers(reference, mesh, METHODS[name], seed=3, **options)
-    for step in range(3):
-        for x in (model, reference):
-            x.zero_grad()
-            loss(x, step, rank).backward()
-        found, expected = grads(model), grads(reference)
-        assert found.keys() == expected.keys()
-        for n, g in found.items():
-            assert torch.equal(g, expected[n]), (name, step, n)
-    if name in ("topk", "int8", "ef-sign"):
-        assert ("error" in tensors(hook)["first"]) == (options.get("error_feedback") is not False)
 
 
 def shards_draw_their_own_numbers(mesh: DeviceMesh, rank: int, folder: Path) -> None:
@@ -179,17 +141,6 @@ def bad_shards_become_zero(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     assert bool((grads(model)["first.weight"] == 0).all()) == first
     assert torch.equal(before["first"]["error"], tensors(hook)["first"]["error"]) == first
     assert not torch.equal(before["b1.0"]["error"], tensors(hook)["b1.0"]["error"])
-
-
-def sixteen_bits(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    """Reduced in bf16: error feedback is in fp32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = sharded(mesh["shard"], mp_policy=policy)
-    hook = compress_fsdp2(model, lambda: Settings(TopK(0.1)), mesh["replicate"].get_group())
-    train(model, momentum(model), range(2), rank)
-    assert tensors(hook)["first"]["error"].dtype == torch.float32
-    assert hook.meter.gradient_bytes == 2 * 2 * (6 * 7 + 7 * 12 + 7 + 7 + 3 * 14 + 2 * 6)
-    assert same_everywhere(weights(model))
 
 
 def one_module(mesh: DeviceMesh, rank: int, folder: Path) -> None:
@@ -325,7 +276,6 @@ def test_resumes(names: tuple[str, ...]) -> None:
         several_passes,
         bad_steps_leave_no_trace,
         bad_shards_become_zero,
-        sixteen_bits,
         one_module,
         refusals,
         *sharded_state.CASES,

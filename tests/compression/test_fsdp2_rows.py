@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,22 @@ import pytest
 import sharded_state
 import torch
 import torch.distributed as dist
-from sharding import MATRIX_METHODS, MatrixNet, Net, grads, hooked, loss, sharded, train, weights
+from sharding import (
+    MATRIX_METHODS,
+    MatrixNet,
+    Net,
+    gradients_are_those_of_simulated_workers,
+    grads,
+    hooked,
+    loss,
+    sharded,
+    train,
+    weights,
+)
 from test_fsdp2_hook import on_mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from training import momentum
 
@@ -23,12 +33,10 @@ import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.compression import (
     DGC,
-    Engine,
     NoCompression,
     PowerSGD,
     Settings,
     Simulated,
-    StepContext,
     TopK,
 )
 from pufferfish.compression.fsdp2_hook import FSDP2Hook
@@ -48,116 +56,6 @@ def kept(hook: FSDP2Hook, key: str = "error") -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
-
-
-class SlowPowerSGD:
-    """The paper's loop for one matrix of all replicas, in double precision; plain averages where it saves nothing."""
-
-    def __init__(self, name: str, rank: int) -> None:
-        self.name, self.rank = name, rank
-        self.Q: Tensor | None = None
-        self.errors: list[Tensor] | None = None
-
-    def average(self, gradients: list[Tensor]) -> Tensor:
-        M = [g.double().reshape(len(g), -1) for g in gradients]
-        (m, n), r, size = M[0].shape, self.rank, len(M)
-        if gradients[0].dim() < 2 or r * (m + n) >= m * n:
-            return sum(g.double() for g in gradients) / size
-        if self.errors is not None:
-            M = [x + e for x, e in zip(M, self.errors, strict=True)]
-        if self.Q is None:
-            rng = StepContext(0, size, 0, (self.name,)).shared_rng
-            self.Q = torch.randn(1, n, r, generator=rng)[0].double()
-        P = torch.linalg.qr(sum(x @ self.Q for x in M) / size).Q
-        own = [x.T @ P for x in M]
-        self.Q = sum(own) / size
-        self.errors = [x - P @ q.T for x, q in zip(M, own, strict=True)]
-        return (P @ self.Q.T).view(gradients[0].shape)
-
-
-def power_sgd_is_the_papers_loop_on_rows(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    """Gradients of each replica from one plain model, cut into rows, averaged by a loop over matrices."""
-    model, hook = matrices(mesh, PowerSGD(1))
-    shard, plain = mesh["shard"].get_local_rank(), MatrixNet()
-    params = {own_name(name): p for name, p in plain.named_parameters()}
-    slow = {name: SlowPowerSGD(f"{name}[{shard}/2]", 1) for name in params}
-    for step in range(5):
-        replicas = []
-        for first in (0, 2):
-            plain.zero_grad()
-            ((loss(plain, step, first) + loss(plain, step, first + 1)) / 2).backward()
-            replicas.append({name: p.grad.clone() for name, p in params.items()})
-        model.zero_grad()
-        loss(model, step, rank).backward()
-        for name, g in grads(model).items():
-            name = own_name(name)
-            mine = [torch.chunk(g[name], 2) for g in replicas]
-            if shard >= len(mine[0]):
-                assert name.startswith("head")
-                assert g.numel() == 0
-                continue
-            expected = slow[name].average([chunks[shard] for chunks in mine])
-            torch.testing.assert_close(g.double(), expected, rtol=1e-3, atol=1e-6)
-    errors = kept(hook)
-    assert {n.split("[")[0] for n in errors} == {
-        "first.weight", "b0.0.weight", "b0.2.weight", "b1.1.weight"
-    }  # fmt: skip
-    for key, error in errors.items():
-        theirs = slow[key.split("[")[0]].errors[mesh["replicate"].get_local_rank()]
-        torch.testing.assert_close(error.double().flatten(1), theirs, rtol=1e-3, atol=1e-6)
-
-
-def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> None:
-    """A slow reference: both replicas get both shards, cut them into rows and simulate two workers."""
-    group, shard = mesh["replicate"].get_group(), mesh["shard"].get_local_rank()
-    for path, module in model.named_modules():
-        if not isinstance(module, FSDPModule) or path == "b1.1":
-            continue
-        mine = method
-        if isinstance(method, dict):
-            mine = method["b?" if path.startswith("b") else "*"]
-        outer = own_name(path) or "(root)"
-        blocks = {"b1.0": ["b1.0", "b1.1"], "(root)": ["head"]}.get(outer, [outer])
-        params = {
-            own_name(n): p for n, p in model.named_parameters() if own_name(n).startswith(tuple(blocks))
-        }
-        simulated = Simulated(Settings(mine, **({"smallest": 0} | options)), 2)
-
-        def average(flat: Tensor, params: Any = params, simulated: Any = simulated, mine: Any = mine,
-                    outer: str = outer) -> None:  # fmt: skip
-            everyone = [torch.empty_like(flat) for _ in range(2)]
-            dist.all_gather(everyone, flat, group=group)
-            if not mine.matrix:
-                key = f"{outer}[{shard}/2]"
-                flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
-                return
-            begin, places = 0, {}
-            for name, p in params.items():
-                local, by_rows = p.to_local().shape, p.placements[0].dim == 0
-                if local.numel():
-                    places[f"{name}[{shard}/2]"] = slice(begin, begin + local.numel()), local
-                begin += math.ceil(p.shape[0] / 2) * p.shape[1:].numel() if by_rows else local.numel()
-            assert begin == len(flat)
-            if places:
-                rows = [{k: x[s].view(shape) for k, (s, shape) in places.items()} for x in everyone]
-                for key, mean in simulated.average(rows)[0].items():
-                    flat[places[key][0]] = mean.flatten()
-
-        module.set_all_reduce_hook(average)
-
-
-def gradients_are_those_of_simulated_workers(mesh: DeviceMesh, rank: int, name: str, **options: Any) -> None:
-    """Bit for bit, with error feedback: two terms have one sum."""
-    model, _ = matrices(mesh, MATRIX_METHODS[name], seed=3, **options)
-    reference = sharded(mesh["shard"], MatrixNet())
-    by_simulated_workers(reference, mesh, MATRIX_METHODS[name], seed=3, **options)
-    for step in range(4):
-        for x in (model, reference):
-            x.zero_grad()
-            loss(x, step, rank).backward()
-        expected = grads(reference)
-        for n, g in grads(model).items():
-            assert torch.equal(g, expected[n]), (name, step, n)
 
 
 def small_matrices_are_sent_uncompressed(mesh: DeviceMesh, rank: int, folder: Path) -> None:
@@ -213,19 +111,6 @@ def bytes_are_those_of_each_shard(mesh: DeviceMesh, rank: int, folder: Path) -> 
     assert meter.steps == 3
     assert meter.wire_bytes / meter.steps == a_step  # of two replicas, each sends as much as it gives
     assert meter.plain_wire_bytes / meter.steps == 4 * elements
-
-
-def bad_steps_leave_no_trace(mesh: DeviceMesh, rank: int, folder: Path) -> None:
-    model, hook = matrices(mesh, PowerSGD(1))
-    for step, bad in enumerate([True, False, True, False]):
-        before, factors = kept(hook), kept(hook, "Q")
-        model.zero_grad()
-        loss(model, step, rank, spoil=math.inf if bad and rank == 3 else 1.0).backward()
-        poisoned = bad and mesh["shard"].get_local_rank() == 0
-        assert bool(grads(model)["first.weight"].isnan().all()) == poisoned
-        unchanged = all(torch.equal(x, before.get(n, torch.zeros_like(x))) for n, x in kept(hook).items())
-        assert unchanged == bad
-        assert same(kept(hook, "Q"), factors) == bad
 
 
 def other_precisions(mesh: DeviceMesh, rank: int, folder: Path) -> None:
@@ -375,32 +260,6 @@ def through_the_switch(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     assert same_everywhere(weights(model))
 
 
-def single_worker(rank: int, size: int, device: str) -> None:
-    """One replica of one shard, in which rows are whole matrices: the gradients of an engine, through a change of method."""
-    mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("replicate", "shard"))
-    plain, model = MatrixNet().to(device), sharded(mesh["shard"], MatrixNet().to(device))
-    hook = pf.compress(model, PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
-    engine = Engine(Settings(PowerSGD(1), smallest=0))
-    for step in range(4):
-        for net in (model, plain):
-            net.zero_grad()
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(device)
-            net(x).square().mean().backward()
-        expected = engine.average({f"{own_name(n)}[0/1]": p.grad for n, p in plain.named_parameters()})
-        for n, g in grads(model).items():
-            torch.testing.assert_close(g, expected[f"{own_name(n)}[0/1]"], rtol=1e-3, atol=1e-5)
-    errors = kept(hook)
-    hook.use(TopK(0.1))
-    hook.use(PowerSGD(1))
-    assert all(torch.equal(x, kept(hook)[name]) for name, x in errors.items())
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(120)
-def test_on_a_gpu() -> None:
-    in_processes(single_worker, 1, "cuda", backend="nccl")
-
-
 def every_method(mesh: DeviceMesh, rank: int) -> None:
     for name in MATRIX_METHODS:
         gradients_are_those_of_simulated_workers(mesh, rank, name)
@@ -430,8 +289,8 @@ def test_resumes(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        (power_sgd_is_the_papers_loop_on_rows, small_matrices_are_sent_uncompressed, columns),
-        (bytes_are_those_of_each_shard, bad_steps_leave_no_trace, other_precisions, unused_parameters),
+        (small_matrices_are_sent_uncompressed, columns),
+        (bytes_are_those_of_each_shard, other_precisions, unused_parameters),
         (state_of_other_workers, error_feedback_goes_along_to_other_methods, each_parameter_has_its_units),
         (resumes_from_a_checkpoint, through_the_switch),
     ],

@@ -8,11 +8,9 @@ from typing import Any
 import hook_state
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
 from training import (
     COLLECTIVES,
     GROUPS,
-    build,
     gradients_are_those_of_simulated_workers,
     grads,
     loss,
@@ -31,7 +29,6 @@ from pufferfish.compression import (
     Settings,
     Simulated,
     TopK,
-    compress,
     engine,
 )
 from pufferfish.compression.check_compressor import gradients
@@ -111,28 +108,11 @@ def a_static_graph(rank: int, size: int) -> None:
     gradients_are_those_of_simulated_workers(rank, size, "bf16", OVERLAP, static_graph=True)
 
 
-def global_scope_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match=r"overlap=True: scope=.global. and hierarchy"):
-        compress(DDP(build()), TopK(), scope="global", overlap=True)
-
-
-BOTH_SIZES = (
-    the_order_of_gradients_does_not_matter,
-    buckets_are_sent_early,
-    buckets_are_independent_of_ddps,
-    through_a_switch_and_another_method,
-    unused_parameters_come_late,
-    a_bad_first_bucket_leaves_no_trace,
-)
-TWO_WORKERS = (gradients_are_views_of_buckets, a_static_graph, global_scope_is_refused)
-
-
 @pytest.mark.timeout(240)  # against deadlocks
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [gradients_are_those_of_simulated_workers, resumes])
-def test_every_method(case: Callable[..., None], size: int, group: str) -> None:
-    in_processes(with_small_buckets, size, every_method, case, GROUPS[group])
+def test_every_method(case: Callable[..., None], group: str) -> None:
+    in_processes(with_small_buckets, 2, every_method, case, GROUPS[group])
 
 
 @pytest.mark.timeout(240)
@@ -143,11 +123,17 @@ def test_every_collective_with_four_workers() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("case", "size"),
+    "case",
     [
-        *((case, 2) for case in (*BOTH_SIZES, *TWO_WORKERS)),
-        *(pytest.param(case, 4, marks=pytest.mark.slow) for case in BOTH_SIZES),
+        the_order_of_gradients_does_not_matter,
+        buckets_are_sent_early,
+        buckets_are_independent_of_ddps,
+        through_a_switch_and_another_method,
+        unused_parameters_come_late,
+        a_bad_first_bucket_leaves_no_trace,
+        gradients_are_views_of_buckets,
+        a_static_graph,
     ],
 )
-def test_during_the_backward_pass(case: Callable[..., None], size: int) -> None:
-    in_processes(with_small_buckets, size, case)
+def test_during_the_backward_pass(case: Callable[..., None]) -> None:
+    in_processes(with_small_buckets, 2, case)

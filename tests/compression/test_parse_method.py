@@ -153,7 +153,7 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
         (
             "Accordion(TopK())",
             ValueError,
-            r"missing .* 'high'; write Accordion\(low, high, every, change=0.5\)",
+            r"missing .* 'high'; write Accordion\(low, high, every\)",
         ),
         ("TopK(k=0.1, k=0.2)", ValueError, "each once"),
         ("PowerSGD(rank=0)", ValueError, "PowerSGD: rank=0 is not an integer"),

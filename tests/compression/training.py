@@ -42,11 +42,6 @@ from pufferfish.compression import (
     compress,
 )
 
-#: Messages are not summed on the way: real and simulated workers agree in every bit.
-NOT_SUMMED = (
-    "topk", "random, own", "sign", "qsgd", "block random, own", "threshold", "dgc", "signum", "ef-sign",
-    "terngrad", "int8", "fp8", "int4", "int2", "loco", "sparseloco",
-)  # fmt: skip
 METHODS: dict[str, Any] = {
     "none": NoCompression(),
     "bf16": BFloat16(),

@@ -17,7 +17,8 @@ from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, load_workload, measured_work, nominal_link
 from pufferfish.lab.advise.combine_rounds import is_stable, median_interval
 from pufferfish.lab.network import LinkShape
-from pufferfish.measure import CostModel, Link, Work
+from pufferfish.measure import AlphaBeta, CostModel, Link, Work
+from pufferfish.measure.option_builder import OptionBuilder
 from pufferfish.measure.select_layers import select_layers
 from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages
 
@@ -353,6 +354,23 @@ def test_a_nominal_network_by_hand() -> None:
         beta * 4 * 4 / 7
     )  # four at once; 4 of 7 peers are outside
     assert link.inter_node is not None
-    assert link.inter_node["all_reduce"].beta == pytest.approx(4 * beta)
+    assert link.inter_node["all_reduce"].beta == pytest.approx(beta)
     assert nominal_link(LinkShape(1000.0, delay_ms=5), 2, 1).latency == pytest.approx(5.1e-3)
     assert nominal_link(LinkShape(1.0), 1, 8).bandwidth > 1e10  # one machine: its own line does not count
+
+
+def test_one_worker_of_a_machine_sends() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in "abcd"))
+    like = trainable_parameters(model)
+    job = OptionBuilder(model, Work(forward=0.0, backward=0.0), 8, None, pf.plan(model, 0.25), "")
+    work = job.compressed_option(pf.compression.BFloat16(), per_node=4).work
+    flat = sum(x.nbytes for x in like.values())
+    assert work.intra_node_bytes == flat
+    flags = 4 * (1 + len(like))
+    assert sum(n for _, n in work.messages) == flat / 2 + flags
+    link = Link(
+        size=8, per_node=4, collectives={"all_reduce": AlphaBeta(alpha=0, beta=1e-8)},
+        intra_node={"all_reduce": AlphaBeta(alpha=0, beta=0)}, inter_node={"all_reduce": AlphaBeta(alpha=0, beta=1e-8)},
+    )  # fmt: skip
+    said = CostModel(link=link).predict(work)
+    assert said.exchange == pytest.approx(flat / 2 * 1e-8, rel=0.01)  # 2(p-1)/p = 1 between two machines

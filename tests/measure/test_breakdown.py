@@ -107,14 +107,6 @@ def test_read_starts_a_new_measurement() -> None:
     assert times.parts["step"] != first["step"]
 
 
-def test_pending_steps_are_bounded() -> None:
-    model, optimizer = model_and_optimizer()
-    with Breakdown(model) as times:
-        train(model, optimizer, 130)
-        assert len(times._pending) <= 101
-    assert times.steps == 130
-
-
 def test_only_the_models_optimizers_count() -> None:
     model, optimizer = model_and_optimizer()
     other, others = model_and_optimizer()

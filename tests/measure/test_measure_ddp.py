@@ -23,7 +23,6 @@ from pufferfish.distributed.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure.breakdown import PARTS
 from pufferfish.measure.step_messages import trainable_parameters
-from pufferfish.planning.timing import measure_layer
 
 
 def build() -> nn.Module:
@@ -45,7 +44,7 @@ def ddp_and_optimizer(**options: Any) -> tuple[DDP, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def plain_steps_add_up(rank: int, size: int) -> None:
+def steps_without_compression_add_up(rank: int, size: int) -> None:
     ddp, optimizer = ddp_and_optimizer(bucket_cap_mb=0.05)
     with Breakdown(ddp, optimizer) as times:
         train(ddp, optimizer, 15, rank)
@@ -55,6 +54,15 @@ def plain_steps_add_up(rank: int, size: int) -> None:
     assert all(p[name] > 0 for name in ("forward", "backward", "exchange", "optimizer"))
     assert p["encode"] == p["decode"] == 0
     assert 0 < p["hidden"] <= p["backward"] + p["exchange"]  # several buckets: the first leave early
+    with Breakdown(ddp) as times, ddp.no_sync():
+        train(ddp, optimizer, 3, rank)
+    assert times.parts["hidden"] == 0
+    ddp, optimizer = ddp_and_optimizer()
+    exact_(ddp)
+    with Breakdown(ddp) as times:
+        train(ddp, optimizer, 3, rank)
+    assert times.parts["hidden"] == 0  # its work is counted as backward
+    assert times.parts["backward"] > 0
 
 
 def exchange_covers_ddp_wait(rank: int, size: int) -> None:
@@ -67,15 +75,6 @@ def exchange_covers_ddp_wait(rank: int, size: int) -> None:
         data = ddp._get_ddp_logging_data()
         theirs = (data["backward_comm_time_end"] - data["backward_compute_time_end"]) / 1e9
         assert theirs <= times.parts["exchange"] <= times.parts["step"]
-
-
-def no_sync_has_no_exchange(rank: int, size: int) -> None:
-    ddp, optimizer = ddp_and_optimizer()
-    train(ddp, optimizer, 2, rank)
-    with Breakdown(ddp) as times, ddp.no_sync():
-        train(ddp, optimizer, 3, rank)
-    assert times.steps == 3
-    assert times.parts["hidden"] == 0
 
 
 def compressed_steps_add_up(rank: int, size: int) -> None:
@@ -93,15 +92,6 @@ def compressed_steps_add_up(rank: int, size: int) -> None:
         assert p["exchange"] >= spent["exchange"]
         assert p["backward"] > 0
         assert sum(p[name] for name in PARTS) == pytest.approx(p["step"])
-
-
-def exact_hook_is_counted_as_backward(rank: int, size: int) -> None:
-    ddp, optimizer = ddp_and_optimizer()
-    exact_(ddp)
-    with Breakdown(ddp) as times:
-        train(ddp, optimizer, 3, rank)
-    assert times.parts["hidden"] == 0
-    assert times.parts["backward"] > 0
 
 
 def make_probe_fast() -> None:
@@ -276,19 +266,15 @@ def probe_of_two_machines(rank: int, size: int) -> None:
     train(ddp, optimizer, 2, rank)
     dry = dry_run(pf.compression.BFloat16(), trainable_parameters(ddp.module), size, per_node=2)
     per_step = {kind: nbytes // 2 for kind, nbytes in hook.meter.collective_bytes.items()}
-    assert dry.intra_node_bytes == per_step["reduce_scatter"] == 2 * per_step["all_gather"]
-    if (
-        rank % 2 == 0
-    ):  # owns most gradients; the flags of the finiteness check are sent inside the machine, too
-        assert dry.nbytes + 4 * (1 + 6) == per_step["all_reduce"]
+    assert dry.intra_node_bytes == per_step["broadcast"]
+    sent = dry.nbytes if rank % 2 == 0 else 0  # one worker of a machine sends
+    assert dry.intra_node_bytes + sent == per_step["all_reduce"]
 
 
 CASES = (
-    plain_steps_add_up,
+    steps_without_compression_add_up,
     exchange_covers_ddp_wait,
-    no_sync_has_no_exchange,
     compressed_steps_add_up,
-    exact_hook_is_counted_as_backward,
     probe_is_equal_on_all_workers,
     diagnosis_has_no_side_effects,
     compressed_diagnosis_has_no_side_effects,
@@ -318,29 +304,6 @@ def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.error == pytest.approx(0)
     assert "exchange:  none, one process" in capsys.readouterr().out
     assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])  # it did train
-
-
-def test_layers_are_timed_in_the_precision_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def spied(*given: Any) -> tuple[float, float]:
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return measure_layer(*given)
-
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", spied)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for precision in (True, False):
-        with diagnose(model, optimizer, steps=3, measure=True, show=False):
-            for _ in range(6):
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision):
-                    loss = model(torch.randn(8, 64)).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert seen
-        assert set(seen) == {precision}
-        seen.clear()
 
 
 def test_invalid_settings() -> None:

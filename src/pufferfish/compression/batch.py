@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from .method import Method
+from .method import Mean, Method
+from .methods.accordion import Accordion
 from .methods.casts import NoCompression
 from .methods.powersgd import row_blocks
 from .settings import Settings
@@ -25,6 +26,7 @@ class Batch:
     """Parameters that go through one call of a method, as rows of equal shape or all in one row."""
 
     method: Method
+    policy: Method  # that of the settings; an `Accordion` chooses `method` for each of its tensors
     error_feedback: bool
     row: bool  # one after the other in a single row: elementwise methods, global scope
     names: tuple[str, ...]
@@ -111,6 +113,18 @@ class Batch:
             if not x.is_contiguous():
                 x.copy_(target.view(x.shape))
 
+    def watch(self, mean: Mean, state: dict[str, Tensor], units: Mapping[str, float]) -> None:
+        """Let the policy, if there is one, note the means of a step in the state that is to be kept."""
+        if isinstance(self.policy, Accordion):
+            mean = torch.bmm(*mean) if isinstance(mean, tuple) else mean
+            self.policy.watch(mean.to(self.precision), state, [units.get(name, 0.0) for name in self.names])
+
+    def changes(self) -> bool:
+        """Whether the policy has chosen another method for any of the parameters."""
+        if not isinstance(self.policy, Accordion) or "light" not in self.state:
+            return False
+        return any(self.policy.choose(light) != self.method for light in self.state["light"].tolist())
+
     def commit(self, state: Mapping[str, Tensor], rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
         """Keep a step's state and error feedback: nothing if not `ok`, and only of the parameters in `used`.
 
@@ -165,38 +179,47 @@ class Batch:
 class Layout:
     """Batches that are sent together, fixed until the gradients or the settings change."""
 
-    parts: list[list[Batch]]  # buckets; with a hierarchy, the batches of each worker of this machine
-    own: list[Batch]  # those that this worker exchanges
+    parts: list[list[Batch]]  # buckets
+    own: list[Batch]  # all batches, or none where another worker of this machine exchanges them
     number: dict[Batch, int]  # its key in `Exchange`; 0 is the sum of the flags "not finite" and "used"
-    names: list[list[str]]  # of the gradients in each part
     waits_for: dict[int, list[str]]  # part → gradients that must all be there before it is sent
     device: torch.device
 
 
-def make_batches(settings: Settings, gradients: Mapping[str, Tensor]) -> list[Batch]:
+def make_batches(
+    settings: Settings,
+    gradients: Mapping[str, Tensor],
+    kept: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> list[Batch]:
     """Group gradients by method, layout and dtype, in the order of their names; empty ones are left out.
+
+    `kept`: the state of each parameter, by which an `Accordion` chooses.
 
     >>> from pufferfish.compression import TopK
     >>> g = {"a": torch.ones(8, 4), "b": torch.ones(4, 8), "c": torch.ones(4)}
     >>> [(b.method, b.names) for b in make_batches(Settings(TopK(), smallest=10), g)]
     [(TopK(k=0.01, sample=1.0), ('a', 'b')), (NoCompression(), ('c',))]
     """
-    groups: dict[tuple[Method, bool, Any, torch.dtype], list[str]] = {}
-    for name, method in settings.choose(sorted(gradients)).items():
+    groups: dict[tuple[Method, Method, bool, Any, torch.dtype], list[str]] = {}
+    for name, policy in settings.choose(sorted(gradients)).items():
         shape = gradients[name].shape
         if shape.numel() == 0:
             continue
         small = settings.smallest > 0 and (len(shape) < 2 or shape.numel() < settings.smallest)
-        vector = method.matrix and len(shape) < 2
-        exempt = len(shape) == 0 if method.small_too else small or vector
-        if not method.elementwise and (exempt or not method.fits(shape)):
-            method = NoCompression()
-        row = method.elementwise or settings.scope == "global"
+        vector = policy.matrix and len(shape) < 2
+        exempt = len(shape) == 0 if policy.small_too else small or vector
+        if not policy.elementwise and (exempt or not policy.fits(shape)):
+            policy = NoCompression()
+        method = policy
+        if isinstance(policy, Accordion):
+            method = policy.choose(bool((kept or {}).get(name, {}).get("light", True)))
+        row = policy.elementwise or settings.scope == "global"
         form = None if row else (shape[0], shape.numel()) if method.matrix else shape.numel()
-        groups.setdefault((method, row, form, gradients[name].dtype), []).append(name)
+        groups.setdefault((method, policy, row, form, gradients[name].dtype), []).append(name)
     return [
         Batch(
             method=method,
+            policy=policy,
             error_feedback=settings.has_error_feedback(method),
             row=row,
             names=tuple(names),
@@ -204,7 +227,7 @@ def make_batches(settings: Settings, gradients: Mapping[str, Tensor]) -> list[Ba
             dtype=dtype,
             device=gradients[names[0]].device,
         )
-        for (method, row, _, dtype), names in groups.items()
+        for (method, policy, row, _, dtype), names in groups.items()
     ]
 
 
@@ -231,17 +254,3 @@ def make_buckets(gradients: Mapping[str, Tensor], nbytes: int | None) -> list[li
         buckets[-1].append(name)
         size += gradients[name].nbytes
     return buckets
-
-
-def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of each gradient: the fastest way to find zeros and non-finite numbers.
-
-    >>> gradient_norms([torch.ones(4), torch.zeros(2, dtype=torch.float64)])
-    tensor([2., 0.])
-    """
-    found: dict[int, Tensor] = {}
-    for dtype in {g.dtype for g in gradients}:
-        some = {i: g for i, g in enumerate(gradients) if g.dtype == dtype}
-        new = torch._foreach_norm(list(some.values()), 2, dtype=torch.promote_types(dtype, torch.float32))
-        found.update(zip(some, new, strict=True))
-    return torch.stack([found[i] for i in range(len(gradients))]).float()

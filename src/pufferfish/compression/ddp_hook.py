@@ -25,7 +25,7 @@ from .engine import Engine, Step
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
 from .methods.casts import BFloat16
-from .settings import HierarchyLike, Methods, Settings, with_method
+from .settings import HierarchyLike, Methods, Settings
 from .state import check_format, updates_by_rate
 
 
@@ -181,7 +181,7 @@ class DDPHook(AtLastBucket):
         settings = self.workers.run_on_all(
             lambda: checked_settings(engine.settings, method, error_feedback, named, self.optimizers)
         )
-        inside = engine.hierarchy.size if engine.hierarchy else 1
+        inside = engine.machine.size if engine.machine else 1
         facts = (replace(settings, hierarchy="flat"), inside, engine.steps, list(named))
         self.workers.agree(
             repr(facts),
@@ -272,13 +272,13 @@ def checked_settings(
     optimizers: Sequence[optim.Optimizer],
 ) -> Settings:
     """`settings` with another method, checked against the model's parameters and the optimizers."""
-    settings = with_method(settings, method, error_feedback)
+    settings = replace(settings, method=method, error_feedback=error_feedback)
     settings.check_patterns(named)
     batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:
-        if batch.method.has_momentum:
-            _refuse_momentum(type(batch.method).__name__, {n: named[n] for n in batch.names}, optimizers)
-    settings.warn_unused({batch.method for batch in batches}, stacklevel=7)
+        if batch.policy.has_momentum:
+            _refuse_momentum(type(batch.policy).__name__, {n: named[n] for n in batch.names}, optimizers)
+    settings.warn_unused({batch.policy for batch in batches}, stacklevel=7)
     return settings
 
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.workers import Workers
-from .batch import Batch, Layout, gradient_norms, make_batches, make_buckets
+from .batch import Batch, Layout, make_batches, make_buckets
 from .exchange import Exchange, Group, Transport
-from .hierarchy import Hierarchy, make_hierarchy
+from .hierarchy import machine_for
 from .meter import Meter
 from .method import MessageGenerator, StepContext, Sum
+from .methods.accordion import Accordion
 from .settings import Settings
 from .state import State
 
@@ -35,32 +36,31 @@ class Engine:
 
     Args:
         settings: See `Settings`.
-        group: A process group (default: all processes, or this one alone), a `Transport` or a `Hierarchy`.
+        group: A process group (default: all processes, or this one alone) or a `Transport`.
 
     >>> from pufferfish.compression import BFloat16
     >>> Engine(Settings(BFloat16())).average({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
 
-    def __init__(
-        self, settings: Settings, group: dist.ProcessGroup | Transport | Hierarchy | None = None
-    ) -> None:
-        if isinstance(group, Hierarchy):
-            self.hierarchy: Hierarchy | None = group
+    def __init__(self, settings: Settings, group: dist.ProcessGroup | Transport | None = None) -> None:
+        self.machine = machine_for(settings.hierarchy, group)
+        if self.machine is not None:
+            self.transport: Transport = self.machine.between
         else:
-            self.hierarchy = make_hierarchy(settings.hierarchy, group)
-        if self.hierarchy is not None:
-            self.transport: Transport = self.hierarchy.between
-        else:
-            assert not isinstance(group, Hierarchy)
             self.transport = group if isinstance(group, Transport) else Group(group)
-        inside = (self.hierarchy.size, self.hierarchy.worker) if self.hierarchy else (1, 0)
+        inside = (self.machine.size, self.machine.worker) if self.machine else (1, 0)
         self.state = State(self.transport.worker, self.transport.size, *inside)
         self._layout: Layout | None = None
         self._agreed: dict[str, Any] | None = None  # what `average` was last given, the same on all workers
         self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
         self._used_before: bool  # whether these settings have been used in a step
         self.use(settings)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all."""
+        return self.machine is None or self.machine.leads
 
     @property
     def steps(self) -> int:
@@ -82,13 +82,14 @@ class Engine:
         methods = list(settings.by_pattern.values())
         overlap = settings.overlap
         if overlap is None:
-            flat = settings.scope == "layer" and self.hierarchy is None
+            flat = settings.scope == "layer" and self.machine is None
             overlap = flat and all(method.elementwise for method in methods)
         #: Size of the buckets that are sent during the backward pass; None: everything is sent after it.
         self.overlap_bytes = BUCKET if overlap else None
         #: Whether loss scale and learning rate matter, to rescale kept state or to a method; if not, `units` may be omitted.
         self.keeps_units = any(
-            m.reads_units or m.in_units or m.in_scale or settings.has_error_feedback(m) for m in methods
+            isinstance(m, Accordion) or m.in_units or m.in_scale or settings.has_error_feedback(m)
+            for m in methods
         )
 
     def average(
@@ -141,12 +142,12 @@ class Engine:
                             "model, with the same parameter names, on all workers"
                         )
 
-        if self.hierarchy is None:
+        if self.machine is None:
             compare(self.transport)
         else:
-            inside = Workers(self.hierarchy.inside.group, device, "Engine.average")
+            inside = Workers(self.machine.inside.group, device, "Engine.average")
             inside.run_on_all(lambda: compare(self.transport))
-            compare(self.hierarchy.inside)
+            compare(self.machine.inside)
         self._agreed = layout
 
     def arrange(self, like: Mapping[str, Tensor], bucket_bytes: int | None = None) -> None:
@@ -166,26 +167,29 @@ class Engine:
         # later, a switch may have renamed parameters
         if not self._used_before and self.state.resumed is None:
             self.settings.check_patterns(like)
-        sent_together = self.hierarchy.owners(like) if self.hierarchy else make_buckets(like, bucket_bytes)
-        parts = [make_batches(self.settings, {name: like[name] for name in names}) for names in sent_together]
+        kept = self.state.named()
+        parts = [
+            make_batches(self.settings, {name: like[name] for name in names}, kept)
+            for names in make_buckets(like, bucket_bytes)
+        ]
         batches = [batch for part in parts for batch in part]
         self.state.check_resumed(batches)
-        owners = [[name for batch in part for name in batch.names] for part in parts]
-        # with a hierarchy nobody's part is complete before everything is there
-        together = owners if self.hierarchy is None else [[name for names in owners for name in names]]
-        before, self._arranged, self._used_before = self._layout, arranged, True
+        self._arranged, self._used_before = arranged, True
+        names = [[name for batch in part for name in batch.names] for part in parts]
         self._layout = Layout(
             parts,
-            batches if self.hierarchy is None else parts[self.hierarchy.worker],
+            batches if self.leads else [],
             {batch: i for i, batch in enumerate(batches, 1)},
-            owners,
-            {i: names for i, names in enumerate(together) if names},
+            {i: some for i, some in enumerate(names) if some},
             device,
         )
-        named, methods = self.state.named_for(batches), self.state.methods()
-        if self.hierarchy is not None and before is not None:
-            self.hierarchy.move_state(named, methods, before.names, owners, device)
-        self.state.arrange(self._layout.own, device, named, methods)
+        self.state.arrange(self._layout.own, device)
+
+    def rearrange(self, like: Mapping[str, Tensor]) -> None:
+        """Lay out messages anew, as `arrange` did, because a policy has chosen another method for some tensors."""
+        assert self._arranged is not None
+        (bucket_bytes, *arranged), self._arranged = self._arranged, None
+        self.arrange({name: like[name] for name, *_ in arranged if name in like}, bucket_bytes)
 
     def begin(self, units: Mapping[str, float] | None = None, scale: float = 1.0) -> Step:
         """Start a step whose gradients arrive one by one: `add` them, then `finish` and `commit`."""
@@ -205,7 +209,6 @@ class Engine:
                 device=layout.device,
                 seed=settings.seed,
                 exchange=settings.exchange,
-                units=tuple([state.units.get(name, 0.0) for name in batch.names]),
                 error_feedback=batch.error_feedback,
                 state=dict(batch.state),
                 empty=batch.empty,
@@ -246,7 +249,7 @@ class Step:
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Add some gradients. Each part's first messages are sent as soon as all of its gradients are there."""
         device = self.layout.device
-        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with self.meter.working(), torch.autocast(device.type, enabled=False):
             self.gradients |= {name: g for name, g in gradients.items() if g.numel()}
             for names in self.missing.values():
                 names.difference_update(gradients)
@@ -257,7 +260,7 @@ class Step:
     def advance(self) -> bool:
         """Wait for the messages in flight and send the next ones. False: there are none left."""
         device = self.layout.device
-        with torch.no_grad(), self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), self.meter.working(), torch.autocast(device.type, enabled=False):
             return self.exchange.advance()
 
     @torch.no_grad()
@@ -269,11 +272,14 @@ class Step:
                 f"these parameters had gradients in the previous step but not in this one: {', '.join(missing)}"
             )
         engine, device = self.engine, self.layout.device
-        with self.meter.working(device), torch.autocast(device.type, enabled=False):
+        with self.meter.working(), torch.autocast(device.type, enabled=False):
             while self.exchange.advance():
                 pass
-            self._write(out)
-        size = engine.transport.size * (engine.hierarchy.size if engine.hierarchy else 1)
+            if engine.leads:
+                self._write(out)
+            if engine.machine is not None:
+                engine.machine.broadcast({name: out[name] for name in self.gradients})
+        size = engine.transport.size * (engine.machine.size if engine.machine else 1)
         self.meter.step(sum([g.nbytes for g in self.gradients.values()]), size)
         engine.state.steps += 1
         engine.state.resumed = None
@@ -281,25 +287,29 @@ class Step:
     @torch.no_grad()
     def commit(self, ok: Tensor | None = None) -> None:
         """Keep error feedback and the methods' state, of a step that is finite on all workers and `ok` elsewhere too."""
+        if not self.engine.leads:
+            return
         finite, used = self.finite, self.used
         if ok is not None:
             finite, used = finite & ok, {batch: flags & ok for batch, flags in used.items()}
         for batch, context in self.contexts.items():
-            rest = self.exchange.results[self.layout.number[batch]][1]
+            mean, rest = self.exchange.results[self.layout.number[batch]]
+            batch.watch(mean, context.state, self.engine.state.units)
             batch.commit(context.state, rest, finite, used[batch])
+        if any(batch.changes() for batch in self.contexts):
+            self.engine.rearrange(self.gradients)
 
     def _start(self, i: int) -> None:
         """Send the first messages of a part whose gradients are complete: those of zeros if they are not finite."""
-        hierarchy, device, gradients = self.engine.hierarchy, self.layout.device, self.gradients
-        names, norms = self.layout.waits_for[i], dict[str, Tensor]()
-        if hierarchy is not None:
-            norms = dict(zip(names, gradient_norms([gradients[name] for name in names]), strict=True))
-            bad = ~(torch.stack(list(norms.values())) <= _LIMIT).all()
-            gradients = hierarchy.average_inside(self.layout.names, gradients, bad)
-        xs = self._fill(self.layout.parts[i if hierarchy is None else hierarchy.worker], gradients, norms)
-        self.norms[i] = torch.stack([norms[name] for name in names]).float()
+        device, gradients, norms = self.layout.device, self.gradients, dict[str, Tensor]()
+        if self.engine.machine is not None:  # then all are in one part
+            gradients = self.engine.machine.average(gradients)
+            if not self.engine.leads:
+                return
+        xs = self._fill(self.layout.parts[i], gradients, norms)
+        self.norms[i] = torch.stack([norms[name] for name in self.layout.waits_for[i]]).float()
         bad = ~(self.norms[i] <= _LIMIT).all()
-        if hierarchy is None and (device.type != "cpu" or bad):  # asking a GPU would mean to wait for it
+        if device.type != "cpu" or bad:  # asking a GPU would mean to wait for it
             for x in xs.values():
                 x.masked_fill_(bad, 0)
         generators = {}
@@ -314,8 +324,6 @@ class Step:
         # The last part: agree how many workers have gradients that are not finite, and how many use each parameter.
         all_norms = torch.cat([self.norms[j] for j in self.layout.waits_for])
         flags = torch.cat([~(all_norms <= _LIMIT).all()[None], all_norms > 0]).float()
-        if hierarchy is not None:
-            flags = hierarchy.inside.sum(flags)()
         if len(self.layout.waits_for) == 1:
             self.exchange.start({0: _agreement(flags)} | generators)
         else:  # in a message of its own: which part is last may differ
@@ -359,7 +367,6 @@ class Step:
         self.used = dict(zip(layout.number, used.split(sizes), strict=True))
         bad = 0.0 if self.engine.settings.nonfinite == "zero" else torch.nan
         nonfinite = torch.where(self.finite, 0.0, bad)
-        direct = self.engine.hierarchy is None and layout.device.type == "cpu"
         means: dict[str, Tensor] = {}
         for batch in self.contexts:
             mean, rest = results[layout.number[batch]]
@@ -367,7 +374,7 @@ class Step:
             if isinstance(mean, tuple):
                 # 0 · left is 0, NaN · left is NaN
                 right = batch.where(mask, mean[1], nonfinite.to(mean[1].dtype))
-                if direct and batch.dtype == right.dtype:
+                if layout.device.type == "cpu" and batch.dtype == right.dtype:
                     batch.multiply(mean[0], right, [out[name] for name in batch.names])
                     continue
                 mean = torch.bmm(mean[0], right)
@@ -380,8 +387,6 @@ class Step:
             if rest is not None and batch.error_feedback and batch.dtype != batch.precision:
                 rest += mean - mean.to(batch.dtype)  # what rounding the result loses, on all workers alike
             means.update(zip(batch.names, batch.split(mean), strict=True))
-        if self.engine.hierarchy is not None:
-            means = self.engine.hierarchy.share_inside(layout.names, means, self.gradients)
         if means:
             torch._foreach_copy_([out[name] for name in means], list(means.values()))
 

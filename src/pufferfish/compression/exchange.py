@@ -21,9 +21,8 @@ Pending = Callable[[], T]
 Started = tuple[Callable[[], object], T]
 #: A tensor of at least so many bytes is a message of its own: packing would copy it and saves little.
 LARGE = 2**20
-# all_gather_into_tensor and reduce_scatter_tensor, by their names in torch 2.13
+# all_gather_into_tensor, by its name in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Transport:

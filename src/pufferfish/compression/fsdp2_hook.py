@@ -31,7 +31,7 @@ from .fsdp2_modules import (
 from .fsdp2_rows import Rows, move_engine
 from .meter import Meter
 from .method import Method
-from .settings import Methods, Settings, with_method
+from .settings import Methods, Settings
 from .state import updates_by_rate
 
 T = TypeVar("T")
@@ -143,7 +143,9 @@ class FSDP2Hook:
         state of the old method is dropped.
         """
         self._peers.operation = self._shards.operation = "hook.use"
-        settings = self._run_on_all(lambda: with_method(self.settings, method, error_feedback))
+        settings = self._run_on_all(
+            lambda: replace(self.settings, method=method, error_feedback=error_feedback)
+        )
         self._attach({name: part.module for name, part in self._parts.items()}, self._paths, settings)
 
     def attach(self, model: nn.Module) -> None:

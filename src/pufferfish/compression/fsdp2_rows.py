@@ -66,7 +66,7 @@ class Rows:
         if not self.matrix:
             return set(self.settings.by_pattern.values())
         like = {name: torch.empty(shape, device="meta") for name, shape in self._padded.items()}
-        return {batch.method for batch in make_batches(self.settings, like)}
+        return {batch.policy for batch in make_batches(self.settings, like)}
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors by name."""

@@ -74,8 +74,6 @@ class StepContext:
     seed: int = 0
     #: Collective requested by the user, one of the method's `exchanges`; None: the method chooses.
     exchange: str | None = None
-    #: Loss scale over learning rate of each parameter; 0, or an empty tuple, where unknown.
-    units: tuple[float, ...] = ()
     error_feedback: bool = True  # whether the method's second result is kept and added to the next gradient
     #: Tensors of leading dimension b, kept from step to step. Insert new tensors, never change old ones in place:
     #: they take effect only if the step is finite on all workers.
@@ -142,8 +140,6 @@ class Method:
     small_too: ClassVar[bool] = False
     #: Whether it can choose elements among all tensors at once (scope="global").
     sparse: ClassVar[bool] = False
-    #: Whether `compress` reads `ctx.units`, also where nothing is kept in them.
-    reads_units: ClassVar[bool] = False
     #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
     shared_state: ClassVar[tuple[str, ...]] = ()
 
@@ -179,11 +175,6 @@ class Method:
     def kind(self) -> str:
         """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
         return "contraction"
-
-    @property
-    def error_decay(self) -> float:
-        """Factor that the method applies to the rest that it returns; below 1, the part that waits fades."""
-        return 1.0
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         """Return the part of one parameter's gradients that `state` holds and that was not sent yet.

@@ -47,9 +47,9 @@ class Settings:
         scope: "layer", or "global": a sparsifier chooses among the elements of all tensors.
         exchange: For methods that support several collectives: "all_to_all" (owners sum their shard, compress it again
             and send it to all) or "all_gather" (everything goes to everyone, compressed once). None: the method's default.
-        hierarchy: "node": workers of one machine (LOCAL_WORLD_SIZE, consecutive ranks) average uncompressed, and one
-            compressed copy of each tensor is sent between machines. Error feedback then belongs to machines. Or two
-            process groups: (inside, between).
+        hierarchy: "node": workers of one machine (LOCAL_WORLD_SIZE, consecutive ranks) average uncompressed, and the first
+            of them exchanges the mean with the other machines. Error feedback is that worker's. Or two process
+            groups: (inside, between).
         seed: Seed of the methods' random numbers. The global generators are never used.
         smallest: 1-D tensors, and tensors with fewer elements, are sent uncompressed (except in 16-bit averages
             and `SparseLoCo`).
@@ -110,7 +110,6 @@ class Settings:
         if not isinstance(method, Method) or not dataclasses.is_dataclass(method):
             place = f", for {pattern!r}," if isinstance(self.method, Mapping) else ""
             hint = f"; write {name}()" if isinstance(method, type) else ""
-            hint = "; write pf.compression.PowerSGD(…) or another class" if isinstance(method, str) else hint
             raise TypeError(f"{name}{place} is not a compression method{hint}")
         if method.kind not in KINDS:
             raise ValueError(f"{name}: kind {method.kind!r} is not one of {', '.join(KINDS)}")
@@ -181,27 +180,6 @@ class Settings:
                     f"smallest={self.smallest} elements or would not become smaller, and are sent uncompressed",
                     stacklevel=stacklevel,
                 )
-
-
-def with_method(settings: Settings, method: Methods, error_feedback: bool | None) -> Settings:
-    """Return `settings` with another method, for `hook.use`, which keeps the others.
-
-    >>> from pufferfish.compression import BlockInt8, PowerSGD
-    >>> with_method(Settings(BlockInt8(), exchange="all_gather"), PowerSGD(4), None)
-    Traceback (most recent call last):
-    ValueError: hook.use keeps exchange='all_gather' and scope='layer' of compress; ...
-    """
-    new: dict[str, Any] = {"method": method, "error_feedback": error_feedback}
-    try:
-        return dataclasses.replace(settings, **new)
-    except ValueError as error:
-        dataclasses.replace(
-            settings, **new, exchange=None, scope="layer"
-        )  # raises if these are not the reason
-        raise ValueError(
-            f"hook.use keeps exchange={settings.exchange!r} and scope={settings.scope!r} of compress; choose a method that "
-            f"supports them, or wrap the model again and call compress without them ({error})"
-        ) from None
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -171,25 +171,30 @@ class SimulatedTransport(Transport):
 class OneWorker(Transport):
     """Worker 0 of `size`, without the others: the bytes and the work of a real worker. All send what it sends.
 
-    Sums stay as they are: their values do not matter here, and computing them would take time.
+    Sums stay as they are: their values do not matter here, and computing them would take time. On a GPU each message
+    waits for the device, so that the meter's times are those of the work.
 
     >>> OneWorker(8).size
     8
     """
 
-    def __init__(self, size: int, meter: Meter | None = None) -> None:
-        super().__init__(meter)
+    def __init__(self, size: int) -> None:
+        super().__init__()
         self.worker, self.size = 0, size
         self.messages: list[tuple[str, int]] = []  # collective and bytes, in the order of sending
 
     def _sum(self, buffer: Tensor) -> Started[Tensor]:
-        self.messages.append(("all_reduce", buffer.nbytes))
+        self._note("all_reduce", buffer)
         return no_wait, buffer
 
     def _gather(self, buffer: Tensor) -> Started[list[Tensor]]:
-        self.messages.append(("all_gather", buffer.nbytes))
+        self._note("all_gather", buffer)
         return no_wait, [buffer] * self.size
 
     def _scatter(self, pieces: list[Tensor]) -> Started[list[Tensor]]:
-        self.messages.append(("all_to_all", sum(piece.nbytes for piece in pieces)))
+        self._note("all_to_all", *pieces)
         return no_wait, [pieces[0]] * self.size
+
+    def _note(self, kind: str, *tensors: Tensor) -> None:
+        self.messages.append((kind, sum(x.nbytes for x in tensors)))
+        torch.get_device_module(tensors[0].device).synchronize()

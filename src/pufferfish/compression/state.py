@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, optim
 
 from .batch import Batch
-from .method import Method
 
 #: Version of the saved format.
 FORMAT = 1
@@ -46,22 +45,14 @@ class State:
         self._loaded_methods: dict[str, Any] = {}
         self._place = {"size": size * inside, "inside": inside, "worker": worker * inside + local_worker}
 
-    def named_for(self, batches: Sequence[Batch]) -> Named:
-        """All tensors by parameter name, where other batches take over.
+    def arrange(self, batches: Sequence[Batch], device: torch.device) -> None:
+        """Move all state to other batches. That of other parameters is dropped.
 
-        What a method has not sent yet is added to the error feedback where its successor is another one.
+        Error feedback follows its parameter to any method, and what a method has not sent yet is added to it; other state
+        follows to the same method only.
         """
-        named = self.named()
+        named, methods = self.named(), self.methods()
         self._release_unsent(named, {name: key for b in batches for name, key in _method_keys(b).items()})
-        return named
-
-    def arrange(
-        self, batches: Sequence[Batch], device: torch.device, named: Named, methods: Mapping[str, Any]
-    ) -> None:
-        """Fill other batches with the state in `named`, which belongs to `methods`. That of other parameters is dropped.
-
-        Error feedback follows its parameter to any method, other state only to the same method.
-        """
         for batch in batches:
             _fill(batch, named, methods, device)
         self.batches, self._loaded = list(batches), None
@@ -178,7 +169,7 @@ class State:
             return self.resumed | {"steps": self.steps}
         shared: Named = {}
         own: Named = {}
-        keys = {name: batch.method.shared_state for batch in self.batches for name in batch.names}
+        keys = {name: batch.policy.shared_state for batch in self.batches for name in batch.names}
         for name, state in self.named().items():
             for key, x in state.items():
                 place = shared if key in keys[name] else own
@@ -213,7 +204,7 @@ class State:
                 f"belongs to worker {state['worker']} of {_workers(state)}",
                 stacklevel=3,
             )
-        # with a hierarchy a worker saves only the tensors it owned, so they do not fit another one
+        # with a hierarchy one worker of a machine has all of it, and the others nothing
         shared = state["shared"] if same_sizes or state["inside"] == 1 else {}
         self._loaded = {}
         for part in (shared, own):
@@ -251,9 +242,10 @@ def updates_by_rate(optimizer: optim.Optimizer) -> bool:
 def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:
     """Give a batch its error feedback and state, from that of its parameters."""
     mine = []
+    always = {ERROR, *(batch.policy.shared_state if batch.policy != batch.method else ())}
     for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
-        same = _same_key(methods.get(name), key, batch.method)
-        state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k == ERROR}
+        same = methods.get(name) == key
+        state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k in always}
         if ERROR in state and state[ERROR].shape != shape:
             del state[ERROR]
         mine.append(state)
@@ -283,31 +275,11 @@ def _scaled(batch: Batch, x: Tensor, factors: Sequence[float]) -> Tensor:
 
 def _method_keys(batch: Batch) -> dict[str, Any]:
     """Method and shape of each parameter: state is valid for the same ones only. JSON data."""
-    method = _describe(batch.method)
+    fields = {f.name: getattr(batch.method, f.name) for f in dataclasses.fields(batch.method)}
+    method = {"class": type(batch.method).__qualname__, "fields": json.loads(json.dumps(fields))}
     return {
         name: method | {"shape": list(shape)} for name, shape in zip(batch.names, batch.shapes, strict=True)
     }
-
-
-def _describe(method: Method) -> dict[str, Any]:
-    """A method's class and fields, as JSON data.
-
-    >>> from pufferfish.compression import PowerSGD
-    >>> _describe(PowerSGD(rank=2))
-    {'class': 'PowerSGD', 'fields': {'rank': 2, 'start': 0}}
-    """
-    fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    plain = {name: _describe(x) if isinstance(x, Method) else x for name, x in fields.items()}
-    return {"class": type(method).__qualname__, "fields": json.loads(json.dumps(plain))}
-
-
-def _same_key(saved: Any, here: Any, method: Method) -> bool:
-    """Whether saved state belongs to this method and shape. A field that is new since then has its default."""
-    if saved is None or (saved["class"], saved["shape"]) != (here["class"], here["shape"]):
-        return False
-    defaults = {f.name: f.default for f in dataclasses.fields(method) if f.default is not dataclasses.MISSING}
-    new = {name: x for name, x in defaults.items() if name not in saved["fields"]}
-    return bool(saved["fields"] | json.loads(json.dumps(new, default=_describe)) == here["fields"])
 
 
 def _refuse_other_model(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -326,7 +298,7 @@ def _warn_of_other_method(saved: Mapping[str, Any], batches: Sequence[Batch]) ->
     for batch in batches:
         for name, key in _method_keys(batch).items():
             before = saved.get(name)
-            if before and not _same_key({**before, "shape": key["shape"]}, key, batch.method):
+            if before and before | {"shape": key["shape"]} != key:
                 fields = ", ".join(f"{field}={value!r}" for field, value in before["fields"].items())
                 warnings.warn(
                     f"compression: {name} was saved with {before['class']}({fields}) and resumes with {batch.method!r}; to "

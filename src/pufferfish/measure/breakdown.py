@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from ..compression.ddp_hook import DDPHook
-from ..compression.meter import Timestamp, elapsed, reached, timestamp
 from ..distributed.bucket_hook import AtLastBucket
 from ..distributed.job import find_ddp
 from ..optim.carry import Optimizers, as_list
+from .clock import Timestamp, elapsed, reached, timestamp
 
 #: Parts of a step; their times add up to the step's time.
 PARTS = ("data", "forward", "backward", "encode", "exchange", "decode", "optimizer")
@@ -35,6 +35,7 @@ class Breakdown:
     - backward: backward pass, without waiting for the exchange and without compression's computation
     - encode, decode: compression's computation (see `Meter`)
     - exchange: communication that the step waits for
+      (on a GPU: together with the compression's computation)
     - optimizer: end of backward to the end of `optimizer.step()`, including gradient clipping
     - hidden: communication that overlaps with backward, from its first message on; not part of the step
 
@@ -63,6 +64,7 @@ class Breakdown:
         self._owns: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         state = self.ddp._comm_hooks[0][1] if self.ddp is not None and self.ddp._comm_hooks else None
         self.hook = state if isinstance(state, DDPHook) else None
+        self._meter = self.hook.meter if self.hook is not None and self.device.type == "cpu" else None
         # With our hooks DDP counts their work as backward, so its own measurement of the overlap is wrong.
         self._samples_ddp = self.ddp is not None and not isinstance(state, AtLastBucket)
         self._handles: list[Any] = []
@@ -81,6 +83,8 @@ class Breakdown:
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
+        if self.hook is not None and self._meter is None:
+            vars(self.hook)["average"] = self._marked(self.hook.average)
         if self.ddp is not None and self._samples_ddp:
             self._sampled_iteration: Any = 0  # the iteration of DDP's latest measurement
             self._sample_due = False  # whether the measurement of a pass in this block is still to come
@@ -103,7 +107,7 @@ class Breakdown:
         hidden = coding.pop("hidden", 0.0) / n
         for name, seconds in coding.items():
             sums[name] += seconds
-        sums["backward"] -= sum(coding.values())  # the hook runs inside backward
+        sums["backward"] -= sum(coding.values())  # the hook runs inside backward; empty on a GPU
         if self._overlaps:
             hidden = sum(self._overlaps) / len(self._overlaps)
         means = {name: seconds / n for name, seconds in sums.items()}
@@ -120,17 +124,28 @@ class Breakdown:
         self._metered = self._meter_seconds()
 
     def _meter_seconds(self) -> dict[str, float]:
-        return self.hook.meter.seconds if self.hook is not None else {}
+        return self._meter.seconds if self._meter is not None else {}
 
     def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self.hook is not None:
+            vars(self.hook).pop("average", None)
         if self.ddp is not None and self._samples_ddp and self._handles:
             self.ddp._set_ddp_runtime_logging_sample_rate(_TORCH_SAMPLE_EVERY)
         self._handles = []
 
     def _mark(self, event: str) -> None:
         self._marks.append((event, timestamp(self.device)))
+
+    def _marked(self, average: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        """A hook's `average` that begins the exchange."""
+
+        def marked(buckets: list[Any]) -> None:
+            self._mark("exchange")
+            average(buckets)
+
+        return marked
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():

@@ -1,7 +1,41 @@
-"""Helpers for noisy timings."""
+"""Time on a device, and helpers for noisy timings."""
 
 import time
 from collections.abc import Iterable
+
+import torch
+
+#: Seconds, or an event on a GPU's stream.
+Timestamp = float | torch.cuda.Event
+
+
+def timestamp(device: torch.device) -> Timestamp:
+    """Record the current time on `device`; on a GPU, an event on its current stream.
+
+    >>> cpu = torch.device("cpu")
+    >>> elapsed(timestamp(cpu), timestamp(cpu)) >= 0
+    True
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def reached(stamp: Timestamp) -> bool:
+    """Whether the device has reached `stamp`; does not wait."""
+    return isinstance(stamp, float) or bool(stamp.query())
+
+
+def elapsed(start: Timestamp, end: Timestamp) -> float:
+    """Seconds from `start` to `end`; waits until the device has reached `end`."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def pause() -> None:

@@ -174,8 +174,8 @@ class CostModel:
             return [link.seconds(kind, nbytes, size) for kind, nbytes in work.messages]
         machines = size // link.per_node
         return [
-            link.seconds("reduce_scatter", work.intra_node_bytes, scope="intra_node"),
-            link.seconds("all_gather", work.intra_node_bytes / link.per_node, scope="intra_node"),
+            link.seconds("all_reduce", work.intra_node_bytes, scope="intra_node"),
+            link.seconds("broadcast", work.intra_node_bytes, scope="intra_node"),
             *(link.seconds(kind, nbytes, machines, "inter_node") for kind, nbytes in work.messages),
         ]
 

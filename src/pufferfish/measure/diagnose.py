@@ -206,6 +206,8 @@ def _current_work(times: _LimitedBreakdown, size: int) -> Work:
         parameters = trainable_parameters(unwrap(times.model))
         traffic = dry_run(times.hook.engine.settings, parameters, size, steps=1)
         plain = with_ddp_messages(work, parameters)
+        if times.device.type != "cpu":  # measured as a part of the exchange
+            plain = replace(plain, encode=traffic.encode, decode=traffic.decode)
         return replace(plain, messages=traffic.messages, overlaps=traffic.overlaps)
     log = times.ddp._get_ddp_logging_data()
     buckets = tuple(map(int, str(log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes")).split(",")))

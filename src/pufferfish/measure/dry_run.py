@@ -1,15 +1,14 @@
 """`dry_run`: runs a compression method in one process, to get the messages and compute times of one of many workers."""
 
 import itertools
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compression.engine import Engine
-from ..compression.hierarchy import Hierarchy
 from ..compression.settings import Methods, Settings
 from ..compression.simulated import OneWorker
 from .clock import pause, trimmed_mean
@@ -69,9 +68,10 @@ def dry_run(
     }
     means = {name: torch.empty_like(g) for name, g in gradients.items()}
     worker = OneWorker(size // per_node)
-    machine = _OneOfMachine(per_node, worker, gradients) if per_node > 1 else None
     settings = replace(method, hierarchy="flat") if isinstance(method, Settings) else Settings(method)
-    engine = Engine(settings, machine or worker)
+    if per_node > 1:
+        settings = replace(settings, overlap=False)
+    engine = Engine(settings, worker)
     engine.arrange(gradients, engine.overlap_bytes)
     engine.state.steps = 2**20  # after the uncompressed or less compressed first steps of a method
     timings: dict[str, list[float]] = {"encode": [], "decode": []}
@@ -85,8 +85,10 @@ def dry_run(
         exchange.add(gradients)
         exchange.finish(means)
         exchange.commit()
+        after, end = worker.meter.seconds, time.perf_counter()
+        torch.get_device_module(here).synchronize()
+        after["decode"] += time.perf_counter() - end
         if step:
-            after = worker.meter.seconds
             for name, seconds in timings.items():
                 seconds.append(after[name] - before[name])
         if step == recorded:
@@ -101,21 +103,5 @@ def dry_run(
         encode=trimmed_mean(timings["encode"]),
         decode=trimmed_mean(timings["decode"]),
         overlaps=engine.overlap_bytes is not None,
-        intra_node_bytes=sum(machine.averaged.values()) if machine else 0,
+        intra_node_bytes=sum(g.nbytes for g in gradients.values()) if per_node > 1 else 0,
     )
-
-
-class _OneOfMachine(Hierarchy):
-    """The worker of a machine that owns the most gradients, without the other workers."""
-
-    def __init__(self, size: int, between: OneWorker, like: Mapping[str, Tensor]) -> None:
-        self.inside: Any = OneWorker(size, between.meter)
-        self.between: Any = between
-        self.size = size
-        self.averaged: dict[torch.dtype, int] = {}  # bytes
-        shares = [sum(like[n].nbytes for n in names) for names in self.owners(like)]
-        self.worker = shares.index(max(shares))
-
-    def _reduce_scatter(self, flat: Tensor) -> Tensor:
-        self.averaged[flat.dtype] = flat.nbytes
-        return flat[self.worker].clone()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compression.meter import Timestamp, elapsed, timestamp
 from .breakdown import output_tensors
+from .clock import Timestamp, elapsed, timestamp
 
 _POINTS = 32  # of the curve; more do not change predictions
 

@@ -88,7 +88,7 @@ class Link:
     collectives: Mapping[str, AlphaBeta]  # among all workers, by collective
     per_node: int = 1  # workers on each machine
     intra_node: Mapping[str, AlphaBeta] | None = None  # among the workers of one machine
-    inter_node: Mapping[str, AlphaBeta] | None = None  # among one worker per machine, all such groups at once
+    inter_node: Mapping[str, AlphaBeta] | None = None  # among one worker of each machine
     extrapolated: bool = False  # whether it differs from a measured link
     contention: float = 0.0  # seconds of computation lost for each byte on the wire while both run
 
@@ -160,17 +160,15 @@ class Link:
         """
         nominal = Link.nominal(bandwidth=bandwidth, latency=latency, size=self.size, goodput=goodput)
 
-        def slower(costs: Mapping[str, AlphaBeta], senders: int) -> dict[str, AlphaBeta]:
-            beta = senders * nominal.collectives["all_reduce"].beta
+        def slower(costs: Mapping[str, AlphaBeta]) -> dict[str, AlphaBeta]:
+            beta = nominal.collectives["all_reduce"].beta
             return {
                 kind: replace(x, alpha=x.alpha + latency, beta=max(x.beta, beta), points=())
                 for kind, x in costs.items()
             }
 
-        # All workers of a machine send at once and share its bandwidth.
-        inter_node = slower(self.inter_node, self.per_node) if self.inter_node else None
-        collectives = slower(self.collectives, 1)
-        return replace(self, collectives=collectives, inter_node=inter_node, extrapolated=True)
+        inter_node = slower(self.inter_node) if self.inter_node else None
+        return replace(self, collectives=slower(self.collectives), inter_node=inter_node, extrapolated=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict that JSON can hold."""

@@ -22,30 +22,14 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Commit of the working directory, followed by + if files have changed since, or by ? if that is unknown.
-
-    Runs no program that the repository's configuration names: it may be a foreign one.
-    """
+    """Commit of the working directory, followed by + if files have changed since; None without git."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments],
-            capture_output=True, text=True, timeout=10, check=True,
-            env={**os.environ, "GIT_ALLOW_PROTOCOL": "none"},  # of a partial clone, missing objects would be fetched
-        ).stdout  # fmt: skip
+        command = ["git", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        # To compare a file, git runs its filter. Those of the user and of the system, such as LFS, may run.
-        sections = git("config", "--show-scope", "--name-only", "--list", "-z").split("\0")
-        if any(
-            scope in ("local", "worktree") and name.startswith("filter.")
-            for scope, name in zip(sections[::2], sections[1::2], strict=False)
-        ):
-            changed = "?"
-        else:
-            status = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
-            changed = "+" if status else ""
-        return git("rev-parse", "HEAD").strip() + changed
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression.exchange import Group
-from ..compression.hierarchy import machines_of
-from ..compression.meter import elapsed, timestamp
+from ..compression.hierarchy import machine_of
 from ..distributed.workers import Workers
-from .clock import pause, trimmed_mean
+from .clock import elapsed, pause, timestamp, trimmed_mean
 from .link import WIRE_FACTOR, AlphaBeta, Link
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
@@ -53,9 +52,9 @@ def probe(
     workers = Workers(group or dist.group.WORLD, torch.device(device), "probe")
     size = workers.size
 
-    def measure(group: dist.ProcessGroup | None) -> dict[str, AlphaBeta]:
+    def measure(group: dist.ProcessGroup | None, sends: bool = True) -> dict[str, AlphaBeta]:
         size = dist.get_world_size(group)
-        times = {kind: _times(kind, group, workers, largest, seconds, rounds) for kind in COLLECTIVES}
+        times = {kind: _times(kind, group, sends, workers, largest, seconds, rounds) for kind in COLLECTIVES}
         return {kind: AlphaBeta.fit(kind, size, times[kind]) for kind in COLLECTIVES}
 
     link = Link(size=size, collectives=measure(workers.group))
@@ -65,26 +64,32 @@ def probe(
     per_node = int(local) if local.isdigit() else 1
     if not 1 < per_node < size or size % per_node:
         return replace(link, per_node=size if per_node == size else 1)
-    two = machines_of(group)
+    machine = machine_of(group)
     # The groups are not destroyed: torch reuses the name for a later group of the same workers, which would then look
     # for its peers at the addresses of the destroyed one.
-    scopes = [measure(two.inside.group), measure(two.between.group)]
+    scopes = [measure(machine.inside.group), measure(machine.between.group, machine.leads)]
     return replace(link, per_node=per_node, intra_node=scopes[0], inter_node=scopes[1])
 
 
 def _times(
-    kind: str, group: dist.ProcessGroup | None, workers: Workers, largest: int, limit: float, rounds: int
+    kind: str,
+    group: dist.ProcessGroup | None,
+    sends: bool,
+    workers: Workers,
+    largest: int,
+    limit: float,
+    rounds: int,
 ) -> list[tuple[int, float]]:
-    """Pairs (bytes, seconds), equal on all workers. Groups that share a network run at the same time, as in a step."""
-    sends = Group(group)
-    wire = WIRE_FACTOR[kind](sends.size)
+    """Pairs (bytes, seconds), equal on all workers. The groups of the workers that send run at the same time."""
+    end = Group(group)
+    wire = WIRE_FACTOR[kind](end.size)
     times: list[tuple[int, float]] = []
     nbytes, last = 1024, 0.0
     while len(times) < 2 or (last <= limit and nbytes * wire <= 2 * largest):
         buffer = torch.zeros(nbytes // 4, device=workers.device)
 
         def repeat(n: int, buffer: Tensor = buffer) -> Tensor:
-            own = [_time_collective(kind, sends, workers.group, buffer) for _ in range(n)]
+            own = [_time_collective(kind, end, sends, workers.group, buffer) for _ in range(n)]
             return workers.max(torch.tensor(own, dtype=torch.float64))
 
         last = float(repeat(1))  # opens the connections
@@ -95,17 +100,21 @@ def _times(
     return times
 
 
-def _time_collective(kind: str, sends: Group, whole: dist.ProcessGroup | None, buffer: Tensor) -> float:
-    """Seconds of one collective, started by all workers at about the same time on an idle network."""
+def _time_collective(
+    kind: str, end: Group, sends: bool, whole: dist.ProcessGroup | None, buffer: Tensor
+) -> float:
+    """Seconds of one collective, started by all workers that send at about the same time on an idle network."""
     dist.barrier(whole)
     pause()
+    if not sends:
+        return 0.0
     start = timestamp(buffer.device)
     if kind == "all_reduce":
-        done: Callable[[], object] = sends._sum(buffer)[0]
+        done: Callable[[], object] = end._sum(buffer)[0]
     elif kind == "all_gather":
-        done = sends._gather(buffer)[0]
+        done = end._gather(buffer)[0]
     else:
-        done = sends._scatter(list(buffer.tensor_split(sends.size)))[0]
+        done = end._scatter(list(buffer.tensor_split(end.size)))[0]
     done()
     return elapsed(start, timestamp(buffer.device))
 

@@ -52,11 +52,6 @@ def read_run(folder: str | Path) -> Run:
     return Run(folder=folder, metrics=metrics, **fields)
 
 
-_TYPES: dict[str, Any] = dict.fromkeys(("settings", "versions", "hardware", "results", "predicted"), dict) | {
-    "workers": int, "hosts": int, "seed": int | None, "link": dict | None, "layers": list,
-}  # fmt: skip
-
-
 def read_run_file(path: Path) -> dict[str, Any]:
     """Read the fields of a `run.json`; a missing or invalid one is a ValueError."""
     data = read_json(path)
@@ -67,9 +62,6 @@ def read_run_file(path: Path) -> dict[str, Any]:
     missing = [name for name in fields if name not in data]
     if missing:
         raise ValueError(f"{path}: missing fields: {', '.join(missing)}")
-    for name, expected in _TYPES.items():
-        if not isinstance(data[name], expected):
-            raise ValueError(f"{path}: field {name!r} must not be of type {type(data[name]).__name__}")
     return {name: data[name] for name in fields}
 
 
@@ -77,10 +69,7 @@ def read_metrics(path: Path) -> Iterator[list[str]]:
     """Rows of a `metrics.csv`. An incomplete last line, cut off by a crash or still being written, is skipped."""
     if not path.is_file():
         raise ValueError(f"{path} is missing beside {RUN_FILE}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file") from None
+    text = path.read_text(encoding="utf-8")
     reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     for row in reader:
         if reader.line_num == 1:

@@ -70,14 +70,14 @@ class SpeedupEstimator:
 
 
 def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
-    """Bytes that a worker sends in a step; with hierarchical compression, those sent to other machines.
+    """Bytes that a worker sends in a step; with a hierarchy, to other machines, as the mean of a machine's workers.
 
     >>> from dataclasses import replace
     >>> work = Work(forward=1.0, backward=1.0, messages=(("all_gather", 100),))
     >>> [wire_bytes(replace(work, intra_node_bytes=n), 16, per_node=8) for n in (0, 400)]
-    [1500, 100]
+    [1500.0, 12.5]
     """
     if work.local is not None:
         return work.local.wire_bytes(size)
-    size = size // per_node if work.intra_node_bytes else size
-    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in work.messages)
+    per_node = per_node if work.intra_node_bytes else 1
+    return sum(WIRE_FACTOR[kind](size // per_node) * nbytes for kind, nbytes in work.messages) / per_node

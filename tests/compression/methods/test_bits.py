@@ -31,13 +31,6 @@ def test_every_number_of_bits(bits: int) -> None:
     assert torch.equal(unpack(packed, bits), values)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_numbers_that_fill_all_bits(bits: int) -> None:
-    values = torch.full((16,), 2**bits - 1, dtype=torch.uint8)
-    assert (pack(values.clone(), bits) == 255).all()
-    assert torch.equal(unpack(pack(values.clone(), bits), bits), values)
-
-
 def test_bools_that_are_not_contiguous() -> None:
     rows = torch.rand(16, 3, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(unpack(pack(rows.T, 1), 1).bool(), rows.T)

@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from driver import drive, normal
-from pufferfish.compression.check_compressor import check_compressor
 from pufferfish.compression.methods.blockrandom import BlockRandomK
-
-
-@pytest.mark.parametrize("coordinates", ["shared", "own"])
-@pytest.mark.parametrize("scale", [False, True])
-def test_properties(coordinates: str, scale: bool) -> None:
-    draws = 100 if scale else 20
-    check_compressor(BlockRandomK(k=0.1, coordinates=coordinates, scale=scale), sizes=(1, 3), draws=draws)
 
 
 def run_from(start: int, k: int, d: int) -> list[int]:
@@ -50,10 +42,3 @@ def test_all_of_it_is_plain_averaging() -> None:
     mean, rests, _ = drive(BlockRandomK(k=1.0, coordinates="own"), xs)
     torch.testing.assert_close(mean, sum(xs) / 3)
     assert not any(rest.any() for rest in rests)
-
-
-def test_settings() -> None:
-    with pytest.raises(ValueError, match="BlockRandomK: k=0"):
-        BlockRandomK(k=0)
-    with pytest.raises(ValueError, match="neither"):
-        BlockRandomK(coordinates="both")

@@ -1,27 +1,17 @@
 """Deep Gradient Compression against its equations, element by element."""
 
-import math
-
-import pytest
 import torch
-from torch import Tensor
 
 from driver import State, drive, normal
 from pufferfish.compression import Engine, Settings
-from pufferfish.compression.check_compressor import check_compressor, gradients
+from pufferfish.compression.check_compressor import gradients
 from pufferfish.compression.methods.dgc import DGC
 
 
-@pytest.mark.parametrize("method", [DGC(), DGC(sparsity=0.9, clip=1.0, warm_up=2)])
-def test_properties(method: DGC) -> None:
-    check_compressor(method, sizes=(1, 3), draws=20)
-
-
-def slow(g: list[float], u: list[float], v: list[float], k: int, m: float, bound: float) -> list[float]:
+def slow(g: list[float], u: list[float], v: list[float], k: int, m: float) -> list[float]:
     """One worker, one tensor: what it sends; u and v are changed."""
-    norm = math.sqrt(sum(x * x for x in g))
     for i, x in enumerate(g):
-        u[i] = m * u[i] + x * min(1.0, bound / norm)
+        u[i] = m * u[i] + x
         v[i] = v[i] + u[i]
     sent = [0.0] * len(g)
     for i in sorted(range(len(g)), key=lambda i: -abs(v[i]))[:k]:
@@ -29,10 +19,9 @@ def slow(g: list[float], u: list[float], v: list[float], k: int, m: float, bound
     return sent
 
 
-@pytest.mark.parametrize("clip", [None, 2.0])
-def test_is_the_equations(clip: float | None) -> None:
+def test_is_the_equations() -> None:
     workers, b, d = 2, 2, 20
-    method = DGC(sparsity=0.85, momentum=0.7, clip=clip)
+    method = DGC(sparsity=0.85, momentum=0.7)
     states: list[State] = [{} for _ in range(workers)]
     u, v = ([[[0.0] * d for _ in range(b)] for _ in range(workers)] for _ in range(2))
     for step in range(6):
@@ -41,8 +30,7 @@ def test_is_the_equations(clip: float | None) -> None:
         sent = torch.zeros(workers, b, d)
         for w in range(workers):
             for row in range(b):
-                bound = math.inf if clip is None else clip / math.sqrt(workers)
-                sent[w, row] = torch.tensor(slow(gs[w][row].tolist(), u[w][row], v[w][row], 3, 0.7, bound))
+                sent[w, row] = torch.tensor(slow(gs[w][row].tolist(), u[w][row], v[w][row], 3, 0.7))
         torch.testing.assert_close(mean, sent.mean(0))
         for w in range(workers):
             torch.testing.assert_close(states[w]["u"], torch.tensor(u[w]))
@@ -57,36 +45,6 @@ def test_warm_up_in_stages() -> None:
     sent = [int((drive(method, [g], step=step).mean != 0).sum()) for step in (0, 9, 10, 20, 30, 40, 10**6)]
     assert sent == [250, 250, 62, 16, 4, 1, 1]
     assert DGC(sparsity=0.9, warm_up=1).sparsity_at(7) == 0.9
-
-
-def test_ties_send_no_more_than_asked() -> None:
-    mean = drive(DGC(sparsity=0.9), [torch.ones(1, 50)]).mean
-    assert (mean != 0).sum() == 5
-
-
-def test_nothing_is_left_out_at_sparsity_zero() -> None:
-    states: list[State] = [{}, {}]
-    for step in range(2):
-        gs = normal(2, 9, workers=2, seed=step)
-        torch.testing.assert_close(drive(DGC(sparsity=0.0), gs, states, step).mean, sum(gs) / 2)
-
-
-def test_clips_all_tensors_together_in_global_scope() -> None:
-    given = gradients(1)[0]
-    whole = torch.cat([x.flatten() for name, x in given.items() if x.dim() > 1])
-    engine = Engine(Settings(DGC(sparsity=0.0, clip=1.0), scope="global", smallest=500))
-    mean: dict[str, Tensor] = engine.average(given)
-    torch.testing.assert_close(mean["a.weight"], given["a.weight"] / whole.norm())
-    assert torch.equal(mean["a.bias"], given["a.bias"])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"sparsity": 1.0}, {"momentum": -0.1}, {"clip": 0.0}, {"warm_up": -1}, {"warm_up": 1.5}],
-)
-def test_settings(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"DGC: {next(iter(wrong))}="):
-        DGC(**wrong)
 
 
 def test_unsent_gradients_do_not_depend_on_the_learning_rate() -> None:

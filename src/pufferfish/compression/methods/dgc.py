@@ -1,6 +1,5 @@
 """Deep Gradient Compression (Lin et al., 2018): top-k of accumulated gradients with momentum correction."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..method import MessageGenerator, Method, StepContext
-from .sparse import check_sample, gather_sparse, largest_indices
+from .sparse import gather_sparse, largest_indices
 
 
 @dataclass(frozen=True)
@@ -17,16 +16,13 @@ class DGC(Method):
 
     v accumulates gradients with momentum; zeroing u stops the momentum of the elements just sent. The optimizer's own
     momentum must be off. Tensors that are sent uncompressed (1-D and small ones) get no momentum here. As in the paper, u
-    and v are sums of gradients: when the learning rate falls, accumulated ones are applied with the lower rate.
+    and v are sums of gradients: when the learning rate falls, accumulated ones are applied with the lower rate. Gradients are not clipped before they are accumulated.
 
     Args:
         sparsity: Share of elements that is not sent. Higher → fewer bytes.
         momentum: m.
-        clip: Each worker's g is scaled down to the norm clip·W^-½ for W workers if it is longer; None: never. The norm is
-            that of each tensor, with scope="global" that of all of them.
         warm_up: Steps of each stage of lower sparsity at the start: 75 %, 93.75 %, 98.44 %, 99.6 %, that is 1 − 4^-i in
             stage i, as long as that is below `sparsity`. 0: no such stages.
-        sample: As in `TopK`: below 1, faster and approximate.
 
     >>> [round(DGC(warm_up=100).sparsity_at(step), 4) for step in (0, 99, 100, 399, 400)]
     [0.75, 0.75, 0.9375, 0.9961, 0.999]
@@ -34,9 +30,7 @@ class DGC(Method):
 
     sparsity: float = 0.999
     momentum: float = 0.9
-    clip: float | None = None
     warm_up: int = 0
-    sample: float = 1.0
 
     sparse = True
     exchanges = ("all_gather",)
@@ -48,11 +42,8 @@ class DGC(Method):
         for name in ("sparsity", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"DGC: {name}={getattr(self, name)!r} is not in [0, 1)")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"DGC: clip={self.clip!r} is neither None nor a finite number > 0")
         if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
             raise ValueError(f"DGC: warm_up={self.warm_up!r} is not an integer number of steps ≥ 0")
-        check_sample("DGC", self.sample)
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         return state.get("v")
@@ -64,16 +55,13 @@ class DGC(Method):
         return min(self.sparsity, 1 - 0.25 ** min(step // self.warm_up + 1, 26))
 
     def compress(self, g: Tensor, ctx: StepContext) -> MessageGenerator:
-        if self.clip is not None:
-            norm = g.norm(dim=1, keepdim=True).clamp_min(1e-30)
-            g *= (self.clip * ctx.size**-0.5 / norm).clamp_max(1)
         u, v = (ctx.state.get(key) for key in "uv")
         u = g.clone() if u is None else torch.add(g, u, alpha=self.momentum)
         v = u.clone() if v is None else v + u
         d = g.shape[1]
         k = max(1, d - round(self.sparsity_at(ctx.step) * d))
-        i, used = largest_indices(v, k, self.sample, ctx)
-        mean, _ = yield from gather_sparse(v, i, v.view(-1)[i] * used, ctx)
-        u.view(-1).index_add_(0, i, u.view(-1)[i] * used, alpha=-1)
+        i, _ = largest_indices(v, k, 1, ctx)
+        mean, _ = yield from gather_sparse(v, i, v.view(-1)[i], ctx)
+        u.view(-1).index_add_(0, i, u.view(-1)[i], alpha=-1)
         ctx.state.update(u=u, v=v)
         return mean, None

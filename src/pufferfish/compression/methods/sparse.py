@@ -32,7 +32,8 @@ class TopK(Method):
 
     def __post_init__(self) -> None:
         check_count("TopK", self.k)
-        check_sample("TopK", self.sample)
+        if not 0 < self.sample <= 1:
+            raise ValueError(f"TopK: sample={self.sample!r} is not a share in (0, 1]")
 
     def compress(self, x: Tensor, ctx: StepContext) -> MessageGenerator:
         i, used = largest_indices(x, count(self.k, x.shape[1]), self.sample, ctx)
@@ -129,12 +130,6 @@ def draw_indices(b: int, d: int, k: int, rng: torch.Generator) -> Tensor:
     ends = torch.arange(k + 1, device=rng.device) * d // k
     chance = torch.rand(b, k, dtype=torch.float64, device=rng.device, generator=rng)
     return (begin + ends[:-1] + (chance * ends.diff()).long()).remainder_(d)
-
-
-def check_sample(method: str, sample: float) -> None:
-    """Raise ValueError if `sample` is not a share."""
-    if not 0 < sample <= 1:
-        raise ValueError(f"{method}: sample={sample!r} is not a share in (0, 1]")
 
 
 def _flat(i: Tensor, d: int) -> Tensor:

@@ -51,10 +51,6 @@ class SparseLoCo(Method):
         if not 0 < self.decay <= 1:
             raise ValueError(f"SparseLoCo: decay={self.decay!r} is not in (0, 1]")
 
-    @property
-    def error_decay(self) -> float:
-        return self.decay
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         if not shape:
             return False

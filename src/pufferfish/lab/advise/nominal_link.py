@@ -33,6 +33,4 @@ def nominal_link(shape: LinkShape, nodes: int, per_node: int, device: str = "cpu
     if per_node == 1:
         return link
     intra_node = {"all_reduce": AlphaBeta(alpha=overhead, beta=8 / INTRA_NODE_BANDWIDTH)}
-    # All workers of a machine send at once.
-    inter_node = {"all_reduce": replace(ring, beta=per_node * ring.beta)}
-    return replace(link, per_node=per_node, intra_node=intra_node, inter_node=inter_node)
+    return replace(link, per_node=per_node, intra_node=intra_node, inter_node={"all_reduce": ring})

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from ...compression.meter import Timestamp, elapsed, reached, timestamp
+from ...measure.clock import Timestamp, elapsed, reached, timestamp
 
 
 class StepTimer:
