@@ -38,6 +38,7 @@ WORKERS = {
     "how_to/fsdp2.md": 4,
     "how_to/other_numbers_of_workers.md": 2,
     "how_to/two_machines.md": 2,
+    "tutorials/fine_tune.md": 2,
 }
 #: Pages whose code other tests run, and check the results of.
 ELSEWHERE = {"lab.md", "compression.md", "elastic.md", "tutorials/cnn.md"}

@@ -306,6 +306,28 @@ def test_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])  # it did train
 
 
+@pytest.mark.parametrize(("rate", "steps"), [(1e-3, 7), (1e-5, 7), (0.0, 7), (1e-3, 2), (1e-3, 1)])
+def test_share_of_changed_bf16_weights(rate: float, steps: int) -> None:
+    model = build().requires_grad_(True)
+    model[0].requires_grad_(False)  # does not count
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0)
+    after = []
+    with diagnose(model, optimizer, steps=4, show=False) as found:
+        for step in range(steps):
+            model(torch.full((8, 64), 1.0 + step)).square().mean().backward()
+            optimizer.step()
+            weights = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
+            after.append(torch.cat(weights).bfloat16())
+
+    def share(first: int, last: int) -> float:
+        return (after[first].view(torch.int16) != after[last].view(torch.int16)).double().mean().item()
+
+    # `steps=4` after three warm-up steps: seven in all
+    expected = {1: share(0, 1), 5: share(1, 6)} if steps == 7 else {1: share(0, 1)} if steps == 2 else {}
+    assert found.changed == pytest.approx(expected)
+    assert ("changed:" in str(found)) == bool(expected)
+
+
 def test_invalid_settings() -> None:
     with pytest.raises(ValueError, match="steps=0"), diagnose(build(), steps=0):
         pass

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
@@ -52,7 +52,8 @@ def diagnose(
     """Time the training steps that run in the block; when it ends, predict what would make them shorter.
 
     Enter it on all workers. Model, gradients, optimizer, random state and hooks are the same afterwards as without `diagnose`. On
-    CPUs, where messages slow down computation, predictions use the compute time without that slowdown.
+    CPUs, where messages slow down computation, predictions use the compute time without that slowdown. Meanwhile a copy of the
+    trainable weights in bf16 is kept, to count how many of them change.
 
     Args:
         model: the model that the loop calls: plain, DDP, with `compress`, compiled.
@@ -115,14 +116,41 @@ class _LimitedBreakdown(Breakdown):
         self.limit, self.ended_steps = limit, 0
         self.example: Any = None  # shapes of the first call
         self.autocast: torch.dtype | None = None  # dtype of autocast in that call
+        self._weights: list[Tensor] = []  # in bf16, after the first or the second step
+        self.changes: list[
+            tuple[int, float]
+        ] = []  # number of steps, share of the weights that changed in them
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._handles:  # otherwise the limit was reached and `read` was called
             super().__exit__(kind)
 
     def _end_step(self) -> None:
-        self.ended_steps += self._stepped
+        if self._stepped:
+            self.ended_steps += 1
+            if self.ended_steps == 2:  # neither of these steps is timed
+                self._count_changes(1)
+            if self.ended_steps <= 2:
+                self._weights = self._bf16_weights()
         super()._end_step()
+
+    def read(self) -> dict[str, float]:
+        parts = super().read()
+        if self.ended_steps > 2:
+            self._count_changes(self.ended_steps - 2)
+        self._weights = []
+        return parts
+
+    @torch.no_grad()
+    def _bf16_weights(self) -> list[Tensor]:
+        weights = (p for p in unwrap(self.model).parameters() if p.requires_grad and p.is_floating_point())
+        return [p.to(torch.bfloat16, copy=True).view(torch.int16) for p in weights]
+
+    def _count_changes(self, steps: int) -> None:
+        then, now = self._weights, self._bf16_weights()
+        if [x.shape for x in then] == [x.shape for x in now]:
+            changed = sum(int((x != y).sum()) for x, y in zip(then, now, strict=True))
+            self.changes.append((steps, changed / sum(x.numel() for x in now)))
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         super()._before_forward(model, args, kwargs)
@@ -160,6 +188,8 @@ def _fill(
 
     diagnosis.workers, diagnosis.steps = size, times.steps
     diagnosis.parts, diagnosis.waiting = _mean_parts(times.parts, workers)
+    shares = workers.mean([share for _, share in times.changes])
+    diagnosis.changed = {steps: share for (steps, _), share in zip(times.changes, shares, strict=True)}
     if size > 1:
         diagnosis.link = probe(workers.group, times.device, largest=probe_bytes(model))
     costs = CostModel(link=diagnosis.link or Link.nominal(bandwidth=1e12, latency=0, size=1))

@@ -22,6 +22,8 @@ class Diagnosis:
     ceiling: float = 1.0  # speed-up of a step without any exchange
     hours: float | None = None  # of the whole run at the current speed
     wire_bytes: float = 0.0  # sent by a worker in the current step
+    #: Number of steps → share of the trainable weights that, rounded to bf16, changed in so many steps.
+    changed: dict[int, float] = field(default_factory=dict)
     options: list[SpeedupEstimate] = field(default_factory=list)
 
     @property
@@ -50,6 +52,9 @@ class Diagnosis:
         yield f"step:      {p['step']} = {compute} compute + {exposed} exposed exchange"
         names = ("data", "forward", "backward", "optimizer")
         yield "compute:   " + ", ".join(f"{name} {p[name]}" for name in names)
+        if self.changed:
+            shares = (f"{share:.2%} in {n} step{'s' * (n > 1)}" for n, share in self.changed.items())
+            yield f"changed:   {', '.join(shares)}, of the weights in bf16"
         if self.link is None:
             yield "exchange:  none, one process"
             return
