@@ -32,7 +32,7 @@ def test_every_command_is_looked_at() -> None:
         "bench",
         "report",
     }
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 11
     assert len(number_options()) > 25
 
 

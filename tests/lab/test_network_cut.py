@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from on_hosts import on_hosts
 
 from benchmark import benchmark
 from processes import in_processes
 from pufferfish.cli import main
 from pufferfish.lab.network import Hosts, Network, emulate, unavailable_reason
-from pufferfish.lab.network.orphans import tagged_processes
 from pufferfish.measure import read_run
 
 if reason := unavailable_reason():
@@ -103,11 +103,6 @@ class Waits(Digits):
 """
 
 
-def own_processes() -> set[int]:
-    """PIDs on networks that this process owns."""
-    return {pid for pid, tag in tagged_processes().items() if f":{os.getpid()}:" in tag}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_command(
@@ -133,7 +128,7 @@ def test_the_command(
     os.mkfifo("cut")
     words = ["train", "waits.py:Waits", "--epochs", "4", "--method", "pufferfish", "--save-every", "7", "--device", "cpu"]  # fmt: skip
     command = [*words, "--network", "100mbit", "--hosts", "2", "--timeout", "6", "--out", "run"]
-    before = own_processes()
+    before = on_hosts(os.getpid())
     puller = threading.Thread(target=pull, daemon=True)
     puller.start()
     assert main(command) == 1
@@ -142,7 +137,7 @@ def test_the_command(
     assert "lost its connection to the other workers: " in errors[-1], errors
     assert errors[-1].endswith("; rerun the same command to resume from the last checkpoint")
     assert all(line.startswith(("link: ", "epoch ", "Switched ")) for line in errors[:-1]), errors
-    assert own_processes() == before
+    assert on_hosts(os.getpid()) == before
     assert main(command) == 0
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
     straight, again = read_run("straight"), read_run("run")

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .hosts import Hosts
 
 #: Runs a module like `python -m`, with the working folder last in `sys.path`: it may hold a `torch.py`, for example.
+#: On Linux, the process gets SIGTERM when its parent ends in any way (PR_SET_PDEATHSIG is 1): nothing outlives a kill.
 _RUN_MODULE = (
-    "import runpy, sys; sys.path.sort(key=lambda folder: not folder); del sys.argv[0]; "
+    "import ctypes, runpy, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 15); "
+    "sys.path.sort(key=lambda folder: not folder); del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 #: Seconds that an agent waits for the rendezvous store; torchrun's default of 60 is less than a long link failure.

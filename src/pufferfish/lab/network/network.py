@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 from . import delay_switch
 from .hosts import Hosts
 from .link_shape import LinkShape
-from .orphans import TAG_VARIABLE
 
 #: Packets that would wait longer than this for a link are dropped.
 _QUEUE_MS = 50
@@ -109,18 +109,6 @@ class Network(Hosts):
     def restore(self, host: int) -> None:
         self._set_port(host, "up")
 
-    def process_ids(self) -> set[int]:
-        """PIDs of all processes in the hosts' network namespaces."""
-        pids: set[int] = set()
-        if self._first_process is None or self._first_process.poll() is not None:
-            return pids
-        hosts = {os.stat(self._path(host)).st_ino for host in range(self.hosts)}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if (folder / "ns/net").stat().st_ino in hosts:
-                    pids.add(int(folder.name))
-        return pids
-
     def close(self) -> None:
         """End all processes, then remove the network."""
         # nsenter stops with a stopped command, and the kernel would wait for it.
@@ -141,7 +129,6 @@ class Network(Hosts):
         self._first_process = subprocess.Popen(
             ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
              "sh", "-c", _SETUP, "pufferfish-network", *map(str, parameters), *(switch if shape.delay_ms else [])],
-            env={**os.environ, TAG_VARIABLE: f"{self._tag}/network"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
@@ -205,3 +192,20 @@ def unavailable_reason() -> str | None:
             return None
     except OSError as error:
         return str(error)
+
+
+def emulate(link: str | LinkShape | None, hosts: int) -> Hosts:
+    """Create hosts on a `Network` with such links; on the loopback if `link` is None, or networks cannot be emulated.
+
+    >>> emulate("100megabit", hosts=2)
+    Traceback (most recent call last):
+    ValueError: invalid network '100megabit': write it as 100mbit, 1gbit or 1gbit,delay=5ms
+    """
+    if link is None:
+        return Hosts(hosts)
+    network = Network(hosts, link)
+    reason = unavailable_reason()
+    if reason is None:
+        return network
+    warnings.warn(f"network {link}: {reason}. Using the unshaped loopback instead", stacklevel=2)
+    return Hosts(hosts)
