@@ -26,6 +26,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import paired
 import rates
@@ -51,10 +52,10 @@ class Rival:
     usual: Callable[[int], float]
 
 
-def sgd(model: nn.Module, lr: float) -> Optimizer:
+def sgd(model: nn.Module, lr: float, make: Callable[..., SGD] = SGD) -> SGD:
     weights, vectors = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
     groups = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
-    return SGD(groups, lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return make(groups, lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def lars(model: nn.Module, lr: float) -> Optimizer:
@@ -66,7 +67,7 @@ def lamb(model: nn.Module, lr: float) -> Optimizer:
 
 
 def sam(model: nn.Module, lr: float) -> Optimizer:
-    return SAM(sgd(model, lr), model, rho=0.05)
+    return sgd(model, lr, partial(SAM, rho=0.05))
 
 
 RIVALS = {
@@ -136,7 +137,7 @@ class LargeBatch(Training):
         self.optimizer.zero_grad()
         self.loss(x, y).backward()
         if isinstance(self.optimizer, SAM):
-            with self.optimizer.perturbed():
+            with self.optimizer.perturbed(self.model):
                 self.loss(x, y).backward()
         self.optimizer.step()
 

@@ -135,7 +135,7 @@ def test_sam_steps_with_the_gradient_of_the_second_pass() -> None:
     model_step = TimedModel(
         training_method("dense"),
         model,
-        lambda net: SAM(torch.optim.SGD(net.parameters(), lr=0.1), net),
+        lambda net: SAM(net.parameters(), lr=0.1),
         lambda net: net(x).pow(2).mean(),
     )
     model_step.step()

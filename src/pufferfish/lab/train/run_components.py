@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import compress
-from ..rivals import SAM
 from ..tasks import Task
 from .build_optimizer import build_optimizer
 from .narrow_method import build_model
@@ -75,8 +74,6 @@ def build_components(
     if method.compress is not None and method.compress.has_momentum and world_size > 1:
         _remove_momentum(optimizer)
     model: Any = DistributedDataParallel(module) if processes > 1 and method.local is None else module
-    if isinstance(optimizer, SAM):
-        optimizer.model = model  # its first pass runs under DDP's no_sync
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     hook: Any = None
     if method.local is not None and not settings.simulate:

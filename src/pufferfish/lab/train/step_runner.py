@@ -114,11 +114,11 @@ class StepRunner:
         batches, optimizer = self._worker_batches(0, inputs, carried), self.components.optimizer
         if isinstance(optimizer, SAM):
             before = [x.clone() for x in carried]
-            with optimizer.first_pass():
+            with self._no_sync():
                 loss = self._backward(batches)
             for x, old in zip(carried, before, strict=True):
                 x.copy_(old)
-            with optimizer.perturbed():
+            with optimizer.perturbed(self.components.module):
                 self._backward(batches)
         else:
             loss = self._backward(batches)
