@@ -316,7 +316,6 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             "pass --lr, too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
         ),
         (["digits", "--optimizer", "adamw"], "pass --lr, too"),
-        (["digits", "--optimizer", "sam", "--precision", "fp16"], "use --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not support"),
         (
             ["digits", "--method", "auto(frobenius=0.1)", "--optimizer", "lamb", "--lr", "0.01"],

@@ -71,22 +71,6 @@ def test_scales_are_pulled_as_a_penalty_in_the_loss_would() -> None:
         torch.testing.assert_close(p, q, msg=name)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_scales_are_pulled_alike_under_a_loss_scale(fused: bool) -> None:
-    """A fused optimizer gets gradients that are still scaled."""
-    found = []
-    for scaled in (False, True):
-        model = build()
-        optimizer = sgd(model, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        L1Penalty(model, prunable_groups(model), [optimizer], 0.01)
-        x, y = batch(0)
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        found.append(torch.cat([scale.detach() for scale in scales(model).values()]))
-    torch.testing.assert_close(*found)
-
-
 def test_the_smallest_scales_go_together() -> None:
     """Against the obvious way: the mean over norms that are added, sorted over all groups."""
     model = build()

@@ -58,14 +58,11 @@ class L1Penalty:
     @torch.no_grad()
     def _add_gradient(self, optimizer: optim.Optimizer, *_: Any) -> None:
         scales = {id(scale) for scale in _scales(unwrap(self.model), self.groups)}
-        loss_scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it later
         for group in optimizer.param_groups:
             own = [p for p in group["params"] if id(p) in scales and p.grad is not None]
             if own:
                 penalties = torch._foreach_sign(own)
                 torch._foreach_mul_(penalties, self.l1)
-                if loss_scale is not None:
-                    torch._foreach_mul_(penalties, loss_scale.to(own[0].device, non_blocking=True))
                 torch._foreach_add_([p.grad for p in own], penalties)
 
 
