@@ -1,82 +1,22 @@
-"""Links cut during a job: for a moment, and until its workers give up."""
+"""A link cut during a job until its workers give up."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from on_hosts import on_hosts
 
-from benchmark import benchmark
-from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.network import Hosts, Network, emulate, unavailable_reason
+from pufferfish.lab.network import Hosts, emulate, unavailable_reason
 from pufferfish.measure import read_run
 
 if reason := unavailable_reason():
     pytest.skip(f"no emulated network: {reason}", allow_module_level=True)
-
-faults = benchmark("faults")
-cut = benchmark("cut")
-JOB = faults.Job(steps=24, switch_at=9, every=4)
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(2, "100mbit") as network:
-        yield network
-
-
-def work(rank: int, size: int, folder: Path) -> None:
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
-        faults.work(folder)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Result of the job without cuts."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    faults.prepare(folder, JOB)
-    in_processes(work, 2, folder)
-    end = faults.ended(folder, 0, 0.0)
-    assert (end.starts, end.steps, len(end.digests)) == (1, JOB.steps, 2)
-    return end
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_cut_for_a_moment(network: Network, undisturbed: Any, tmp_path: Path) -> None:
-    """During the switch, between two broadcasts: no progress meanwhile, no restart, bit-identical result."""
-    assert cut.soon(network, tmp_path, JOB, undisturbed, cut.schedule(JOB, 2)[1:2])
-    assert network.process_ids() == set()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_cut_three_times(network: Network, undisturbed: Any, tmp_path: Path) -> None:
-    """During a backward pass, the switch and a checkpoint."""
-    assert cut.soon(network, tmp_path, JOB, undisturbed, cut.schedule(JOB, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_cut_until_all_workers_give_up(network: Network, undisturbed: Any, tmp_path: Path) -> None:
-    """The agents wait for each other, one restart is enough, and the job resumes from the checkpoint."""
-    assert cut.late(network, tmp_path, JOB, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_cut_without_restarts(network: Network, undisturbed: Any, tmp_path: Path) -> None:
-    assert cut.again(network, tmp_path, JOB, undisturbed)
-
 
 #: Worker 1 waits in its 50th forward pass until its link is cut.
 TASK = """

@@ -90,7 +90,7 @@ class SimulatedDDP:
         """Exchange the workers' gradients; their mean replaces every `p.grad`."""
         params = self._params()
         names = {id(p): name for name, p in params.items()}
-        means = self.simulated.average(gradients, *gradient_units(names, self._by_rate, None))[0]
+        means = self.simulated.average(gradients, *gradient_units(names, self._by_rate))[0]
         # In the parameters' memory formats, as under DDP.
         grads = [torch.empty_like(p) if p.grad is None else p.grad for p in params.values()]
         torch._foreach_copy_(grads, [means[name] for name in params])
