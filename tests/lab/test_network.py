@@ -205,18 +205,6 @@ def test_delay() -> None:
 
 
 @needs_network
-def test_networks_do_not_see_each_other(network: Network) -> None:
-    ours = network.run(0, ["sleep", "1000"])
-    with Network(3, "10mbit") as other:
-        theirs = other.run(0, ["sleep", "1000"])
-        assert not network.process_ids() & other.process_ids()
-        assert network.process_ids()
-    assert theirs.poll() == -signal.SIGKILL
-    assert ours.poll() is None
-    network.stop()
-
-
-@needs_network
 def test_in_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users other than root."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

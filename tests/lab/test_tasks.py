@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from paper import COUNTS
-from pufferfish.lab.data.batch_order import BatchOrder, steps_per_epoch
 from pufferfish.lab.data.image_ops import shift_and_flip
 from pufferfish.lab.data.splits import hold_out
 from pufferfish.lab.tasks import Recipe, Task, find_task
@@ -402,24 +401,3 @@ def test_find_task(tmp_path: Path) -> None:
         assert says in str(raised.value)
         assert str(raised.value).startswith(f"task {text!r}: ") or text.startswith(str(tmp_path))
         assert "\n" not in str(raised.value)
-
-
-def test_an_epoch_has_every_row_once_in_any_order() -> None:
-    first, second = (
-        torch.cat(list(BatchOrder("train", 10, generator=torch.Generator().manual_seed(i)).batches(100)))
-        for i in range(2)
-    )
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(100))
-    assert first.tolist() != second.tolist()
-    assert len(list(BatchOrder("train", 30, generator=torch.Generator()).batches(100))) == 3
-
-
-def test_shards_are_a_partition() -> None:
-    for n in range(12):
-        for size in range(1, 6):
-            parts = [
-                range(n)[BatchOrder("test", 1, worker=i, world_size=size).shard_slice(n)] for i in range(size)
-            ]
-            assert [i for part in parts for i in part] == list(range(n))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert steps_per_epoch(9, 9) == 1
