@@ -150,7 +150,6 @@ def test_cost_of_all_rounds() -> None:
     trained = ticket.trained()
     assert [r.steps for r in trained] == [6, 4, 4]
     assert [r.weights for r in trained] == [ticket.total, 261, 131]
-    assert all(r.seconds > 0 for r in trained)
     x = batch(0)[0][:1]
     dense = 36 * 64 + 216 * 9 + 270
     assert nonzero_macs(build(), x) == dense == profile(build(), x).forward_macs

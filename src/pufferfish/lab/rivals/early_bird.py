@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ...distributed.job import Job, check_rewrap
 from ...optim.carry import Optimizers, as_list, check_optimizers
-from ...planning.table import format_table
 from .norm_scales import L1Penalty, channel_scores, prunable_groups
 from .remove_channels import check_optimizer_state, remove_channels_
 
@@ -33,8 +32,6 @@ class EarlyBirdTicket:
 
     >>> print(EarlyBirdTicket(4, {"bn1": 4}, {"bn1": [0, 2]}, (1000, 400)))
     Early-Bird ticket drawn after 4 epochs: 1,000 → 400 parameters
-    channels of  before  after
-    bn1               4      2
     """
 
     epoch: int
@@ -44,10 +41,7 @@ class EarlyBirdTicket:
 
     def __str__(self) -> str:
         before, after = self.parameters
-        rows = [["channels of", "before", "after"]]
-        rows += [[name, str(size), str(len(self.kept[name]))] for name, size in self.sizes.items()]
-        title = f"Early-Bird ticket drawn after {self.epoch} epochs: {before:,} → {after:,} parameters"
-        return f"{title}\n{format_table(rows, left=(0,))}"
+        return f"Early-Bird ticket drawn after {self.epoch} epochs: {before:,} → {after:,} parameters"
 
 
 class EarlyBird:
@@ -73,7 +67,7 @@ class EarlyBird:
     >>> bird = EarlyBird(model, optimizer, ratio=0.5, multiple=1, latest=2)
     >>> for epoch in range(3):
     ...     if bird.begin_epoch(epoch):
-    ...         print(str(bird.ticket).splitlines()[0])
+    ...         print(bird.ticket)
     ...     model(torch.randn(4, 3, 8, 8)).square().mean().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """`LotteryTicket`: train, prune the smallest weights, rewind the others and train again, round after round."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,12 +19,10 @@ class PruningRound:
     Args:
         weights: number of weights that are not pruned.
         steps: number of updates.
-        seconds: since its start, including validation.
     """
 
     weights: int
     steps: int
-    seconds: float
 
 
 class LotteryTicket:
@@ -85,7 +82,7 @@ class LotteryTicket:
         self._masks = PruningMasks(model)
         self.total = self._masks.total
         self.done: list[PruningRound] = []
-        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
+        self._steps = 0
         self._early: dict[str, Any] | None = snapshot(model, self.optimizers) if rewind == 0 else None
         self._masks.register_hooks(self.optimizers)
 
@@ -130,7 +127,7 @@ class LotteryTicket:
         for mask in self._masks.masks.values():
             job.workers.broadcast_tensor(mask, 0)
         self._rewind()
-        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
+        self._steps = 0
         return True
 
     def trained(self) -> list[PruningRound]:
@@ -144,7 +141,6 @@ class LotteryTicket:
             "early": self._early,
             "rounds": [asdict(r) for r in self.done],
             "steps": self._steps,
-            "seconds": self._round_seconds(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,14 +148,10 @@ class LotteryTicket:
         self._masks.load(state["masks"])
         self._early = clone_nested(state["early"])
         self.done = [PruningRound(**r) for r in state["rounds"]]
-        self._steps, self._earlier_seconds = state["steps"], state["seconds"]
-        self._start_time = time.perf_counter()
-
-    def _round_seconds(self) -> float:
-        return self._earlier_seconds + time.perf_counter() - self._start_time
+        self._steps = state["steps"]
 
     def _current_round(self) -> PruningRound:
-        return PruningRound(self.weights, self._steps, self._round_seconds())
+        return PruningRound(self.weights, self._steps)
 
     def _check_prunable(self) -> None:
         if self._early is None or self._steps == 0:
