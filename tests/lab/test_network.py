@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from on_hosts import on_hosts
 
-from pufferfish.lab.network import Hosts, LinkShape, Network, emulate, unavailable_reason
+from pufferfish.lab.network import Hosts, LinkShape, Network, unavailable_reason
 
 REASON = unavailable_reason()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no emulated network: {REASON}")
@@ -94,9 +94,7 @@ def test_bad_input() -> None:
 
 def test_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.warns(UserWarning, match=r"emulated networks need ip.*loopback"):
-        hosts = emulate("1gbit", hosts=2)
-    assert hosts.requested_link == "not shaped"
+    assert str(unavailable_reason()).startswith("emulated networks need ip, which is not installed")
 
 
 @needs_network
@@ -110,8 +108,6 @@ def test_without_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(OSError, match=r"1gbit cannot be emulated: .*needs root"), Network(2, "1gbit"):
         pass
-    with pytest.warns(UserWarning, match="loopback"):
-        assert emulate("1gbit", hosts=2).requested_link == "not shaped"
 
 
 def test_commands(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from on_hosts import on_hosts
 
 from pufferfish.cli import main
-from pufferfish.lab.network import Hosts, emulate, unavailable_reason
+from pufferfish.lab.network import Network, unavailable_reason
 from pufferfish.measure import read_run
 
 if reason := unavailable_reason():
@@ -49,10 +49,10 @@ def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lost worker gives one error line and leaves no process; the same command resumes to the undisturbed result."""
-    networks: list[Hosts] = []
+    networks: list[Network] = []
 
-    def emulated(*args: Any) -> Hosts:
-        networks.append(emulate(*args))
+    def emulated(*args: Any) -> Network:
+        networks.append(Network(*args))
         return networks[-1]
 
     def pull() -> None:
@@ -62,7 +62,7 @@ def test_the_command(
 
     monkeypatch.chdir(tmp_path)
     launcher = importlib.import_module("pufferfish.lab.train.launch_workers")
-    monkeypatch.setattr(launcher, "emulate", emulated)
+    monkeypatch.setattr(launcher, "Network", emulated)
     Path("waits.py").write_text(TASK)
     os.mkfifo("reached")
     os.mkfifo("cut")

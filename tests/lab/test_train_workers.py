@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -16,9 +17,8 @@ from test_train import SMALL, Stopped, values, weights
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.network import unavailable_reason
-from pufferfish.lab.train import RunSettings, launch_workers, train
-from pufferfish.lab.train.console import Console
+from pufferfish.lab.network import Hosts, unavailable_reason
+from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
 
@@ -202,9 +202,9 @@ def test_hosts_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows none, the loopback is used, with a message."""
-    monkeypatch.setattr("pufferfish.lab.network.network.unavailable_reason", lambda: "no rights here")
-    with launch_workers._emulated_hosts("1gbit", 2, Console()) as hosts:
-        assert hosts.requested_link == "not shaped"
-    said = capsys.readouterr().err
-    assert "no rights here. Using the unshaped loopback" in said
-    assert said.count("\n") == 1
+    launcher, used = importlib.import_module("pufferfish.lab.train.launch_workers"), []
+    monkeypatch.setattr(launcher, "unavailable_reason", lambda: "no rights here")
+    monkeypatch.setattr(Hosts, "launch", lambda self, *_, **__: used.append(self) or 0)
+    assert launcher.launch_workers(["x.py"], network="1gbit", hosts=1, per_host=2) == 0
+    assert [type(hosts) for hosts in used] == [Hosts]
+    assert capsys.readouterr().err == "network 1gbit: no rights here. Using the unshaped loopback instead\n"

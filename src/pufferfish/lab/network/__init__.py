@@ -3,6 +3,6 @@
 from .hosts import Hosts
 from .link_shape import LinkShape
 from .measured_link import MeasuredLink
-from .network import Network, emulate, unavailable_reason
+from .network import Network, unavailable_reason
 
-__all__ = ["Hosts", "LinkShape", "MeasuredLink", "Network", "emulate", "unavailable_reason"]
+__all__ = ["Hosts", "LinkShape", "MeasuredLink", "Network", "unavailable_reason"]

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,20 +191,3 @@ def unavailable_reason() -> str | None:
             return None
     except OSError as error:
         return str(error)
-
-
-def emulate(link: str | LinkShape | None, hosts: int) -> Hosts:
-    """Create hosts on a `Network` with such links; on the loopback if `link` is None, or networks cannot be emulated.
-
-    >>> emulate("100megabit", hosts=2)
-    Traceback (most recent call last):
-    ValueError: invalid network '100megabit': write it as 100mbit, 1gbit or 1gbit,delay=5ms
-    """
-    if link is None:
-        return Hosts(hosts)
-    network = Network(hosts, link)
-    reason = unavailable_reason()
-    if reason is None:
-        return network
-    warnings.warn(f"network {link}: {reason}. Using the unshaped loopback instead", stacklevel=2)
-    return Hosts(hosts)
