@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_hosts import on_hosts
 
 import pufferfish as pf
 from processes import in_processes
@@ -20,7 +21,7 @@ from pufferfish.lab.advise.advise_settings import AdviseSettings
 from pufferfish.lab.advise.build_timed_model import build_timed_model
 from pufferfish.lab.advise.method_name import parse_method_name, warm_up_name
 from pufferfish.lab.advise.run_advise import run_advise
-from pufferfish.lab.network import kill_orphans, unavailable_reason
+from pufferfish.lab.network import unavailable_reason
 
 REASON = unavailable_reason()
 FILE = """
@@ -67,7 +68,7 @@ def test_the_best_are_run_on_emulated_hosts(
     assert all(warm_up_name(name) in run for name in run)
     assert measured[advice["best"]] < measured["dense"]  # by 4 times fewer bytes on a slow line
     assert pf.Plan.load(out).ranks
-    assert not kill_orphans()
+    assert not on_hosts(os.getpid())
 
 
 def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import socket
-import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -164,14 +162,6 @@ def test_nothing_is_written_through_a_link(server: Server, tmp_path: Path) -> No
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-def test_a_partial_file_of_another_file_is_removed(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "it.bin.part").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="SHA-256"):
-        fetch(server.dataset(), tmp_path)
-    assert files_in(tmp_path) == {}
-
-
 def test_the_text_in_a_gzip_file_is_checked(server: Server, tmp_path: Path) -> None:
     server.content = gzip.compress(b"a\nb\n\n")  # empty lines at the end are ignored
     known = {"sha256": None, "size": None}
@@ -199,35 +189,6 @@ def test_no_network(server: Server, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"not reachable .*put it\.bin into") as raised:
         fetch(server.dataset(url=f"http://127.0.0.1:{port}/it.bin"), tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_progress_is_reported(server: Server, tmp_path: Path) -> None:
-    shown: list[object] = []
-
-    @contextmanager
-    def display(text: str, total: float | None) -> Iterator[Callable[[float], None]]:
-        shown.append((text.partition(" ")[0], total))
-        yield shown.append
-
-    with display_progress(display):
-        fetch(server.dataset(), tmp_path)
-    (head, *amounts) = shown
-    assert head == ("it.bin", len(CONTENT))
-    assert sum(amounts) == len(CONTENT)  # type: ignore[arg-type]
-
-
-def test_an_archive_is_read_as_it_came(server: Server, tmp_path: Path) -> None:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        info = tarfile.TarInfo("deep/inside/it")
-        info.size = len(CONTENT)
-        tar.addfile(info, io.BytesIO(CONTENT))
-    server.content = packed.getvalue()
-    dataset = Dataset(
-        name="tiny", files={"it": ("it",)}, archives=("it.bin",), downloads=server.dataset().downloads
-    )
-    fetch(dataset, tmp_path)
-    assert read_files(dataset, tmp_path)["it"].data == CONTENT
 
 
 @pytest.mark.parametrize(

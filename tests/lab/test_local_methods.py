@@ -158,12 +158,6 @@ def test_wrong_names(text: str, message: str) -> None:
         training_method(text)
 
 
-def test_fp16_is_refused() -> None:
-    given = replace(settings(Path("x"), "diloco-3"), precision="fp16")
-    with pytest.raises(ValueError, match="a loss scale of its own; use --precision bf16"):
-        given.check(TASK, 2)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 def test_simulated_workers_return_from_a_model_that_is_not_finite(delay: int) -> None:
     models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench import BenchSettings
 from pufferfish.lab.bench.bench_method import bench_method
-from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
+from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
-from pufferfish.lab.bench.tuned_rate import rate_grid
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
@@ -100,17 +97,6 @@ def test_as_many_parameters_as_the_low_rank_model(method: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["digits", "wikitext2", "multi30k:layers=1", "text:layers=2", "text:llama,layers=2", "cifar10:vgg19"],
-)
-def test_within_two_percent(text: str) -> None:
-    task = find_task(text)
-    with torch.device("meta"):
-        target = pf.plan(task.build(), 0.25, keep=task.keep).after.parameters
-        assert count(built(task, find(text).width)) == pytest.approx(target, rel=0.02)
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_every_task_trains_a_narrower_model(name: str, tmp_path: Path) -> None:
     if name == "imagefolder":
@@ -176,60 +162,10 @@ def test_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert untimed_methods(loaded, out) == ["dense", *methods]
 
 
-def test_every_width_has_as_many_rates() -> None:
-    made = BenchSettings(task="digits", methods=("narrow", "narrow-0.5@sgd=0.1"), tune=3)
-    tried: dict[str, list[float | None]] = {}
-    for run in bench_runs(made, made.resolve()[1]):
-        if run.lr is not None:
-            tried.setdefault(run.method, []).append(run.lr)
-    assert tried == {
-        "dense": rate_grid(0.03, 3), "narrow": rate_grid(0.03, 3), "narrow-0.5@sgd=0.1": rate_grid(0.1, 3),
-    }  # fmt: skip
-
-
-def test_notes_of_a_run_and_of_its_timing(tmp_path: Path) -> None:
-    words = ["bench", TASK, "--epochs", "1", "--rounds", "1", "--out", str(tmp_path / "out")]
-    assert main([*words, "--methods", "narrow"]) == 0
-    path = tmp_path / "out" / "summary.json"
-    summary = json.loads(path.read_text())
-    summary["methods"]["narrow"]["results"]["notes"] = ["A note of the bench."]
-    path.write_text(json.dumps(summary))
-    page = report([tmp_path / "out"], "markdown")
-    assert "A note of the bench." in page
-    assert "of the low-rank model's" in page
-
-
-@pytest.mark.timeout(60)
-def test_simulated_workers_train_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", TASK, "--epochs", "1", "--device", "cpu", "--workers", "2", "--simulate"]
-    assert main([*words, "--method", "narrow", "--out", str(tmp_path / "size")]) == 0
-    assert "of the low-rank model's" in capsys.readouterr().err
-
-
 @dataclass(frozen=True)
 class Ignored(Digits):
     def build(self, width: float = 1.0) -> nn.Module:
         return super().build()
-
-
-@pytest.mark.parametrize("command", ["train", "bench"])
-def test_a_task_without_a_width(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from pufferfish.lab.tasks.digits import Digits\n"
-        "class Mine(Digits):\n"
-        "    def build(self):\n"
-        "        return super().build()\n"
-    )
-    option = "--method" if command == "train" else "--methods"
-    words = [command, "mine.py:Mine", option, "narrow", "--out", "out", "--device", "cpu"]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert "add the argument `width=1.0` to the function" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_task_that_ignores_its_width(tmp_path: Path) -> None:

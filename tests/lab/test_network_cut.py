@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_hosts import on_hosts
 
 from pufferfish.cli import main
-from pufferfish.lab.network import Hosts, emulate, unavailable_reason
-from pufferfish.lab.network.orphans import tagged_processes
+from pufferfish.lab.network import Network, unavailable_reason
 from pufferfish.measure import read_run
 
 if reason := unavailable_reason():
@@ -43,21 +43,16 @@ class Waits(Digits):
 """
 
 
-def own_processes() -> set[int]:
-    """PIDs on networks that this process owns."""
-    return {pid for pid, tag in tagged_processes().items() if f":{os.getpid()}:" in tag}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lost worker gives one error line and leaves no process; the same command resumes to the undisturbed result."""
-    networks: list[Hosts] = []
+    networks: list[Network] = []
 
-    def emulated(*args: Any) -> Hosts:
-        networks.append(emulate(*args))
+    def emulated(*args: Any) -> Network:
+        networks.append(Network(*args))
         return networks[-1]
 
     def pull() -> None:
@@ -67,13 +62,13 @@ def test_the_command(
 
     monkeypatch.chdir(tmp_path)
     launcher = importlib.import_module("pufferfish.lab.train.launch_workers")
-    monkeypatch.setattr(launcher, "emulate", emulated)
+    monkeypatch.setattr(launcher, "Network", emulated)
     Path("waits.py").write_text(TASK)
     os.mkfifo("reached")
     os.mkfifo("cut")
     words = ["train", "waits.py:Waits", "--epochs", "4", "--method", "pufferfish", "--save-every", "7", "--device", "cpu"]  # fmt: skip
     command = [*words, "--network", "100mbit", "--hosts", "2", "--timeout", "6", "--out", "run"]
-    before = own_processes()
+    before = on_hosts(os.getpid())
     puller = threading.Thread(target=pull, daemon=True)
     puller.start()
     assert main(command) == 1
@@ -82,7 +77,7 @@ def test_the_command(
     assert "lost its connection to the other workers: " in errors[-1], errors
     assert errors[-1].endswith("; rerun the same command to resume from the last checkpoint")
     assert all(line.startswith(("link: ", "epoch ", "Switched ")) for line in errors[:-1]), errors
-    assert own_processes() == before
+    assert on_hosts(os.getpid()) == before
     assert main(command) == 0
     assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
     straight, again = read_run("straight"), read_run("run")

@@ -1,8 +1,7 @@
-"""Translation: byte-pair encoding, beam search and BLEU, each against a simple reference."""
+"""Translation: byte-pair encoding and beam search, each against a simple reference."""
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections import Counter
@@ -84,19 +83,6 @@ def translated(row: Tensor) -> list[int]:
     return words[: words.index(END) + 1] if END in words else words
 
 
-def test_a_beam_of_one_is_greedy() -> None:
-    net, source = Chance(), sources()
-    found = beam_search(net, source, width=1, max_length=10, begin=BEGIN, end=END)
-    lengths = set()
-    for row, target in zip(source, found, strict=True):
-        words = [BEGIN]
-        while words[-1] != END and len(words) < 11:
-            words.append(int(net.next(row, words).argmax()))
-        assert translated(target) == words
-        lengths.add(len(words))
-    assert len(lengths) > 1
-
-
 def slow_beam(net: Chance, source: Tensor, width: int, max_length: int, alpha: float) -> list[int]:
     """One sentence, lists of (words, log-likelihood)."""
 
@@ -116,43 +102,14 @@ def slow_beam(net: Chance, source: Tensor, width: int, max_length: int, alpha: f
     return beams[0][0]
 
 
-@pytest.mark.parametrize(("width", "alpha"), [(2, 0.7), (3, 0.0), (5, 1.0)])
+@pytest.mark.parametrize(("width", "alpha"), [(1, 0.7), (2, 0.7), (3, 0.0), (5, 1.0)])
 def test_a_beam_is_the_slow_one(width: int, alpha: float) -> None:
     net, source = Chance(), sources()
     found = beam_search(net, source, width=width, max_length=8, begin=BEGIN, end=END, alpha=alpha)
     greedy = beam_search(net, source, width=1, max_length=8, begin=BEGIN, end=END)
     for row, target in zip(source, found, strict=True):
         assert translated(target) == slow_beam(net, row, width, 8, alpha)
-    assert [translated(x) for x in found] != [translated(x) for x in greedy]
-
-
-TRANSLATIONS = [
-    "A man in an orange hat starring at something.",
-    "A Boston Terrier is running on the grass.",
-    "5 people, in winter-jackets & helmets; 1,000.5 m up...",
-    "no match whatsoever here",
-    "The &quot;dog&quot; isn't <big>!",
-]
-REFERENCES = [
-    "A man in an orange hat starring at something else.",
-    "A Boston Terrier is running on lush green grass in front of a white fence.",
-    "Five people wearing winter jackets and helmets stand 1,000.5 m up.",
-    "A girl is jumping.",
-    'The "dog" isn\'t <big>!',
-]
-
-# Of sacrebleu 2.6.0: nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp
-EXPECTED = 50.59167152167645
-
-
-def test_bleu_by_hand() -> None:
-    # 7 of 8 words, 5 of 7 pairs, 3 of 6 threes and 1 of 5 fours are right, and one word is missing.
-    translation, reference = "a b c d x e f g", "a b c d e f g h i"
-    right = [7 / 8, 5 / 7, 3 / 6, 1 / 5]
-    assert bleu([translation], [reference]) == pytest.approx(
-        100 * math.exp(1 - 9 / 8) * math.prod(right) ** 0.25
-    )
-    assert bleu(TRANSLATIONS, REFERENCES) == pytest.approx(EXPECTED, rel=1e-9)
+    assert ([translated(x) for x in found] == [translated(x) for x in greedy]) == (width == 1)
 
 
 def test_without_sacrebleu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pufferfish.cli import main
 from pufferfish.lab.data import tokenized_text
-from pufferfish.lab.data.text_splits import split_bytes, split_characters
+from pufferfish.lab.data.text_splits import split_characters
 from pufferfish.lab.data.tokenized_text import tokenize, vocabulary_size
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.tasks.text import with_tokenizer
@@ -96,15 +96,6 @@ def test_long_texts_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     for split, part in split_characters(TEXT.encode()).items():
         ids = tokens(tokenize(TEXT.encode(), path, "it"))[split]
         assert tokenizer.decode(ids) == part.decode()
-
-
-def test_splits_of_characters_are_those_of_bytes() -> None:
-    """But for characters that a cut of the bytes would break."""
-    for text in (TEXT, "a" * 1000, "日本" * 77):
-        parts = split_characters(text.encode())
-        assert "".join(part.decode() for part in parts.values()) == text
-        sizes = split_bytes(text.encode()).sizes
-        assert all(abs(len(part) - sizes[split]) <= 3 for split, part in parts.items())
 
 
 def test_the_cache(tmp_path: Path, cache: Path) -> None:

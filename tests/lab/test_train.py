@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -27,7 +25,6 @@ from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.console import Console
 from pufferfish.lab.train.sinks import JsonLines
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.lab.train.worker_device import check_gpu_count
@@ -267,7 +264,6 @@ def test_simulated_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             "pass --lr, too (in a bench @lars=LR); the recipe's 0.03 is for sgd",
         ),
         (["digits", "--optimizer", "adamw"], "pass --lr, too"),
-        (["digits", "--optimizer", "sam", "--precision", "fp16"], "use --precision bf16"),
         (["digits", "--optimizer", "sam", "--simulate", "--workers", "2"], "--simulate does not support"),
         (
             ["digits", "--method", "auto(frobenius=0.1)", "--optimizer", "lamb", "--lr", "0.01"],
@@ -359,18 +355,6 @@ def test_a_given_switch_is_not_scaled(words: list[str]) -> None:
     assert bench.resolve()[1] == given.recipe
 
 
-def test_the_line_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns show the whole progress line."""
-    seen: list[str] = []
-    monkeypatch.setattr(Console, "progress_due", lambda self: True)
-    monkeypatch.setattr(Console, "progress", lambda self, text: seen.append(text))
-    assert main([*SMALL, "--out", str(tmp_path / "run")]) == 0
-    assert len(seen) == 60
-    shape = r"[\d.]+ \w+ left, epoch \d/3, update \d+/60: training loss \d\.\d{4}, 0 B sent"
-    assert [line for line in seen if not re.fullmatch(shape, line)] == []
-    assert max(map(len, seen)) < 80
-
-
 def test_begun_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As after a kill in the first epoch."""
     words = [*SMALL, "--out", str(tmp_path / "run")]
@@ -460,12 +444,6 @@ def test_another_network_before_the_first_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(about | {"finished": None}))
     assert main([*words, "10gbit"]) == 0
     assert read_run(tmp_path).predicted["seconds_a_step"] < slow / 2
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
-def test_tensorboard_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--tensorboard"]) == 2
-    assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_tensorboard(tmp_path: Path) -> None:

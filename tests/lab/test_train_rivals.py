@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import os
 import signal
-import subprocess
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import tiny
 import torch
 from test_train import SMALL, values, weights
-from test_train_workers import ENV, TORCHRUN
 from torch import Tensor, nn
 
 from pufferfish.checkpoint.checkpoint_folder import list_checkpoints
@@ -171,19 +169,6 @@ def test_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.exitcode == -signal.SIGKILL
     for out in ("run", "straight"):
         assert main([*words, "--out", out]) == 0
-    same(Path("run"), Path("straight"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two workers, with compression; torchrun restarts them."""
-    monkeypatch.chdir(tmp_path)
-    words = kills("early-bird-0.5+powersgd-2", 30)
-    command = [*TORCHRUN, "--max-restarts", "1", *words, "--out", "run"]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
-    assert Path("killed").exists()
-    assert main([*words[2:], "--workers", "2", "--simulate", "--out", "straight"]) == 0
     same(Path("run"), Path("straight"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -11,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_hosts import on_hosts
 from test_train import SMALL, Stopped, values, weights
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.network import Loopback, unavailable_reason
-from pufferfish.lab.network.orphans import tagged_processes
-from pufferfish.lab.train import RunSettings, launch_workers, train
-from pufferfish.lab.train.console import Console
+from pufferfish.lab.network import Hosts, unavailable_reason
+from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
 
@@ -135,7 +135,7 @@ def test_a_worker_fails(
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("Traceback") == ("ZeroDivisionError" in fails)
-    assert not [pid for pid, mark in tagged_processes().items() if f":{os.getpid()}:" in mark]
+    assert not on_hosts(os.getpid())
 
 
 @pytest.mark.timeout(320)
@@ -166,7 +166,7 @@ def test_stopped_workers_save(signals: list[int], tmp_path: Path) -> None:
         assert message.endswith("checkpoint saved; rerun the same command to resume")
         assert "Traceback" not in errors
         done = int(message.split()[2])
-        assert not [pid for pid, mark in tagged_processes().items() if f":{job.pid}:" in mark]
+        assert not on_hosts(job.pid)
     assert done // 20 == len(values(read_run(tmp_path / "run"), "valid/accuracy"))
 
 
@@ -202,9 +202,9 @@ def test_hosts_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows none, the loopback is used, with a message."""
-    monkeypatch.setattr("pufferfish.lab.network.loopback.unavailable_reason", lambda: "no rights here")
-    with launch_workers._emulated_hosts("1gbit", 2, Console()) as hosts:
-        assert isinstance(hosts, Loopback)
-    said = capsys.readouterr().err
-    assert "no rights here. Using the unshaped loopback" in said
-    assert said.count("\n") == 1
+    launcher, used = importlib.import_module("pufferfish.lab.train.launch_workers"), []
+    monkeypatch.setattr(launcher, "unavailable_reason", lambda: "no rights here")
+    monkeypatch.setattr(Hosts, "launch", lambda self, *_, **__: used.append(self) or 0)
+    assert launcher.launch_workers(["x.py"], network="1gbit", hosts=1, per_host=2) == 0
+    assert [type(hosts) for hosts in used] == [Hosts]
+    assert capsys.readouterr().err == "network 1gbit: no rights here. Using the unshaped loopback instead\n"

@@ -144,8 +144,8 @@ def test_a_run_belongs_to_the_text_of_its_file(
     )
     assert main([*words, "../run"]) == 2
     assert capsys.readouterr().err == (
-        "pufferfish train: ../run: mine.py has changed since this run started, first in line 7: 'return nn.Linear(4, 3, "
-        "bias=False)', before 'return nn.Linear(4, 3)'; undo the change, or choose another --out for a new run\n"
+        "pufferfish train: ../run: mine.py has changed since this run started, and ../run/mine.py is its text of then; "
+        "undo the change, or choose another --out for a new run\n"
     )
 
 
@@ -174,9 +174,7 @@ def test_a_bench_belongs_to_the_text_of_its_file(capsys: pytest.CaptureFixture[s
     bench = Path("out/bench.json")
     bench.write_text(bench.read_text().replace('"mine.py"', '"new/mine.py"'))
     assert main(words("new/mine.py")) == 2
-    assert (
-        "mine.py has changed since this run started, first in line 7: 'n = int(48" in capsys.readouterr().err
-    )
+    assert "mine.py has changed since this run started" in capsys.readouterr().err
 
 
 def test_other_tasks_have_no_address_in_their_identity() -> None:

@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from . import advise, bench, convert, demo, env, fetch, merge, methods, network, plan, report, train
+from . import advise, bench, convert, demo, env, fetch, merge, methods, plan, report, train
 from .amx import avoid_broken_amx
 from .terminal import progress_bars, say_starting
 
-COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, network, env)
+COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, env)
 #: Commands that run no model, so the AMX check is not needed.
-_NO_COMPUTE = ("report", "fetch", "network")
+_NO_COMPUTE = ("report", "fetch")
 #: Commands that run for long, with nothing to see while torch is imported.
 _LONG = ("advise", "train", "bench")
 

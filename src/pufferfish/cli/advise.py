@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--device", choices=("cpu", "cuda"), help="device (default: cuda if available; cpu on emulated hosts)"
     )
-    add(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
-    )
+    add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
     add("--batch", type=whole, metavar="N", help="global batch size (default: from example() or the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="short or paper, also with other values: short,rank=0.33 (default: short)")

@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="device (default: cpu)")
-    add(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
-    )
+    add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
     add("--compile", action="store_true", help="train with torch.compile")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
 

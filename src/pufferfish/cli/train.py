@@ -98,9 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("workers and devices").add_argument
     add("--device", choices=("cpu", "cuda"), help="device (default: cuda if available)")
-    add(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="data type (default: bf16 on cuda, fp32 on cpu)"
-    )
+    add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
     add("--compile", action="store_true", help="train with torch.compile")
     add("--workers", type=whole, metavar="N", help="number of workers on this machine")
     add("--simulate", action="store_true", help="simulate the --workers in one process and predict times")

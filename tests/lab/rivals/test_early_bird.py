@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +18,7 @@ import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.lab.models import VGG19, resnet18
 from pufferfish.lab.rivals.early_bird import EarlyBird
+from pufferfish.lab.rivals.norm_scales import L1Penalty, prunable_groups
 from pufferfish.lab.rivals.pruning_change import saved_pruning_state
 from pufferfish.lab.tasks.digits import Digits
 
@@ -55,38 +55,20 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
     return {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_scales_are_pulled_as_a_penalty_in_the_loss_would(maximize: bool) -> None:
+def test_scales_are_pulled_as_a_penalty_in_the_loss_would() -> None:
     model, other = build(), build()
-    optimizer, plain = sgd(model, maximize=maximize), sgd(other, maximize=maximize)
-    EarlyBird(model, optimizer, l1=0.01)
-    sign = -1 if maximize else 1
+    optimizer, plain = sgd(model), sgd(other)
+    L1Penalty(model, prunable_groups(model), [optimizer], 0.01)
     for step in range(3):
         x, y = batch(step)
-        (sign * F.cross_entropy(model(x), y)).backward()
+        F.cross_entropy(model(x), y).backward()
         penalty = 0.01 * sum(scale.abs().sum() for scale in scales(other).values())
-        (sign * (F.cross_entropy(other(x), y) + penalty)).backward()
+        (F.cross_entropy(other(x), y) + penalty).backward()
         for own in (optimizer, plain):
             own.step()
             own.zero_grad()
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=name)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_scales_are_pulled_alike_under_a_loss_scale(fused: bool) -> None:
-    """A fused optimizer gets gradients that are still scaled."""
-    found = []
-    for scaled in (False, True):
-        model = build()
-        optimizer = sgd(model, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        EarlyBird(model, optimizer, l1=0.01)
-        x, y = batch(0)
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        found.append(torch.cat([scale.detach() for scale in scales(model).values()]))
-    torch.testing.assert_close(*found)
 
 
 def test_the_smallest_scales_go_together() -> None:
@@ -137,13 +119,13 @@ def test_whole_multiples_are_left(net: Any) -> None:
 
 def test_drawn_when_the_last_masks_are_alike() -> None:
     model = build()
-    bird = EarlyBird(model, sgd(model), ratio=0.5, multiple=1, last=3, distance=0.1)
+    bird = EarlyBird(model, sgd(model), ratio=0.5, multiple=1)
     sizes = [group.size for group in bird._groups]
     half = sum(sizes) // 2
     value = (torch.randperm(2 * half).float() + 1).tolist()
     masks: list[list[bool]] = []
     for epoch, moved in enumerate(
-        [0, 0, 20, 3, 4]
+        [0, 0, 20, 3, 1, 1, 1]
     ):  # so many channels go over the threshold, and as many back
         order = sorted(range(2 * half), key=value.__getitem__)
         for a, b in zip(order[half - moved : half], order[half : half + moved], strict=True):
@@ -154,23 +136,12 @@ def test_drawn_when_the_last_masks_are_alike() -> None:
         drawn = bird.begin_epoch(epoch)
         assert not bird.begin_epoch(epoch)  # asked twice, counted once
         if epoch:
-            masks = [*masks, [x > half for x in value]][-3:]
+            masks = [*masks, [x > half for x in value]][-5:]
         far = [sum(x != y for x, y in zip(*two, strict=True)) / (2 * half) for two in combinations(masks, 2)]
         assert bird.distances == pytest.approx(far)
-        assert drawn == (len(masks) == 3 and max(far) < 0.1)
+        assert drawn == (len(masks) == 5 and max(far) < 0.1)
     assert bird.ticket is not None
-    assert bird.ticket.epoch == 4  # at 3 the first mask was still too far away
-
-
-def test_never_drawn_unless_it_settles() -> None:
-    model = build()
-    bird = EarlyBird(model, sgd(model), last=2, distance=0.01)
-    for epoch in range(5):
-        for scale in scales(model).values():
-            scale.data.uniform_(0, 1)
-        assert not bird.begin_epoch(epoch)
-    assert bird.ticket is None
-    assert len(bird.masks) == 2
+    assert bird.ticket.epoch == 6  # at 5 the first mask was still too far away
 
 
 def resumed(stop: int, folder: Path) -> tuple[nn.Module, EarlyBird]:
@@ -199,13 +170,6 @@ def test_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
     assert one.ticket == other.ticket is not None
     for (name, x), y in zip(model.state_dict().items(), wanted.state_dict().values(), strict=True):
         assert torch.equal(x, y), name
-    file = io.BytesIO()
-    torch.save(other.state_dict(), file)
-    file.seek(0)
-    fresh = Digits(width=8).build()
-    again = EarlyBird(fresh, sgd(fresh))
-    again.load_state_dict(torch.load(file, weights_only=True))
-    fresh.load_state_dict(model.state_dict())
 
 
 def plain(rank: int, size: int, compressed: bool = False) -> None:
@@ -254,18 +218,11 @@ def test_compiled_model_stays_the_same_object() -> None:
 def test_nonsense_is_refused() -> None:
     model = build()
     optimizer = sgd(model)
-    for settings, message in [
-        ({"ratio": 1.0}, "ratio=1.0 is not between 0 and 1"),
-        ({"last": 1}, "last=1"),
-        ({"multiple": 0}, "multiple=0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            EarlyBird(model, optimizer, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ratio=1.0 is not between 0 and 1"):
+        EarlyBird(model, optimizer, ratio=1.0)
     with pytest.raises(ValueError, match="Sequential: no channels are scaled by a batch norm"):
         EarlyBird(Digits(model="mlp").build(), optimizer)
     bird = EarlyBird(model, optimizer, multiple=1, latest=1)
-    with pytest.raises(TypeError, match="takes no closure"):
-        optimizer.step(lambda: 0.0)
     scales(model)["layer2.0.bn1"].data[0] = torch.nan
     with pytest.raises(ValueError, match=r"layer2\.0\.bn1: a scale of its channels is inf or NaN"):
         bird.begin_epoch(1)

@@ -24,11 +24,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vgg19, one layer on top": (lambda: VGG19(channels=8, fcs=1), (2, 3, 32, 32)),
     "digits": (lambda: Digits(width=8).build(), (2, 1, 8, 8)),  # a channel is four inputs of the linear layer
 }
-LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet50": (lambda: resnet50(channels=8, classes=10), (2, 3, 64, 64)),
-    "resnet18, whole": (resnet18, (2, 3, 32, 32)),
-    "vgg19, whole": (VGG19, (2, 3, 32, 32)),
-}
 Kept = list[tuple[ChannelGroup, Tensor]]
 
 
@@ -62,9 +57,9 @@ def silence_(model: nn.Module, kept: Kept) -> None:
                 layer.bias[gone] = 0
 
 
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+@pytest.mark.parametrize("name", MODELS)
 def test_removing_silent_channels_changes_nothing(name: str) -> None:
-    build, shape = (MODELS | LARGE)[name]
+    build, shape = MODELS[name]
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for layer in model.modules():

@@ -46,8 +46,6 @@ class TimedModel:
         self.ddp = DistributedDataParallel(model) if self.size > 1 and method.local is None else None
         self.model = self.ddp or model
         self.optimizer = optimizer(model)
-        if isinstance(self.optimizer, SAM):
-            self.optimizer.model = self.model  # its first pass runs under no_sync
         self.hook: DDPHook | None = None
         if self.ddp is not None and method.compress is not None:
             hook = compress(
@@ -71,9 +69,9 @@ class TimedModel:
         with self._gradient_sync(exchange):
             self.optimizer.zero_grad()
             if isinstance(self.optimizer, SAM):
-                with self.optimizer.first_pass():
+                with contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync():
                     self._backward()
-                with self.optimizer.perturbed():
+                with self.optimizer.perturbed(self.inner):
                     self._backward()
             else:
                 self._backward()

@@ -34,8 +34,8 @@ class Workload:
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch, computed in `precision`."""
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        with torch.autocast(torch.device(self.device).type, dtype, enabled=self.precision != "fp32"):
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.loss(model, batch)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..network import Hosts, emulate, unavailable_reason
+from ..network import Hosts, Network, unavailable_reason
 from ..report.formatting import format_score, format_seconds
 from ..train.console import Console
 from ..train.launch_workers import GRACE_SECONDS
@@ -34,7 +34,8 @@ def run_on_hosts(settings: BenchSettings, root: Path, options: dict[str, Any], d
             f"network {network}: {reason}. Using the unshaped loopback; steps on {network} are predicted"
         )
         options, network = options | {"target_link": network}, None
-    with sigterm_as_sigint(), emulate(network, settings.hosts) as hosts:
+    emulated = Hosts(settings.hosts) if network is None else Network(settings.hosts, network)
+    with sigterm_as_sigint(), emulated as hosts:
         if settings.hosts > 1:
             link = hosts.measure()
             display.console.info(f"link: {link}")

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from .hosts import Hosts
 
 #: Runs a module like `python -m`, with the working folder last in `sys.path`: it may hold a `torch.py`, for example.
+#: On Linux, the process gets SIGTERM when its parent ends in any way (PR_SET_PDEATHSIG is 1): nothing outlives a kill.
 _RUN_MODULE = (
-    "import runpy, sys; sys.path.sort(key=lambda folder: not folder); del sys.argv[0]; "
+    "import ctypes, runpy, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 15); "
+    "sys.path.sort(key=lambda folder: not folder); del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
-#: Seconds that an agent waits for the rendezvous store; torchrun's default of 60 is less than a long link failure.
-_STORE_TIMEOUT = 600
 
 
 def launch(
@@ -28,7 +28,6 @@ def launch(
     *,
     per_host: int = 1,
     env: Mapping[str, str] | None = None,
-    restarts: int = 0,
     write: Callable[[str], object] = print,
     grace: float = 10.0,
 ) -> int:
@@ -41,8 +40,6 @@ def launch(
         command: script and arguments, or "-m", module and arguments. Modules of the working folder do not replace others.
         per_host: workers on each host.
         env: variables added to the environment.
-        restarts: how often torchrun may restart the workers on all hosts after a failure. torchrun then
-            orders hosts by the text of their addresses, so with ten or more hosts a worker's rank may change.
         write: called with every line of output, prefixed with the host.
         grace: seconds between SIGTERM and SIGKILL.
 
@@ -53,8 +50,6 @@ def launch(
         raise ValueError("launch: the command is empty; pass a script, or '-m' and a module")
     if not 1 <= per_host <= 64:
         raise ValueError(f"workers per host must be between 1 and 64, got {per_host}")
-    if restarts < 0:
-        raise ValueError(f"restarts must be 0 or more, got {restarts}")
     if command[0] == "-m":
         command = ["--no-python", sys.executable, "-c", _RUN_MODULE, *command[1:]]
     port = hosts.free_port()
@@ -66,7 +61,6 @@ def launch(
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "GLOO_SOCKET_IFNAME": hosts.interface,
         "NCCL_SOCKET_IFNAME": hosts.interface,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # after a restart gloo would find keys of the previous run
         **(env or {}),
     }
     agents: list[subprocess.Popen[str]] = []
@@ -79,7 +73,7 @@ def launch(
                 f"--nnodes={hosts.hosts}", f"--nproc-per-node={per_host}",
                 # Without it an agent resolves its host name, which gives 127.0.0.1.
                 f"--local-addr={hosts.address(host)}",
-                *_rendezvous(host, hosts.address(0), port, restarts), *command,
+                f"--node-rank={host}", f"--master-addr={hosts.address(0)}", f"--master-port={port}", *command,
             ]  # fmt: skip
             agent = hosts.run(
                 host, agent_command, variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -104,18 +98,6 @@ def launch(
     if not failed:
         return 0
     return failed[0] if failed[0] > 0 else 128 - failed[0]  # a shell's code for death by a signal
-
-
-def _rendezvous(host: int, address: str, port: int, restarts: int) -> list[str]:
-    """torchrun's rendezvous options."""
-    if not restarts:
-        return [f"--node-rank={host}", f"--master-addr={address}", f"--master-port={port}"]
-    # A static rendezvous happens once: while a link is cut, each agent would restart its workers on its own.
-    # With c10d the agents wait for each other.
-    config = f"is_host={int(host == 0)},read_timeout={_STORE_TIMEOUT}"
-    return [
-        f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={config}"
-    ]  # fmt: skip
 
 
 def _forward_output(

@@ -22,7 +22,6 @@ from typing import Any
 from . import delay_switch
 from .hosts import Hosts
 from .link_shape import LinkShape
-from .orphans import TAG_VARIABLE
 
 #: Packets that would wait longer than this for a link are dropped.
 _QUEUE_MS = 50
@@ -109,18 +108,6 @@ class Network(Hosts):
     def restore(self, host: int) -> None:
         self._set_port(host, "up")
 
-    def process_ids(self) -> set[int]:
-        """PIDs of all processes in the hosts' network namespaces."""
-        pids: set[int] = set()
-        if self._first_process is None or self._first_process.poll() is not None:
-            return pids
-        hosts = {os.stat(self._path(host)).st_ino for host in range(self.hosts)}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if (folder / "ns/net").stat().st_ino in hosts:
-                    pids.add(int(folder.name))
-        return pids
-
     def close(self) -> None:
         """End all processes, then remove the network."""
         # nsenter stops with a stopped command, and the kernel would wait for it.
@@ -141,7 +128,6 @@ class Network(Hosts):
         self._first_process = subprocess.Popen(
             ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
              "sh", "-c", _SETUP, "pufferfish-network", *map(str, parameters), *(switch if shape.delay_ms else [])],
-            env={**os.environ, TAG_VARIABLE: f"{self._tag}/network"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 from ...distributed.job import Job, check_rewrap
 from ...optim.carry import Optimizers, as_list, check_optimizers
-from ...planning.table import format_table
 from .norm_scales import L1Penalty, channel_scores, prunable_groups
 from .remove_channels import check_optimizer_state, remove_channels_
+
+#: Weight of the penalty on γ.
+L1 = 1e-4
+#: Number of masks that have to be similar, and the largest distance between any two of them, a fraction of the channels.
+LAST, DISTANCE = 5, 0.1
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,6 @@ class EarlyBirdTicket:
 
     >>> print(EarlyBirdTicket(4, {"bn1": 4}, {"bn1": [0, 2]}, (1000, 400)))
     Early-Bird ticket drawn after 4 epochs: 1,000 → 400 parameters
-    channels of  before  after
-    bn1               4      2
     """
 
     epoch: int
@@ -39,10 +41,7 @@ class EarlyBirdTicket:
 
     def __str__(self) -> str:
         before, after = self.parameters
-        rows = [["channels of", "before", "after"]]
-        rows += [[name, str(size), str(len(self.kept[name]))] for name, size in self.sizes.items()]
-        title = f"Early-Bird ticket drawn after {self.epoch} epochs: {before:,} → {after:,} parameters"
-        return f"{title}\n{format_table(rows, left=(0,))}"
+        return f"Early-Bird ticket drawn after {self.epoch} epochs: {before:,} → {after:,} parameters"
 
 
 class EarlyBird:
@@ -58,9 +57,6 @@ class EarlyBird:
         model: plain, DDP or compiled; it stays the same object.
         optimizer: one or several.
         ratio: fraction of the channels to remove.
-        l1: weight of the penalty on γ.
-        last: number of masks that have to be similar.
-        distance: largest distance between any two of them, as a fraction of the channels.
         multiple: remaining channels of a group are rounded to the nearest multiple, at least one multiple; GPUs are slow
             with odd numbers. The paper's is 1.
         latest: epoch at which the ticket is drawn in any case; None waits until the masks settle.
@@ -71,7 +67,7 @@ class EarlyBird:
     >>> bird = EarlyBird(model, optimizer, ratio=0.5, multiple=1, latest=2)
     >>> for epoch in range(3):
     ...     if bird.begin_epoch(epoch):
-    ...         print(str(bird.ticket).splitlines()[0])
+    ...         print(bird.ticket)
     ...     model(torch.randn(4, 3, 8, 8)).square().mean().backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
@@ -84,19 +80,11 @@ class EarlyBird:
         optimizer: Optimizers,
         *,
         ratio: float = 0.5,
-        l1: float = 1e-4,
-        last: int = 5,
-        distance: float = 0.1,
         multiple: int = 8,
         latest: int | None = None,
     ) -> None:
         if not 0 < ratio < 1:
             raise ValueError(f"EarlyBird: ratio={ratio} is not between 0 and 1")
-        if l1 < 0 or last < 2 or not 0 < distance <= 1 or multiple < 1:
-            raise ValueError(
-                f"EarlyBird: l1={l1}, last={last}, distance={distance}, multiple={multiple}; l1 must be at least 0, last at "
-                "least 2, distance above 0 and at most 1, multiple at least 1"
-            )
         self.model, self.optimizers = model, as_list(optimizer)
         check_optimizers(self.optimizers)
         job = Job(model)
@@ -104,13 +92,12 @@ class EarlyBird:
             raise ValueError("EarlyBird: sharded models are not supported")
         if job.ddp is not None:
             check_rewrap(job.ddp, {})
-        self.ratio, self.l1, self.last, self.distance = ratio, l1, last, distance
-        self.multiple, self.latest = multiple, latest
+        self.ratio, self.multiple, self.latest = ratio, multiple, latest
         self.ticket: EarlyBirdTicket | None = None
         self.masks: list[Tensor] = []  # the last ones; True where a channel remains
         self._epoch = 0  # of the last mask
         self._groups = prunable_groups(job.inner)
-        self._penalty = L1Penalty(model, self._groups, self.optimizers, l1)
+        self._penalty = L1Penalty(model, self._groups, self.optimizers, L1)
 
     @property
     def distances(self) -> list[float]:
@@ -122,23 +109,19 @@ class EarlyBird:
         if self.ticket is not None or epoch <= self._epoch:
             return False
         job = Job(self.model)
-        facts = (epoch, self.ratio, self.l1, self.last, self.distance, self.multiple, self.latest)
+        facts = (epoch, self.ratio, self.multiple, self.latest)
         job.workers.agree(repr(facts), 0, "epoch or settings; make the same call on all workers")
         scores = job.workers.run_on_all(lambda: channel_scores(self.model, self._groups))
         mask = torch.ones(len(scores), dtype=torch.uint8, device=scores.device)
         mask[scores.argsort(stable=True)[: round(self.ratio * len(scores))]] = 0
-        self.masks = [*self.masks, job.workers.broadcast_tensor(mask, 0).bool().cpu()][-self.last :]
+        self.masks = [*self.masks, job.workers.broadcast_tensor(mask, 0).bool().cpu()][-LAST:]
         self._epoch = epoch
-        settled = len(self.masks) == self.last and max(self.distances) < self.distance
+        settled = len(self.masks) == LAST and max(self.distances) < DISTANCE
         if not settled and (self.latest is None or epoch < self.latest):
             return False
         job.workers.broadcast_tensor(scores, 0)
         self._draw(job, epoch, scores.cpu())
         return True
-
-    def remove(self) -> None:
-        """Remove the penalty on γ."""
-        self._penalty.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, text and tensors, for any checkpoint."""
@@ -180,7 +163,7 @@ class EarlyBird:
         job.workers.run_on_all(lambda: check_optimizer_state(job.inner, kept_indices, self.optimizers))
         remove_channels_(job.inner, kept_indices, self.optimizers)
         job.commit([], {})
-        self.remove()
+        self._penalty.remove()
 
 
 def _parameter_count(model: nn.Module) -> int:

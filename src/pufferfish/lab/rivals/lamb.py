@@ -6,19 +6,16 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust_ratio import LayerwiseOptimizer, accumulation_dtype, add_group_settings, trust_ratios
+from .trust_ratio import LayerwiseOptimizer, trust_ratios
 
 
 class LAMB(LayerwiseOptimizer, optim.AdamW):
     """Layer-wise adaptive moments (You et al. 2020): r = m̂/(√v̂ + ε) + λw, then w ← w − lr · ‖w‖/‖r‖ · r.
 
     Args:
-        lr: change of the weights in a step, relative to their norm. A tensor can be changed under a CUDA graph.
-        exclude_vectors: parameters of one dimension or less (biases, scales of norms) have no weight decay and ratio 1.
-        foreach: False updates one parameter at a time, which needs less memory.
-        capturable: count steps on the device, which a CUDA graph requires.
+        lr: change of the weights in a step, relative to their norm.
 
-    A layer whose weights or update are all 0 has ratio 1. All settings may differ by parameter group.
+    A layer whose weights or update are all 0 has ratio 1.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = LAMB(layer.parameters(), lr=0.01)
@@ -32,26 +29,16 @@ class LAMB(LayerwiseOptimizer, optim.AdamW):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        exclude_vectors: bool = True,
-        foreach: bool | None = None,
-        capturable: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, capturable=capturable)
-        add_group_settings(self, exclude_vectors=exclude_vectors)
-        for settings in (self.defaults, *self.param_groups):
-            # Not passed to AdamW, which rejects foreach=True with a tensor lr.
-            settings["foreach"] = foreach if settings["foreach"] is None else settings["foreach"]
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], scaled: bool) -> None:
-        capturable = group["capturable"]
-        if not capturable and params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("LAMB: a CUDA graph cannot count steps on the host; pass capturable=True")
-        states = [self._state(p, capturable) for p in params]
+        states = [self._state(p) for p in params]
         means, squares, steps = (
             [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
         )
@@ -62,12 +49,7 @@ class LAMB(LayerwiseOptimizer, optim.AdamW):
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
 
         done = torch.stack(steps).double()  # 1 − 0.999 has only four digits in fp32
-        first, second = (
-            list((1 - beta**done).to(accumulation_dtype(params[0])).unbind())
-            if capturable
-            else (1 - beta**done).tolist()
-            for beta in group["betas"]
-        )
+        first, second = ((1 - beta**done).tolist() for beta in group["betas"])
         denominators = torch._foreach_div(squares, second)
         torch._foreach_sqrt_(denominators)
         torch._foreach_add_(denominators, group["eps"])
@@ -75,15 +57,16 @@ class LAMB(LayerwiseOptimizer, optim.AdamW):
         torch._foreach_div_(updates, denominators)
         if scaled:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-            ratios = trust_ratios(params, updates)
-            torch._foreach_mul_(updates, ratios)
+            torch._foreach_mul_(updates, trust_ratios(params, updates))
         torch._foreach_mul_(updates, group["lr"])
         torch._foreach_sub_(params, updates)
 
-    def _state(self, p: Tensor, capturable: bool) -> dict[str, Tensor]:
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
-            state["step"] = torch.zeros((), device=p.device if capturable else "cpu")
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
+            state |= {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
         return state

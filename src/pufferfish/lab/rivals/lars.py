@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import ParamsT
 
-from .trust_ratio import LayerwiseOptimizer, add_group_settings, trust_ratios
+from .trust_ratio import LayerwiseOptimizer, trust_ratios
 
 
 class LARS(LayerwiseOptimizer, optim.SGD):
@@ -16,12 +16,10 @@ class LARS(LayerwiseOptimizer, optim.SGD):
     of the momentum, so that a schedule acts at once.
 
     Args:
-        lr: usually 5 to 30 for large batches, since `trust` is small. A tensor can be changed under a CUDA graph.
+        lr: usually 5 to 30 for large batches, since `trust` is small.
         trust: η.
-        exclude_vectors: parameters of one dimension or less (biases, scales of norms) have no weight decay and ratio 1.
-        foreach: False updates one parameter at a time, which needs less memory.
 
-    A layer whose weights or gradient are all 0 has ratio 1. All settings may differ by parameter group.
+    A layer whose weights or gradient are all 0 has ratio 1.
 
     >>> layer = torch.nn.Linear(4, 2)
     >>> optimizer = LARS(layer.parameters(), lr=10.0, weight_decay=1e-4, nesterov=True)
@@ -36,24 +34,20 @@ class LARS(LayerwiseOptimizer, optim.SGD):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
+        lr: float,
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         trust: float = 1e-3,
-        exclude_vectors: bool = True,
-        foreach: bool | None = None,
     ) -> None:
-        if not trust > 0:
-            raise ValueError(f"LARS: trust={trust} is not above 0; 0.001 is usual")
-        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, foreach=foreach)
-        add_group_settings(self, trust=trust, exclude_vectors=exclude_vectors)
+        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov)
+        self.defaults["trust"] = trust
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], scaled: bool) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
         if scaled:
-            ratios = trust_ratios(params, grads, group["trust"], decay)
+            ratios = trust_ratios(params, grads, self.defaults["trust"], decay)
             grads = list(torch._foreach_add(grads, params, alpha=decay))
             torch._foreach_mul_(grads, ratios)
         if momentum:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
@@ -13,7 +12,7 @@ def linear_scaling(
     base_batch: int,
     batch: int,
     warm_up: int,
-    after: Callable[[Optimizer], LRScheduler] | None = None,
+    after: Callable[[Optimizer], LRScheduler],
 ) -> LRScheduler:
     """Scale the learning rate by k for a batch k times as large (Goyal et al. 2017), rising from the optimizer's rate.
 
@@ -33,19 +32,8 @@ def linear_scaling(
     ...     scheduler.step()
     0.10 0.20 0.30 0.40 0.20 0.10
     """
-    for name, value, least in (("base_batch", base_batch, 1), ("batch", batch, 1), ("warm_up", warm_up, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"linear_scaling: {name}={value!r} is not a whole number ≥ {least}")
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        raise ValueError(
-            "linear_scaling: the optimizer already has a schedule; pass it as after=, and load saved state later"
-        )
     k = batch / base_batch
-    full = [group["lr"] * k for group in optimizer.param_groups]  # all first: groups may share a tensor
-    for group, lr in zip(optimizer.param_groups, full, strict=True):
-        if isinstance(lr, Tensor):
-            group["lr"].copy_(lr)  # in place: captured graphs hold the tensor
-        else:
-            group["lr"] = lr
+    for group in optimizer.param_groups:
+        group["lr"] *= k
     rise = LambdaLR(optimizer, lambda done: 1.0 if done >= warm_up else (1 + (k - 1) * done / warm_up) / k)
-    return rise if after is None else SequentialLR(optimizer, [rise, after(optimizer)], [warm_up])
+    return SequentialLR(optimizer, [rise, after(optimizer)], [warm_up])

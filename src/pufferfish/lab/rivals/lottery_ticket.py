@@ -1,9 +1,8 @@
 """`LotteryTicket`: train, prune the smallest weights, rewind the others and train again, round after round."""
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,12 +19,10 @@ class PruningRound:
     Args:
         weights: number of weights that are not pruned.
         steps: number of updates.
-        seconds: since its start, including validation.
     """
 
     weights: int
     steps: int
-    seconds: float
 
 
 class LotteryTicket:
@@ -42,9 +39,7 @@ class LotteryTicket:
         optimizer: one or several, of the model's parameters.
         rounds: how often to prune; the model is trained once more than that.
         fraction: of the remaining weights to prune in a round.
-        scope: prune the smallest weights of the whole model ("global") or of each tensor ("layer").
         rewind: restore weights, batch statistics and optimizer state as of this many updates; 0: the initial ones.
-        keep: names or patterns of parameters that are never pruned.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -71,9 +66,7 @@ class LotteryTicket:
         *,
         rounds: int = 5,
         fraction: float = 0.2,
-        scope: Literal["global", "layer"] = "global",
         rewind: int = 0,
-        keep: Iterable[str] = (),
     ) -> None:
         if rounds < 1 or rewind < 0:
             raise ValueError(
@@ -81,19 +74,17 @@ class LotteryTicket:
             )
         if not 0 < fraction < 1:
             raise ValueError(f"LotteryTicket: fraction={fraction} is not between 0 and 1")
-        if scope not in ("global", "layer"):
-            raise ValueError(f'LotteryTicket: scope={scope!r} is neither "global" nor "layer"')
         self.model, self.optimizers = model, as_list(optimizer)
         check_optimizers(self.optimizers)
         if not self.optimizers or Job(model).sharded:
             raise ValueError("LotteryTicket: it needs an optimizer, and a model that is not sharded")
-        self.rounds, self.fraction, self.scope, self.rewind = rounds, fraction, scope, rewind
-        self._masks = PruningMasks(model, keep)
+        self.rounds, self.fraction, self.rewind = rounds, fraction, rewind
+        self._masks = PruningMasks(model)
         self.total = self._masks.total
         self.done: list[PruningRound] = []
-        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
+        self._steps = 0
         self._early: dict[str, Any] | None = snapshot(model, self.optimizers) if rewind == 0 else None
-        self._handles = self._masks.register_hooks(self.optimizers)
+        self._masks.register_hooks(self.optimizers)
 
     @property
     def round(self) -> int:
@@ -123,30 +114,25 @@ class LotteryTicket:
     def next_round(self) -> bool:
         """Prune and rewind at the end of a round, on every worker; returns False and does nothing after the last round.
 
-        Parameters stay the same tensors; gradients and optimizer state are replaced, so capture CUDA graphs again.
+        Parameters stay the same tensors; gradients and optimizer state are replaced.
         """
         if self.round == self.rounds:
             return False
         job = Job(self.model)
-        facts = (self.round, self._steps, self.rounds, self.fraction, self.scope, self.rewind, self.total)
+        facts = (self.round, self._steps, self.rounds, self.fraction, self.rewind, self.total)
         job.workers.agree(repr(facts), 0, "round or settings; make the same call on all workers")
         job.workers.run_on_all(self._check_prunable)
         self.done.append(self._current_round())
-        self._masks.prune(self.fraction, self.scope)
+        self._masks.prune(self.fraction)
         for mask in self._masks.masks.values():
             job.workers.broadcast_tensor(mask, 0)
         self._rewind()
-        self._steps, self._earlier_seconds, self._start_time = 0, 0.0, time.perf_counter()
+        self._steps = 0
         return True
 
     def trained(self) -> list[PruningRound]:
         """Return all rounds so far, with the current one."""
         return [*self.done, self._current_round()]
-
-    def remove(self) -> None:
-        """Remove the hooks: pruned weights are zero now, and trained from now on."""
-        while self._handles:
-            self._handles.pop().remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, text and tensors; `Checkpoint(scheduler=ticket)` saves them with model and optimizer."""
@@ -155,7 +141,6 @@ class LotteryTicket:
             "early": self._early,
             "rounds": [asdict(r) for r in self.done],
             "steps": self._steps,
-            "seconds": self._round_seconds(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,14 +148,10 @@ class LotteryTicket:
         self._masks.load(state["masks"])
         self._early = clone_nested(state["early"])
         self.done = [PruningRound(**r) for r in state["rounds"]]
-        self._steps, self._earlier_seconds = state["steps"], state["seconds"]
-        self._start_time = time.perf_counter()
-
-    def _round_seconds(self) -> float:
-        return self._earlier_seconds + time.perf_counter() - self._start_time
+        self._steps = state["steps"]
 
     def _current_round(self) -> PruningRound:
-        return PruningRound(self.weights, self._steps, self._round_seconds())
+        return PruningRound(self.weights, self._steps)
 
     def _check_prunable(self) -> None:
         if self._early is None or self._steps == 0:

@@ -18,7 +18,7 @@ class ModelChange:
 
         change.restore(folder)                          # the checkpoints' folder, before `Checkpoint.resume`
         for epoch in range(change.epochs):
-            changed = change.begin_epoch(epoch)         # if True, capture CUDA graphs again
+            changed = change.begin_epoch(epoch)         # if True, the model is another one
             for step in range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
                 lr = recipe.lr_at(*change.schedule_position(step))
                 ...

@@ -56,20 +56,13 @@ class L1Penalty:
             self._handles.pop().remove()
 
     @torch.no_grad()
-    def _add_gradient(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            raise TypeError(
-                "EarlyBird: optimizer.step takes no closure here; the penalty is added before it would run"
-            )
+    def _add_gradient(self, optimizer: optim.Optimizer, *_: Any) -> None:
         scales = {id(scale) for scale in _scales(unwrap(self.model), self.groups)}
-        loss_scale = getattr(optimizer, "grad_scale", None)  # fused optimizers divide by it later
         for group in optimizer.param_groups:
             own = [p for p in group["params"] if id(p) in scales and p.grad is not None]
             if own:
                 penalties = torch._foreach_sign(own)
-                torch._foreach_mul_(penalties, -self.l1 if group.get("maximize") else self.l1)
-                if loss_scale is not None:
-                    torch._foreach_mul_(penalties, loss_scale.to(own[0].device, non_blocking=True))
+                torch._foreach_mul_(penalties, self.l1)
                 torch._foreach_add_([p.grad for p in own], penalties)
 
 

@@ -121,7 +121,7 @@ class EarlyBirdChange(PruningChange):
 
     @property
     def summary(self) -> str:
-        return str(self.pruner.ticket or "No Early-Bird ticket was drawn").splitlines()[0]
+        return str(self.pruner.ticket or "No Early-Bird ticket was drawn")
 
     def begin_epoch(self, epoch: int) -> bool:
         return self.pruner.begin_epoch(epoch)

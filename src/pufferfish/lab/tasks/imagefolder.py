@@ -1,35 +1,42 @@
-"""`ImageFolder`: folders of images, as of ImageNet, with ResNet-50 or WideResNet-50-2."""
+"""`ImageFolder`: folders of images, as of ImageNet, with ResNet-50. Threads decode them while the device computes."""
 
+import math
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.batch_order import BatchOrder, steps_per_epoch, uniform
 from ..data.dataset import data_folder
 from ..data.image_ops import normalize
-from ..data.imagefolder import ImageFiles, list_images, prefetch
 from ..data.splits import hold_out
 from ..models import REFERENCES, resnet50
 from .image_classification import ImageClassification
 from .recipe import Recipe
-from .task import Batch, check_choice
+from .task import Batch
+
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
+Images = list[tuple[Path, int]]  # files and the numbers of their classes
 
 
 @dataclass(frozen=True)
 class ImageFolder(ImageClassification):
     """A data folder with `train` and `val`, each with one folder of images per class.
 
-    As is usual with ImageNet, `val` is the test split, and validation images are held out of `train`. If there is also a
-    folder `test`, that is the test split and `val` is for validation.
+    As is usual with ImageNet, `val` is the test split, and validation images are held out of `train`.
     """
 
     name = "imagefolder"
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-    flip = True
+    keep = REFERENCES["resnet50"].keep
     recipes: ClassVar[Mapping[str, Recipe]] = {
         "paper": Recipe(
             epochs=90, batch=256, lr=0.1, schedule="steps", milestones=(30 / 90, 60 / 90, 80 / 90),
@@ -40,57 +47,79 @@ class ImageFolder(ImageClassification):
         ),
     }  # fmt: skip
 
-    model: str = "resnet50"  # or "wide_resnet50_2"
     classes: int = 1000  # number of classes
     size: int = 224  # height and width of the model's input
     held: float = 0.02  # fraction of the training images that is held out for validation
 
-    def __post_init__(self) -> None:
-        check_choice(self.name, "model", self.model, ("resnet50", "wide_resnet50_2"))
-        if not 0 < self.held < 1:
-            raise ValueError(f"imagefolder: held={self.held} must be a fraction between 0 and 1")
-
-    @property
-    def keep(self) -> Sequence[str]:
-        return REFERENCES[self.model].keep
-
     def build(self, width: float = 1.0) -> nn.Module:
-        return resnet50(classes=self.classes, wide=2 if self.model == "wide_resnet50_2" else 1, width=width)
+        return resnet50(classes=self.classes, width=width)
 
-    def load(self, folder: Path | None) -> dict[str, ImageFiles]:
-        content = "train/CLASS/*.jpg and val/CLASS/*.jpg"
-        root = data_folder(folder, self.name, f"a folder with {content}")
-        for name in ("train", "val"):
-            if not (root / name).is_dir():
-                raise ValueError(f"imagefolder: {root} has no folder {name}; it needs {content}")
-        train, classes = list_images(root / "train")
+    def load(self, folder: Path | None) -> dict[str, Images]:
+        if find_spec("PIL") is None:
+            raise ImportError("the imagefolder task needs Pillow to read images: pip install pillow")
+        root = data_folder(folder, self.name, "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
+        (train, classes), (val, others) = (list_images(root / name) for name in ("train", "val"))
+        if different := sorted({*classes} ^ {*others}):
+            raise ValueError(f"{root}: train and val have different classes ({', '.join(different[:3])}…)")
         if len(classes) > self.classes:
-            raise ValueError(
-                f"{root / 'train'} has {len(classes):,} classes; use imagefolder:{self.model},classes={len(classes)}"
-            )
-        val, _ = list_images(root / "val", classes)
-        if (root / "test").is_dir():
-            return {"train": train, "valid": val, "test": list_images(root / "test", classes)[0]}
-        n = len(train.paths)
-        rest, held = hold_out(n, max(1, int(self.held * n)))
-        return {"train": train.select(rest), "valid": train.select(held), "test": val}
+            raise ValueError(f"{root} has {len(classes):,} classes; use imagefolder:classes={len(classes)}")
+        parts = hold_out(len(train), max(1, int(self.held * len(train))))
+        rest, held = ([train[i] for i in rows.tolist()] for rows in parts)
+        return {"train": rest, "valid": held, "test": val}
 
-    def steps(self, data: dict[str, ImageFiles], batch: int) -> int:
-        return steps_per_epoch(len(data["train"].paths), batch, "training images")
+    def steps(self, data: dict[str, Images], batch: int) -> int:
+        return steps_per_epoch(len(data["train"]), batch, "training images")
 
     def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
-        files: ImageFiles = data[order.split]
-        n = len(files.paths)
-        batches = order.batches(n, "training images", device="cpu")
-        draws = uniform((n, 5), order.generator).cpu() if order.training else None
-        shards = [order.shard(batch) for batch in batches]
-        crops = (
-            [(files.paths[i], None if draws is None else draws[i, :4].tolist()) for i in rows.tolist()]
-            for rows in shards
-        )
-        for rows, pixels in zip(shards, prefetch(crops, self.size), strict=True):
-            images = normalize(pixels.to(order.device), self.mean, self.std)
+        files: Images = data[order.split]
+        batches = order.batches(len(files), "training images", device="cpu")
+        draws = uniform((len(files), 5), order.generator).cpu() if order.training else None
+        pending: deque[tuple[list[int], Iterator[Tensor]]] = deque()  # a batch ahead
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+            for batch in (*batches, None):
+                if batch is not None:
+                    rows = order.shard(batch).tolist()
+                    crops = [None] * len(rows) if draws is None else draws[rows, :4].tolist()
+                    paths, sizes = [files[i][0] for i in rows], [self.size] * len(rows)
+                    pending.append((rows, pool.map(decode, paths, sizes, crops)))
+                if len(pending) > (batch is not None):
+                    rows, decoded = pending.popleft()
+                    empty = torch.zeros(0, self.size, self.size, 3, dtype=torch.uint8)
+                    pixels = torch.stack(list(decoded)) if rows else empty
+                    images = normalize(pixels.to(order.device), self.mean, self.std)
+                    if draws is not None:
+                        flips = (draws[rows, 4] < 0.5).to(order.device)
+                        images = torch.where(flips[:, None, None, None], images.flip(3), images)
+                    yield images, torch.tensor([files[i][1] for i in rows], device=order.device)
+
+
+def list_images(folder: Path) -> tuple[Images, list[str]]:
+    """Images below `folder`, and the names of its classes, in alphabetical order."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    found = [
+        [p for p in sorted((folder / name).rglob("*")) if p.suffix.lower() in SUFFIXES] for name in names
+    ]
+    if not names or not all(found):
+        raise ValueError(f"{folder}: it needs one folder of images ({', '.join(SUFFIXES)}) per class")
+    return [(path, label) for label, paths in enumerate(found) for path in paths], names
+
+
+def decode(path: Path, size: int, draws: Sequence[float] | None) -> Tensor:
+    """Decode an image to bytes (size, size, 3): its central square, or a crop of random area, shape and position."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            (width, height), x, y = image.size, 0.5, 0.5
+            w = h = min(width, height) * 7 / 8
             if draws is not None:
-                flips = (draws[rows, 4] < 0.5).to(order.device)
-                images = torch.where(flips[:, None, None, None], images.flip(3), images)
-            yield images, files.labels[rows].to(order.device)
+                area, shape, x, y = draws  # from 0 to 1
+                pixels = width * height * (0.08 + 0.92 * area)  # 8 to 100 % of it
+                ratio = math.exp((2 * shape - 1) * math.log(4 / 3))  # 3:4 to 4:3
+                w, h = min(math.sqrt(pixels * ratio), width), min(math.sqrt(pixels / ratio), height)
+            left, top = x * (width - w), y * (height - h)
+            box = left, top, min(left + w, width), min(top + h, height)
+            resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
+            return torch.from_numpy(np.array(resized))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: not a readable image ({error})") from None

@@ -60,14 +60,16 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer |
     fused: dict[str, Any] = {"fused": True} if on_gpu else {}
     sgd: dict[str, Any] = {"lr": recipe.lr, "momentum": recipe.momentum, "nesterov": recipe.nesterov}
     if recipe.optimizer in ("sgd", "sam"):
-        optimizer = torch.optim.SGD(groups, **sgd, **fused)
+        sam = recipe.optimizer == "sam"
+        optimizer = (
+            SAM(groups, rho=recipe.rho, **sgd, **fused) if sam else torch.optim.SGD(groups, **sgd, **fused)
+        )
         optimizer.register_step_pre_hook(_match_gradient_strides)
-        return SAM(optimizer, model, rho=recipe.rho) if recipe.optimizer == "sam" else optimizer
-    layerwise = {"exclude_vectors": not recipe.decay_vectors}
+        return optimizer
     if recipe.optimizer == "lars":
-        return LARS(groups, **sgd, trust=recipe.trust, **layerwise)
+        return LARS(groups, **sgd, trust=recipe.trust)
     if recipe.optimizer == "lamb":
-        return LAMB(groups, recipe.lr, betas=recipe.betas, **layerwise)
+        return LAMB(groups, recipe.lr, betas=recipe.betas)
     kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
     adam = kind(groups, lr=recipe.lr, betas=recipe.betas, **fused)
     adam.register_step_pre_hook(_match_gradient_strides)

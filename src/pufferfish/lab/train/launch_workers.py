@@ -1,15 +1,13 @@
 """`launch_workers`: run a command on workers of this machine, over the loopback or an emulated network."""
 
-import contextlib
 import json
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..network import Hosts, emulate
+from ..network import Hosts, Network, unavailable_reason
 from .console import RELAYED, Console
 from .output_relay import OutputRelay
 from .signals import sigterm_as_sigint
@@ -32,8 +30,12 @@ def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, p
     """
     console = Console()
     relay = OutputRelay(console)
+    reason = unavailable_reason() if network else None
+    if reason:
+        console.info(f"network {network}: {reason}. Using the unshaped loopback instead")
+    emulated = Hosts(hosts) if network is None or reason else Network(hosts, network)
     try:
-        with sigterm_as_sigint(), _emulated_hosts(network, hosts, console) as machines:
+        with sigterm_as_sigint(), emulated as machines:
             link = None
             if hosts > 1 and network is None:
                 console.info(
@@ -50,11 +52,11 @@ def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, p
         return 130
     if not code or relay.errors:
         return 2 if relay.errors else 0
-    reason = relay.failure_reason
+    failure = relay.failure_reason
     if relay.failure_output:
         print(relay.failure_output, file=sys.stderr)
-        reason = "a worker has failed, see above"
-    console.info(f"{reason}; rerun the same command to resume from the last checkpoint")
+        failure = "a worker has failed, see above"
+    console.info(f"{failure}; rerun the same command to resume from the last checkpoint")
     return 1
 
 
@@ -65,15 +67,3 @@ def launch_info() -> dict[str, Any]:
     {}
     """
     return dict(json.loads(os.environ.get(RELAYED, "{}")))
-
-
-@contextlib.contextmanager
-def _emulated_hosts(network: str | None, count: int, console: Console) -> Iterator[Hosts]:
-    """Emulate the hosts; show warnings as messages."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        hosts = emulate(network, count)
-    for warning in caught:
-        console.info(str(warning.message))
-    with hosts:
-        yield hosts

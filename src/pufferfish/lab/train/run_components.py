@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import compress
-from ..rivals import SAM
 from ..tasks import Task
 from .build_optimizer import build_optimizer
 from .narrow_method import build_model
@@ -43,7 +42,6 @@ class RunComponents:
     model: Any
     module: nn.Module
     optimizer: Any
-    scaler: torch.amp.GradScaler
     hook: Any
     worker: int
     world_size: int
@@ -75,17 +73,11 @@ def build_components(
     if method.compress is not None and method.compress.has_momentum and world_size > 1:
         _remove_momentum(optimizer)
     model: Any = DistributedDataParallel(module) if processes > 1 and method.local is None else module
-    if isinstance(optimizer, SAM):
-        optimizer.model = model  # its first pass runs under DDP's no_sync
-    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     hook: Any = None
     if method.local is not None and not settings.simulate:
         hook = method.local.build()
     elif method.compress is not None and processes > 1:
-        enabled_scaler = scaler if scaler.is_enabled() else None
-        hook = compress(
-            model, method.compress, optimizer=optimizer, scaler=enabled_scaler, scope=method.scope
-        )
+        hook = compress(model, method.compress, optimizer=optimizer, scope=method.scope)
     return RunComponents(
         task,
         settings,
@@ -93,7 +85,6 @@ def build_components(
         model,
         module,
         optimizer,
-        scaler,
         hook,
         worker,
         world_size,

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +69,12 @@ def check_same_task(task: Task, folder: Path) -> None:
     old, new = read_run(folder).settings.get("task"), repr(task)
     if old == new:
         return
-    if task.source is not None:
-        name, text = task.source
-        if (folder / name).is_file():
-            change = _first_change((folder / name).read_text(encoding="utf-8"), text)
-            raise ValueError(
-                f"{folder}: {name} has changed since this run started, first in {change}; undo the change, or choose "
-                "another --out for a new run"
-            )
+    if task.source is not None and (folder / task.source[0]).is_file():
+        raise ValueError(
+            f"{folder}: {task.source[0]} has changed since this run started, and {folder / task.source[0]} is its text "
+            "of then; undo the change, or choose another --out for a new run"
+        )
     raise ValueError(f"{folder}: it holds a run with task {old}, not {new}; choose another --out")
-
-
-def _first_change(old: str, new: str) -> str:
-    """The first line that differs.
-
-    >>> _first_change("a = 1\\nb = 2", "a = 1\\nb = 3")
-    "line 2: 'b = 3', before 'b = 2'"
-    """
-    pairs = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
-    for number, (before, after) in enumerate(pairs, 1):
-        if before != after:
-            return f"line {number}: {after.strip()!r}, before {before.strip()!r}"
-    return "its line endings"
 
 
 def _record(task: Task, settings: RunSettings) -> dict[str, Any]:

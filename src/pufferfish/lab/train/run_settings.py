@@ -11,7 +11,7 @@ from .narrow_method import NarrowWidth, check_takes_width
 from .sinks import check_sinks
 from .training_method import TrainingMethod
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RunSettings:
         recipe: epochs, batch size, optimizer and learning rates.
         folder: for checkpoints and the log; an unfinished run there is resumed.
         data: folder with the data; None: the task's default.
-        precision: of forward and backward passes: "fp32", "bf16" or "fp16".
+        precision: of forward and backward passes: "fp32" or "bf16".
         accumulate: backward passes per update.
         compile: train with torch.compile.
         save_every: updates between checkpoints; None: at the end of epochs, at most every few seconds.
@@ -84,10 +84,6 @@ class RunSettings:
                 f"--accumulate {self.accumulate}: batches of {task.name} differ in their number of tokens, so the mean over "
                 "passes is not the mean over the batch; remove --accumulate"
             )
-        if self.recipe.optimizer == "sam" and self.precision == "fp16":
-            raise ValueError(
-                "--optimizer sam: fp16's loss scaler does not support two passes; use --precision bf16"
-            )
         if self.recipe.optimizer == "sam" and self.simulate:
             raise ValueError(
                 "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
@@ -96,10 +92,6 @@ class RunSettings:
             raise ValueError(
                 "--optimizer lamb: it scales weight decay by its trust ratio, so frobenius cannot undo the factors' own; remove "
                 "frobenius"
-            )
-        if self.method.local is not None and self.precision == "fp16":
-            raise ValueError(
-                f"--method {self.method.name}: each worker would have a loss scale of its own; use --precision bf16"
             )
         if self.method.narrow is not None:
             check_takes_width(task)
@@ -123,5 +115,4 @@ class RunSettings:
     @property
     def autocast(self) -> torch.autocast:
         """Context for forward passes and evaluation."""
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device, dtype, enabled=self.precision != "fp32")
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16")

@@ -28,7 +28,7 @@ class SimulatedDDP:
         model: not wrapped. Every parameter that requires a gradient must get one in every pass.
         settings: as in `compress`.
         size: number of workers.
-        optimizer, scaler: as in `compress`: under SGD, error feedback follows the learning rate and the loss scale.
+        optimizer: as in `compress`: under SGD, error feedback follows the learning rate.
         seeds: one per worker, for random layers such as dropout; None: all workers use the global generators.
 
     >>> from pufferfish.compression import Settings, TopK
@@ -46,10 +46,9 @@ class SimulatedDDP:
         size: int,
         *,
         optimizer: Optimizers = None,
-        scaler: Any = None,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        self.model, self.size, self.scaler, self.optimizers = model, size, scaler, as_list(optimizer)
+        self.model, self.size, self.optimizers = model, size, as_list(optimizer)
         self._by_rate = [o for o in self.optimizers if updates_by_rate(o)]
         self.generators = None
         if seeds is not None:
@@ -91,7 +90,7 @@ class SimulatedDDP:
         """Exchange the workers' gradients; their mean replaces every `p.grad`."""
         params = self._params()
         names = {id(p): name for name, p in params.items()}
-        means = self.simulated.average(gradients, *gradient_units(names, self._by_rate, self.scaler))[0]
+        means = self.simulated.average(gradients, *gradient_units(names, self._by_rate))[0]
         # In the parameters' memory formats, as under DDP.
         grads = [torch.empty_like(p) if p.grad is None else p.grad for p in params.values()]
         torch._foreach_copy_(grads, [means[name] for name in params])

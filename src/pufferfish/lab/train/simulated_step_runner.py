@@ -16,10 +16,10 @@ class SimulatedStepRunner(StepRunner):
     """Runs the updates of `components.world_size` DDP workers, each with its own batches, dropout and error feedback."""
 
     def __init__(self, components: RunComponents) -> None:
-        settings, scaler = components.settings, components.scaler
+        settings = components.settings
         self.ddp = SimulatedDDP(
             components.module, settings.method.compression, components.world_size,
-            optimizer=components.optimizer, scaler=scaler if scaler.is_enabled() else None,
+            optimizer=components.optimizer,
             seeds=[worker_seed(settings.seed, worker) for worker in range(components.world_size)],
         )  # fmt: skip
         super().__init__(components)
@@ -51,7 +51,7 @@ class SimulatedStepRunner(StepRunner):
                 loss = self._loss(batch) / len(batches)
                 if worker == 0:
                     total.add_(loss.detach())
-                yield self.components.scaler.scale(loss)
+                yield loss
 
         parts = [(worker, self._worker_batches(worker, inputs, carried)) for worker in self.workers]
         return self.ddp.gradients(losses, parts), total

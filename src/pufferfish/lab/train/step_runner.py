@@ -114,11 +114,11 @@ class StepRunner:
         batches, optimizer = self._worker_batches(0, inputs, carried), self.components.optimizer
         if isinstance(optimizer, SAM):
             before = [x.clone() for x in carried]
-            with optimizer.first_pass():
+            with self._no_sync():
                 loss = self._backward(batches)
             for x, old in zip(carried, before, strict=True):
                 x.copy_(old)
-            with optimizer.perturbed():
+            with optimizer.perturbed(self.components.module):
                 self._backward(batches)
         else:
             loss = self._backward(batches)
@@ -131,7 +131,7 @@ class StepRunner:
         for i, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if i == len(batches) else self._no_sync():
                 loss = self._loss(batch) / len(batches)
-                self.components.scaler.scale(loss).backward()
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -147,10 +147,8 @@ class StepRunner:
     def _optimizer_step(self) -> None:
         c = self.components
         if c.settings.recipe.clip is not None:
-            c.scaler.unscale_(c.optimizer)
             nn.utils.clip_grad_norm_(c.module.parameters(), c.settings.recipe.clip)
-        c.scaler.step(c.optimizer)
-        c.scaler.update()
+        c.optimizer.step()
         c.optimizer.zero_grad()
 
 

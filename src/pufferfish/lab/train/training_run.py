@@ -76,7 +76,7 @@ class TrainingRun:
         self.total_steps = self.change.epochs * self.steps_per_epoch
         self.checkpoint = Checkpoint(
             settings.folder / "checkpoints", self.model, self.optimizer,
-            scaler=c.scaler, compressor=self.hook, data=self.runner, **self.change.checkpoint_parts,
+            compressor=self.hook, data=self.runner, **self.change.checkpoint_parts,
         )  # fmt: skip
         self.timer = StepTimer(device)
         self.last_save = time.monotonic()
