@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
-from pufferfish.lab.rivals import LAMB, LARS, SAM, linear_scaling
+from pufferfish.lab.rivals import LAMB, LARS, SAM
 
 RHO = 0.1
 SHAPES = ((4, 3), (4,), (2, 3, 3, 3), (), (5, 2))
@@ -270,21 +269,3 @@ def two_workers(rank: int, size: int) -> None:
 @pytest.mark.timeout(120)
 def test_sam_on_two_workers() -> None:
     in_processes(two_workers, 2)
-
-
-@pytest.mark.parametrize("warm_up", [0, 5])
-@pytest.mark.parametrize("batch", [2048, 64])
-def test_linear_scaling(warm_up: int, batch: int) -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.02)]
-    made, k = optim.SGD(groups, lr=0.1), batch / 256
-    scheduler = linear_scaling(
-        made, base_batch=256, batch=batch, warm_up=warm_up,
-        after=lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 10),
-    )  # fmt: skip
-    for t in range(12):
-        after = (1 + math.cos(math.pi * (t - warm_up) / 10)) / 2
-        wanted = 1 + (k - 1) * t / warm_up if t < warm_up else k * after
-        rates = [group["lr"] for group in made.param_groups]
-        assert rates == pytest.approx([0.1 * wanted, 0.02 * wanted], abs=1e-12), t
-        made.step()
-        scheduler.step()

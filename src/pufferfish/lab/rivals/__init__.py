@@ -3,8 +3,7 @@
 from .early_bird import EarlyBird
 from .lamb import LAMB
 from .lars import LARS
-from .linear_scaling import linear_scaling
 from .lottery_ticket import LotteryTicket
 from .sam import SAM
 
-__all__ = ["LAMB", "LARS", "SAM", "EarlyBird", "LotteryTicket", "linear_scaling"]
+__all__ = ["LAMB", "LARS", "SAM", "EarlyBird", "LotteryTicket"]
