@@ -42,7 +42,6 @@ BENCHMARK = paired.Benchmark(
         Claim("the paper: warm-up over hybrid", "warm-up", "hybrid"),
         Claim("moments carried over moments reset", "warm-up", "warm-up, reset"),
         Claim("LR kept over LR halved", "warm-up", "warm-up, LR × 0.5"),
-        Claim("LR kept over LR re-warmed", "warm-up", "warm-up, LR re-warmed"),
         Claim("Frobenius decay 5e-4 over none, ratio 0.25", "warm-up, Frobenius 5e-4", "warm-up"),
         Claim("Frobenius decay 1e-4 over none, stable ranks", "stable ranks, Frobenius 1e-4", "stable ranks"),
         Claim("Frobenius decay 5e-4 over none, stable ranks", "stable ranks, Frobenius 5e-4", "stable ranks"),
@@ -53,7 +52,7 @@ BENCHMARK = paired.Benchmark(
 )
 
 
-def arms(epochs: int, steps: int) -> dict[str, Arm]:
+def arms(epochs: int) -> dict[str, Arm]:
     third = pf.AtEpoch(epochs // 3)
 
     def hybrid(**settings: object) -> pf.Switch:
@@ -65,7 +64,6 @@ def arms(epochs: int, steps: int) -> dict[str, Arm]:
         "warm-up": Arm(switch=hybrid),
         "warm-up, reset": Arm(switch=lambda: hybrid(state="reset")),
         "warm-up, LR × 0.5": Arm(switch=lambda: hybrid(lr=0.5)),
-        "warm-up, LR re-warmed": Arm(switch=lambda: hybrid(lr=pf.Rewarm(steps))),
         "warm-up, Frobenius 5e-4": Arm(switch=hybrid, decay=5e-4),
         "stable ranks": Arm(switch=lambda: pf.Switch(when=third)),
         "stable ranks, Frobenius 1e-4": Arm(switch=lambda: pf.Switch(when=third), decay=1e-4),
@@ -90,9 +88,8 @@ def main() -> None:
             loaded.append(load(given.data, device, given.limit))
         return Training(loaded[0], seed, given.batch, device)
 
-    steps = 5 * min(given.limit or 10_000, 10_000) // given.batch
     paired.main(
-        BENCHMARK, given, start, arms(given.epochs, steps), given.epochs,
+        BENCHMARK, given, start, arms(given.epochs), given.epochs,
         epochs=given.epochs, batch=given.batch, limit=given.limit,
     )  # fmt: skip
 

@@ -21,7 +21,6 @@ from torch import nn
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
-from pufferfish.optim.rewarm import Rewarm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 Run = tuple[Accelerator, pf.Switch, nn.Module, Any, Any, Any]
@@ -36,7 +35,7 @@ def prepared(accelerator: Accelerator, batch: int = BATCH) -> Run:
     model = build()
     optimizer, schedule = optimizer_of(model)
     loader = torch.utils.data.DataLoader(samples(), batch)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=Rewarm(3))
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=0.5)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     checkpoint_with(accelerator, switch, model, optimizer)
     return accelerator, switch, model, optimizer, schedule, loader
@@ -62,7 +61,7 @@ def by_hand(accumulate: int = 1, size: int = 1) -> nn.Module:
     """Accelerate steps the schedule once for every process."""
     model, data = build(), samples()
     optimizer, schedule = optimizer_of(model)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=Rewarm(3))
+    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(1), lr=0.5)
     for epoch in range(EPOCHS):
         switch.step(model, optimizer, epoch=epoch)
         for i in range(0, SAMPLES, BATCH):

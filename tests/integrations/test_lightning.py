@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
-from pufferfish.optim.rewarm import Rewarm
 from pufferfish.switching.moments import Position
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
@@ -182,7 +181,7 @@ def test_the_other_package_and_mixed_precision(tmp_path: Path) -> None:
 )
 def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
     def run(folder: str, **resume: Any) -> tuple[Net, pf.Switch]:
-        net, switch = Net(), pf.Switch(rank=0.25, when=when, lr=Rewarm(5))
+        net, switch = Net(), pf.Switch(rank=0.25, when=when, lr=0.5)
         saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
         make(switch, tmp_path, saves).fit(net, loader(), **resume)
         return net, switch
@@ -198,7 +197,6 @@ def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
         assert again.report is not None
         assert again.report.position == switch.report.position
         assert len(again.history) == len(switch.history)
-        assert again.state_dict()["updates"] == switch.state_dict()["updates"]
 
 
 def test_the_switch_is_logged_once(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ import pufferfish as pf
 from processes import as_torchrun, free_port, in_processes, same_everywhere
 from pufferfish.integrations.convert import merge
 from pufferfish.integrations.transformers import SwitchCallback, train
-from pufferfish.optim.rewarm import Rewarm
 
 STEPS = EPOCHS * SAMPLES // BATCH
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
@@ -132,7 +131,7 @@ def test_equals_a_plain_loop(when: Any, accumulate: int, tmp_path: Path) -> None
 )
 def test_resumes_before_and_after_the_switch(when: Any, tmp_path: Path) -> None:
     def run(folder: str, **resume: Any) -> tuple[Trainer, pf.Switch]:
-        switch = pf.Switch(rank=0.25, when=when, lr=Rewarm(5))
+        switch = pf.Switch(rank=0.25, when=when, lr=0.5)
         trainer = make(
             Net(dropout=0.5), tmp_path / folder, save_strategy="steps", save_steps=2, logging_strategy="steps",
             logging_steps=1,

@@ -166,7 +166,7 @@ def test_averages_previews_and_rates() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
     x, y = batch(99)
     switch = pf.Switch(
-        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=pf.Rewarm(2), max_jump=0.3,
+        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=0.5, max_jump=0.3,
         evaluate=lambda m: F.cross_entropy(m(x), y),
     )  # fmt: skip
     state = torch.cuda.get_rng_state()

@@ -16,7 +16,7 @@ from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weight
 from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, Undo, as_list
-from ..optim.rewarm import Rewarm, ScaledRate
+from ..optim.scaled_rate import ScaledRate
 from ..planning.plan import Plan
 from ..planning.planner import as_patterns, resolve
 from ..planning.planner import plan as make_plan
@@ -49,7 +49,7 @@ class Switch:
         back: Moment at which the model becomes dense again, for a full-rank finish.
         state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments that
             contain inf or NaN are reset with a warning; weights that contain them raise an error.
-        lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
+        lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker, and the value of rank 0 is used, for the report, for automatic ranks and for `max_jump`.
         max_jump: Largest share by which this loss may rise; ranks are raised and layers left dense to stay below it.
@@ -76,7 +76,7 @@ class Switch:
         when: When | RanksSettle | None = None,
         back: When | None = None,
         state: Literal["project", "reset"] = "project",
-        lr: float | Rewarm = 1.0,
+        lr: float = 1.0,
         evaluate: Evaluate | None = None,
         max_jump: float | None = None,
         rewrap: Mapping[str, Any] | None = None,
@@ -95,7 +95,6 @@ class Switch:
         )
         self.report: Report | None = None
         self._decision = Decision(self.settings)
-        self._updates: list[int] = []  # since the switch, as loaded
         self._rates: list[ScaledRate] = []
 
     @property
@@ -335,18 +334,13 @@ class Switch:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
         switched = self.report and self.report.plan.ranks
         if optimizers and switched and self.settings.lr != 1.0 and not self._rates:
-            done = self._updates or [0] * len(optimizers)
-            self._rates = [ScaledRate(o, self.settings.lr, n) for o, n in zip(optimizers, done, strict=True)]
+            self._rates = [ScaledRate(optimizer, self.settings.lr) for optimizer in optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        return (
-            report
-            | self._decision.state()
-            | {"updates": [rate.done for rate in self._rates] or self._updates}
-        )
+        return report | self._decision.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, then give the model the low-rank structure:
@@ -355,7 +349,7 @@ class Switch:
         """
         saved = json.loads(json.dumps(state))  # a copy
         self._decision.load(saved)
-        self.report, self._updates = Report.from_json(saved), saved["updates"]
+        self.report = Report.from_json(saved)
         while self._rates:
             self._rates.pop().remove()
 
