@@ -272,7 +272,7 @@ def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
     ema, around = AveragedModel(model), AveragedModel(ddp)
     x, y = batch(99, rank, size)
     switch = pf.Switch(
-        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=0.5, max_jump=0.5,
+        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=0.5,
         evaluate=lambda m: nn.functional.cross_entropy(m(x), y),
     )  # fmt: skip
     for step in range(6):

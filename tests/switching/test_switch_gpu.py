@@ -166,7 +166,7 @@ def test_averages_previews_and_rates() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
     x, y = batch(99)
     switch = pf.Switch(
-        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=0.5, max_jump=0.3,
+        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=0.5,
         evaluate=lambda m: F.cross_entropy(m(x), y),
     )  # fmt: skip
     state = torch.cuda.get_rng_state()
@@ -185,5 +185,4 @@ def test_averages_previews_and_rates() -> None:
         ema.update_parameters(model)
     assert switch.report is not None
     assert switch.report.loss is not None
-    assert switch.report.loss[1] <= switch.report.loss[0] * 1.3 + 1e-5
     assert torch.isfinite(ema(x)).all()

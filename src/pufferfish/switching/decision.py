@@ -29,8 +29,7 @@ from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .averages import averaged_model
 from .moments import Position, RanksSettle, known_in_advance, moment_text
-from .preview import held_out_loss, limit_jump
-from .ranks_by_loss import ranks_by_loss
+from .preview import held_out_loss
 from .switch_settings import SwitchSettings
 
 
@@ -118,7 +117,6 @@ class Decision:
             The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
             no ranks if the change would save too little.
         """
-        max_jump = self.settings.max_jump
         plan = job.checked(optimizers, lambda: self._checked_plan(job, optimizers, averages))
         plan = _with_slowest_times(plan, job.workers)
         unresolved = [e.name for e in plan if e.rule is not None]
@@ -127,15 +125,10 @@ class Decision:
         if shared := self.inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
-        lowered = self._automatic and any(e.asked for e in plan)
-        if lowered and self.settings.evaluate is not None and not job.sharded:
-            plan = ranks_by_loss(job.inner, plan, lambda: self.loss(job) or 0.0)
-        if max_jump is not None:
-            plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
         little = _saves_little(plan) if unresolved else ""
         if little and self._automatic:
             plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
-        if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
+        if job.workers.rank == 0 and not self._warned:  # ranks or times may leave more layers dense
             self._warned = plan.warn_if_little_changes(stacklevel=3)
             if little and not self._warned:  # ranks that the user asked for are applied
                 warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=3)
@@ -197,7 +190,6 @@ class Decision:
         plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
         settings = (
             plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
-            s.max_jump,
         )  # fmt: skip
         return repr((__version__, at, switched, settings, layers, shapes))
 

@@ -18,7 +18,7 @@ from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, Undo, as_list
 from ..optim.scaled_rate import ScaledRate
 from ..planning.plan import Plan
-from ..planning.planner import as_patterns, resolve
+from ..planning.planner import as_patterns
 from ..planning.planner import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule
 from .averages import averaged_model, in_basis_of
@@ -40,9 +40,8 @@ class Switch:
             options of `pufferfish.plan`: `pf.Switch(pf.plan(model, embed=64))`.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
             initial spectra are computed at the first call of `step`, so call it before the first update. If these
-            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights, or,
-            with `evaluate`, the matrices share these 60 % so that the loss rises least. The model stays dense, with a
-            warning, if less than a tenth of the bytes would be saved.
+            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights. The
+            model stays dense, with a warning, if less than a tenth of the bytes would be saved.
         keep: With `rank`, name patterns of layers that stay dense.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
             of the run at the latest) or any function of a `Position`.
@@ -51,8 +50,7 @@ class Switch:
             contain inf or NaN are reset with a warning; weights that contain them raise an error.
         lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
-            worker, and the value of rank 0 is used, for the report, for automatic ranks and for `max_jump`.
-        max_jump: Largest share by which this loss may rise; ranks are raised and layers left dense to stay below it.
+            worker before and after the switch, and the report has the values of rank 0.
         rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
     >>> import torch, pufferfish as pf
@@ -78,7 +76,6 @@ class Switch:
         state: Literal["project", "reset"] = "project",
         lr: float = 1.0,
         evaluate: Evaluate | None = None,
-        max_jump: float | None = None,
         rewrap: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = SwitchSettings(
@@ -90,7 +87,6 @@ class Switch:
             state=state,
             lr=lr,
             evaluate=evaluate,
-            max_jump=max_jump,
             rewrap=dict(rewrap or {}),
         )
         self.report: Report | None = None
@@ -220,8 +216,8 @@ class Switch:
         self._scale_rates(optimizers)
         if self.report is not None:
             return model, optimizer
-        if self.settings.back is not None or self.settings.max_jump is not None:
-            raise ValueError("switch.rebuild: back= and max_jump= are not supported for sharded models")
+        if self.settings.back is not None:
+            raise ValueError("switch.rebuild: back= is not supported for sharded models")
         if self._skips(at, optimizers):
             return model, optimizer
         job = ShardedJob(model, build)
@@ -256,7 +252,9 @@ class Switch:
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
     ) -> Preview:
-        """Compute the loss on a held-out batch after a switch, at the ranks of this switch or at others. Changes nothing.
+        """Compute the loss on a held-out batch after a switch, at the ranks of this switch or at others.
+
+        Each is tried on a copy of the model: `evaluate` must use the model that it is passed.
 
         >>> import torch, pufferfish as pf
         >>> model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
@@ -269,7 +267,7 @@ class Switch:
             plans = [("this switch", self.settings.make_plan(inner, self.initial))]
         else:
             plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
-        return preview(inner, evaluate, [(label, resolve(plan, inner)) for label, plan in plans])
+        return preview(inner, evaluate, plans)
 
     @property
     def _over(self) -> bool:
@@ -296,8 +294,7 @@ class Switch:
         mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
         places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
         settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        report = Report(plan, at, max_jump=self.settings.max_jump, optimizers=places, settled=settled)
-        undo.setattr(self, "report", report)
+        undo.setattr(self, "report", Report(plan, at, optimizers=places, settled=settled))
 
     def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
         self._decision.gradients.stop()

@@ -32,7 +32,6 @@ class SwitchSettings:
     state: Literal["project", "reset"] = "project"
     lr: float = 1.0
     evaluate: Evaluate | None = None
-    max_jump: float | None = None
     rewrap: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,10 +50,6 @@ class SwitchSettings:
                 raise TypeError(f"Switch: {name}={moment!r} is not a moment such as pf.AtEpoch(80)")
         if self.back is not None and not is_after(self.back, self.when):
             raise ValueError(f"Switch: back={self.back} is not after when={self.when}; pass a later moment")
-        if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
-            raise ValueError(
-                "Switch: max_jump must be a share ≥ 0 of the loss that evaluate= returns; pass both"
-            )
 
     @property
     def by(self) -> Literal["epoch", "step"]:
