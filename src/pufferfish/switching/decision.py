@@ -14,7 +14,6 @@ from ..distributed.job import Job, check_rewrap
 from ..distributed.workers import Workers
 from ..layers.names import named_modules
 from ..lowrank.checks import (
-    UsedGradients,
     check_not_inference,
     check_optimizers_complete,
     check_plan,
@@ -42,7 +41,6 @@ class Decision:
 
     def __init__(self, settings: SwitchSettings) -> None:
         self.settings = settings
-        self.gradients = UsedGradients()
         self.initial: dict[str, list[float]] | None = None  # spectra at the first call
         self.history: list[dict[str, float]] = []  # stable ranks observed since then
         self._automatic = settings.automatic
@@ -146,7 +144,7 @@ class Decision:
 
     def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Check on all workers that the factors can be multiplied now."""
-        job.checked(optimizers, lambda: self._check(job, optimizers, pending=True))
+        job.checked(optimizers, lambda: self._check(job, optimizers))
 
     def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -225,7 +223,7 @@ class Decision:
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
-        self._check(job, optimizers, pending=True)
+        self._check(job, optimizers)
         assert self._plan is not None
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
@@ -234,11 +232,9 @@ class Decision:
         check_wrapper_passed(factorized_weights(job.inner, self._plan), job.ddp)
         return self._plan
 
-    def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
+    def _check(self, job: Job, optimizers: list[Optimizer]) -> None:
         check_not_inference(job.workers.caller)
         check_optimizers(optimizers)
-        if pending:
-            self.gradients.check_none_pending(job.inner, optimizers)
         if job.ddp is not None:
             check_rewrap(job.ddp, self.settings.rewrap)
 

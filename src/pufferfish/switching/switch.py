@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -139,6 +139,7 @@ class Switch:
     ) -> bool:
         """Switch the model if it is time. Call it at the start of every epoch (or step), on every worker.
 
+        Call it between updates: gradients of the parameters that it replaces are dropped.
         The first call and the one that switches communicate between the workers. Other calls
         communicate only if the moment is your own function, or when `RanksSettle` observes the ranks.
 
@@ -160,7 +161,7 @@ class Switch:
         self._decision.warn_past_total(at)
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
-        if self._skips(at, optimizers):
+        if self._skips(at):
             return False
         job = _job_in_place(model, "switch.step", group)
         if not self._decision.due(job, at, self.report is not None, optimizers, also):
@@ -218,7 +219,7 @@ class Switch:
             return model, optimizer
         if self.settings.back is not None:
             raise ValueError("switch.rebuild: back= is not supported for sharded models")
-        if self._skips(at, optimizers):
+        if self._skips(at):
             return model, optimizer
         job = ShardedJob(model, build)
         if self._decision.due(job, at, False, optimizers, []):
@@ -244,7 +245,7 @@ class Switch:
     ) -> bool:
         """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
         at = Position(epoch=epoch, step=step, total=total)
-        if self._over or self._decision.not_due(at, self.report is not None):
+        if self._skips(at):
             return False
         job = _job_in_place(model, "switch.due", group)
         return self._decision.due(job, at, self.report is not None, [], [])
@@ -273,12 +274,9 @@ class Switch:
     def _over(self) -> bool:
         return self.report is not None and (self.settings.back is None or not self.low_rank)
 
-    def _skips(self, at: Position, optimizers: list[Optimizer]) -> bool:
+    def _skips(self, at: Position) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
-        if self._over:
-            return True
-        self._decision.gradients.watch(optimizers)
-        return self._decision.not_due(at, self.report is not None)
+        return self._over or self._decision.not_due(at, self.report is not None)
 
     def _factorized(
         self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
@@ -297,9 +295,6 @@ class Switch:
         undo.setattr(self, "report", Report(plan, at, optimizers=places, settled=settled))
 
     def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
-        self._decision.gradients.stop()
-        if not self._over:
-            self._decision.gradients.watch(optimizers)
         self._scale_rates(optimizers)
         after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
         if self.report is not None and before is not None and after is not None:
@@ -325,13 +320,15 @@ class Switch:
             then=lambda undo: undo.setattr(self, "report", report),
         )
         changes[0].carrier.warn_of_resets()
-        self._decision.gradients.stop()
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
         switched = self.report and self.report.plan.ranks
         if optimizers and switched and self.settings.lr != 1.0 and not self._rates:
             self._rates = [ScaledRate(optimizer, self.settings.lr) for optimizer in optimizers]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
 
     def state_dict(self) -> dict[str, Any]:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
@@ -377,7 +374,6 @@ class Switch:
                 "saved run; pass the dense model"
             )
         self._scale_rates(optimizers)
-        self._decision.gradients.watch(optimizers)
 
 
 def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None) -> Job:
