@@ -64,8 +64,8 @@ class Decision:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
         self.initial, self.history = state["initial"], state["history"]
-        self._observed = state.get("observed")  # inside an epoch, its start is not observed again
-        self.inputs.groups = state.get("inputs", [])  # the resumed run multiplies the same layers together
+        self._observed = state["observed"]  # inside an epoch, its start is not observed again
+        self.inputs.groups = state["inputs"]  # the resumed run multiplies the same layers together
         self._plan, self._started = None, False
 
     def not_due(self, at: Position, switched: bool) -> bool:
