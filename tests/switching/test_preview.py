@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -92,21 +91,3 @@ def test_the_report_has_the_losses_and_the_energy() -> None:
     for e in switch.report.plan:
         if e.error is not None:
             assert switch.report.energy[e.name] == pytest.approx(1 - e.error**2)
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (None, "evaluate returned a NoneType; return the loss"),
-        (torch.zeros(2, 3), r"evaluate returned a Tensor of shape \(2, 3\); return the loss"),
-        ({"loss": 1.0}, "evaluate returned a dict; return the loss of the held-out batch, one number"),
-    ],
-)
-def test_an_evaluation_returns_one_number(returned: Any, message: str) -> None:
-    model, optimizer = trained()
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), evaluate=lambda model: returned)
-    with pytest.raises(TypeError, match=message):
-        switch.step(model, optimizer, epoch=0)
-    with pytest.raises(TypeError, match=message):
-        switch.preview(model, lambda model: returned)
-    assert switch.report is None

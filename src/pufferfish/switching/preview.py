@@ -6,10 +6,9 @@ import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..lowrank.factorize import factorize_
 from ..planning.plan import Plan
@@ -54,17 +53,7 @@ def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
-            return _as_number(evaluate(model))
+            return float(evaluate(model))
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _as_number(loss: Any) -> float:
-    try:
-        return float(loss)
-    except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-        raise TypeError(
-            f"evaluate returned a {type(loss).__name__}{shape}; return the loss of the held-out batch, one number"
-        ) from None
