@@ -128,13 +128,6 @@ def what_stays_is_moved(mesh: DeviceMesh) -> None:
     update(new, optimizer, 1, text=True)
 
 
-def a_pattern_for_no_layer_is_refused_at_the_first_call(mesh: DeviceMesh) -> None:
-    model, optimizer, _ = switched(mesh, image_net)
-    switch = pf.Switch(rank=0.25, keep=["fc"], when=pf.AtStep(3))
-    with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
-        switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)
-
-
 def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
     """What `shard` does besides: activation checkpointing, compiling."""
 
@@ -190,8 +183,6 @@ def errors_leave_the_model_as_it_was(mesh: DeviceMesh) -> None:
         ({"build": Text}, r"build\(\) returns a different model: parameter 0\.bias is not in it"),
         ({"build": lambda: model}, r"build\(\) returned 0\.weight on cpu; it must build a new model"),
         ({"build": lambda: image_net().to("cpu")}, r"build\(\) cannot run on the meta device"),
-        ({"build": lambda: "model"}, r"build\(\) returned a str, not a model"),
-        ({"shard": lambda m: "model"}, r"shard\(\) returned a str"),
         ({"shard": lambda m: None}, r"switch\.rebuild needs a model sharded by fully_shard"),
         ({"shard": narrow}, r"8\.weight: shard\(\) makes it not sharded"),
         ({"shard": bigger}, r"shard\(\) added the parameter extra\.bias"),
@@ -277,7 +268,6 @@ CASES = {
     "text-adamw": on_mesh(check_like_ddp, Text, adamw),
     "text-momentum-reset": on_mesh(check_like_ddp, Text, momentum, state="reset"),
     "unchanged": on_mesh(what_stays_is_moved),
-    "pattern": on_mesh(a_pattern_for_no_layer_is_refused_at_the_first_call),
     "spectra": on_mesh(spectra_are_those_of_the_whole_weights),
     "errors": on_mesh(errors_leave_the_model_as_it_was),
 }

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -122,47 +120,6 @@ def test_what_could_never_work_is_refused_at_the_first_call(
     for _ in range(2):  # as long as nothing is mended
         with pytest.raises(ValueError, match=message):
             switch.step(runs, momentum(model), epoch=0)
-
-
-def test_a_lone_pattern_is_not_taken_letter_by_letter() -> None:
-    with pytest.raises(TypeError, match=r"keep=\['0'\]"):
-        pf.Switch(rank=0.25, keep="0")
-
-
-def test_an_optimizer_that_cannot_follow_is_refused_at_the_first_call() -> None:
-    model = build()
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(3))
-    with pytest.raises(TypeError, match="LBFGS does not support"):
-        switch.step(model, torch.optim.LBFGS(model.parameters()), epoch=0)
-
-
-asked: list[str] = []
-
-
-class Asked(pf.planning.rules.Rule):
-    """Notes when it is asked."""
-
-    def rank(self, matrix: pf.layers.Matrix, name: str, spectrum: Tensor | None) -> int:
-        asked.append(name)
-        return 16
-
-
-def test_the_first_check_is_not_made_in_every_step() -> None:
-    model = build()
-    optimizer, switch = momentum(model), pf.Switch(rank=Asked(), when=pf.AtStep(5))
-    for step in range(5):
-        switch.step(model, optimizer, step=step)
-    assert sorted(asked) == ["0", "2", "4"]
-
-
-def test_nothing_keeps_the_dense_weights() -> None:
-    model = build()
-    optimizer = adamw(model)
-    update(model, optimizer, 0)
-    dense = [weakref.ref(model[i].weight) for i in (0, 2)]
-    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
-    gc.collect()
-    assert [x() for x in dense] == [None, None]
 
 
 def test_the_automatic_recipe() -> None:
@@ -302,24 +259,18 @@ def test_there_and_back_again(make: Any) -> None:
     assert not switch.low_rank
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_pickling_is_refused_by_name(steps: int) -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))
-    for epoch in range(steps):
-        switch.step(model, optimizer, epoch=epoch)
+def test_pickling_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled; save switch\.state_dict\(\) instead"):
-        pickle.dumps(switch)
+        pickle.dumps(pf.Switch())
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("stop", [1, 3, 4])
 def test_restored_in_place_before_between_and_after(stop: int) -> None:
     """`restore_` gives whatever structure the saved run had, also to a model that has it already."""
 
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer, pf.Switch]:
         model = build()
-        return model, adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4))
+        return model, adamw(model), pf.Switch(rank=0.25, when=pf.AtStep(2), back=pf.AtStep(3))
 
     model, optimizer, switch = fresh()
     for step in range(stop):
@@ -358,37 +309,6 @@ def test_asking_whether_it_is_due_changes_nothing() -> None:
     assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
     assert switch.step(model, optimizer, epoch=1)
     assert not switch.due(model, epoch=2)
-
-
-def train_to(switch: pf.Switch, model: nn.Module, optimizer: Any, steps: int) -> None:
-    for step in range(steps):
-        switch.step(model, optimizer, step=step)  # with the gradients of the last update
-        x, y = batch(step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def test_back_to_dense_right_after_the_switch() -> None:
-    model = build()
-    optimizer = momentum(model)
-    switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(2), back=pf.AtStep(3))
-    train_to(switch, model, optimizer, 5)
-    assert not switch.low_rank
-    assert isinstance(model[0], nn.Linear)
-
-
-def test_sparse_gradients() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 64, sparse=True), nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    switch = pf.Switch(rank=16, when=pf.AtStep(2))
-    for step in range(4):
-        switch.step(model, optimizer, step=step)
-        optimizer.zero_grad()
-        model(torch.arange(8)).square().mean().backward()
-        optimizer.step()
-    assert switch.low_rank
 
 
 def test_moments_are_checked_at_once() -> None:
