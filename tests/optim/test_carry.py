@@ -100,7 +100,7 @@ def test_the_first_step_after_the_switch_is_like_the_last_before(name: str) -> N
 # Checkpoints.
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW amsgrad", "Adagrad", "RMSprop centered momentum"])
 def test_a_checkpoint_after_the_switch_goes_on_bit_by_bit(name: str) -> None:
     def build(m: nn.Module) -> optim.Optimizer:
         return OPTIMIZERS[name]([{"params": g["params"]} for g in decay_groups(m)])

@@ -75,45 +75,6 @@ def test_without_another_optimizer_nothing_is_changed() -> None:
     )  # without stacks there is no need for another one
 
 
-class Filter(nn.Module):
-    """A Linear whose weight is stored as a filter of one tap."""
-
-    bias = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(24, 16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight[..., 0].mT
-
-
-class LowRankFilter(pf.layers.LowRankLinear):
-    """Its factors are matrices, the dense weight is not."""
-
-    @classmethod
-    def matrices(cls, dense: nn.Module) -> list[pf.layers.Matrix]:
-        m, n, _ = shape = tuple(dense.get_parameter("weight").shape)
-        return [pf.layers.Matrix(name="", weight="weight", shape=shape, m=m, n=n, down_row=(n,))]
-
-
-pf.register(Filter, LowRankFilter)
-
-
-def test_a_merged_weight_that_is_no_matrix_goes_to_the_other_optimizer() -> None:
-    model = nn.Sequential(Filter(), nn.ReLU(), nn.Linear(24, 5))
-    pf.factorize_(model, pf.plan(model, 4, only=["0"]))
-    factors = [model[0].down.weight, model[0].up.weight]
-    muon, adamw = optim.Muon(factors), optim.AdamW(model[2].parameters())
-    train_on_ones(model, [muon, adamw])
-    with pytest.raises(ValueError, match=r"0\.weight: its shape is 24×16×1, but Muon takes matrices only"):
-        pf.merge_(model, muon)
-    assert list(map(id, muon.param_groups[0]["params"])) == list(map(id, factors))
-    pf.merge_(model, [muon, adamw])
-    assert names_in(model, [muon, adamw]) == [[[]], [["0.weight", "2.weight", "2.bias"]]]
-    train_on_ones(model, [muon, adamw])
-
-
 def train_on_ones(model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
     model(torch.ones(2, 16)).square().sum().backward()
     for optimizer in optimizers:

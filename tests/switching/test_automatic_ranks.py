@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
-from pufferfish.lab.models import GPT
 from pufferfish.switching.fsdp2.outline import parameters, whole
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
@@ -172,42 +171,6 @@ def test_on_two_workers() -> None:
     in_processes(on_two_workers, 2)
 
 
-def test_a_language_model_trained_with_muon() -> None:
-    """Muon keeps the spectra flat: stable ranks alone save little, the switch lowers them within a third of the run."""
-    torch.manual_seed(0)
-    model = GPT(vocabulary=32, d=64, layers=2, heads=2, context=32)
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
-    rest = [p for p in model.parameters() if not any(p is q for q in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=5e-3, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=5e-3),
-    ]
-    text = (torch.arange(4096) ** 2 // 7 % 31).view(-1, 32)
-
-    def loss(model: nn.Module, rows: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-    switch, steps = pf.Switch(), 60
-    losses, moments = [], []
-    for step in range(steps):
-        if switch.step(model, optimizers, step=step, total=steps):
-            moments.append(step)
-        value = loss(model, text[torch.randint(96, (16,))])
-        value.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(value.item())
-    (moment,) = moments
-    assert 11 <= moment <= 20
-    assert switch.report is not None
-    lowered = [e for e in switch.report.plan if e.asked and e.matrix]
-    blocks = sum(e.before for e in lowered)
-    assert sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix) > 0.75 * blocks
-    assert sum(e.after for e in lowered) < 0.6 * blocks
-    assert sum(losses[-5:]) < 0.9 * sum(losses[15:20])
-
-
 def settling(resume_at: int | None, seed: int = 0) -> tuple[Any, list[Tensor]]:
     """A run of epochs of three steps that observes ranks; killed after step `resume_at` and resumed there."""
     when = pf.RanksSettle(window=2, span=2, tolerance=0.2)
@@ -237,7 +200,7 @@ def settling(resume_at: int | None, seed: int = 0) -> tuple[Any, list[Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:Switch. switch.step got no total")
-@pytest.mark.parametrize("resume_at", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("resume_at", [3, 5, 8])
 def test_a_run_resumed_inside_an_epoch_observes_it_once(resume_at: int) -> None:
     moment, parameters = settling(None)
     again, same = settling(resume_at)

@@ -47,14 +47,6 @@ def test_it_is_said_before_the_warm_up_and_in_the_report() -> None:
     ]
 
 
-def test_a_plan_that_keeps_all() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    plan = pf.plan(model, keep=["*"])
-    (text,), *later = run(model, pf.Switch(plan, when=pf.AtStep(1)))
-    assert later == [[], [], []]
-    assert "98% in Linear: kept by pattern '*'" in text
-
-
 def test_an_ordinary_switch_says_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     switch = pf.Switch(rank=0.25, when=pf.AtStep(2))

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
+from pufferfish.distributed.shared_svd import balance, svd_cost
 
 SAMPLES = 8  # of every step, shared out among the workers
 
@@ -521,3 +522,18 @@ FOUR = [trains_with_momentum, automatic]
 )
 def test_in_real_processes(case: Callable[[int, int], None], size: int) -> None:
     in_processes(case, size)
+
+
+@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("name", ["resnet50", "gpt"])
+def test_the_svds_are_shared_out_fairly(name: str, workers: int) -> None:
+    from pufferfish.lab.models import GPT, REFERENCES
+
+    with torch.device("meta"):
+        model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
+    costs = [svd_cost(e.matrix) for e in pf.plan(model, 0.25, multiple=1) if e.matrix is not None and e.rank]
+    load = [0.0] * workers
+    for owner, cost in zip(balance(costs, workers), costs, strict=True):
+        load[owner] += cost
+    fair = max(sum(costs) / workers, max(costs))  # one SVD is not taken apart
+    assert max(load) <= 1.3 * fair

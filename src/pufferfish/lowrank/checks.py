@@ -180,17 +180,15 @@ def check_accepted(name: str, new: Tensor, old: Sequence[Tensor], optimizers: Se
 
 
 def check_layer_accepted(
-    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer], back: bool = False
+    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """`check_accepted` for all parameters of a layer that becomes low-rank, or dense if `back`."""
+    """`check_accepted` for all parameters of a layer that becomes low-rank."""
     matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
     for name, parts in FactorMap(matrices, low_rank.ranks, {}, {}).targets.items():
-        weight, factors = dense.get_parameter(name), [low_rank.get_parameter(part) for part in parts]
-        if back:
-            check_accepted(f"{layer}.{name}", weight, factors, optimizers)
-            continue
-        for part, factor in zip(parts, factors, strict=True):
-            check_accepted(f"{layer}.{part}", factor, [weight], optimizers)
+        for part in parts:
+            check_accepted(
+                f"{layer}.{part}", low_rank.get_parameter(part), [dense.get_parameter(name)], optimizers
+            )
 
 
 def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:
