@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from processes import forked, in_processes
+from processes import forked
 from pufferfish.compression import PowerSGD, TopK
 from pufferfish.distributed import workers
 from pufferfish.distributed.lost_contact import LostContact
@@ -120,20 +120,3 @@ def _worker(rank: int, case: Callable[..., None], folder: Path) -> None:
 )
 def test_one_worker_is_elsewhere(case: Callable[..., None], tmp_path: Path) -> None:
     forked(_worker, 2, (case, tmp_path), limit=60, name=case.__name__)
-
-
-def different_operations(rank: int, size: int, folder: Path) -> None:
-    ddp = build()
-    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(0))
-    with (
-        pf.Checkpoint(folder, ddp, optimizer) as checkpoint,
-        pytest.raises(RuntimeError, match=r"worker 0 in switch\.step .*; worker 1 in checkpoint\.save"),
-    ):
-        switch.step(ddp, optimizer, step=0) if rank == 0 else checkpoint.save(step=0)
-    assert not switch.low_rank
-    assert switch.step(ddp, optimizer, step=0)  # nothing is broken: the job could go on
-
-
-@pytest.mark.timeout(120)
-def test_workers_in_different_calls_find_out(tmp_path: Path) -> None:
-    in_processes(different_operations, 2, tmp_path)

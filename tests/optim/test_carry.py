@@ -256,49 +256,23 @@ def test_a_reset_is_announced_before_the_warm_up() -> None:
 # Optimizers that stack the matrices of a group.
 
 
-class Stacking(Sign):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            update = torch.stack([p.grad for p in group["params"]])
-            with torch.no_grad():
-                for p, u in zip(group["params"], update, strict=True):
-                    p -= group["lr"] * u.sign()
-
-
-def blocks() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64)
-    )
-
-
-def groups_by_size(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    return [{"params": [p for p in matrices if p.numel() == n]} for n in {p.numel() for p in matrices}]
-
-
-def announced(change: Any) -> list[str]:
+@pytest.mark.parametrize("at", ["factorize_", "first call"])
+@pytest.mark.parametrize(
+    ("kind", "by_size", "told"),
+    [(Sign, True, True), (Sign, False, False), (optim.SGD, True, False), (pf.Muon, True, False)],
+)
+def test_an_optimizer_with_a_group_for_each_size_is_told(
+    at: str, kind: Any, by_size: bool, told: bool
+) -> None:
+    sizes = [(32, 64), (64, 64), (64, 64), (64, 32), (32, 64)]
+    model = nn.Sequential(*(nn.Linear(m, n, bias=False) for m, n in sizes))
+    groups = [[p for p in model.parameters() if p.numel() == n or not by_size] for n in {2048, 4096}]
+    optimizer = kind([{"params": group} for group in groups[: 1 + by_size]])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        change()
-    assert all(w.filename == __file__ for w in caught)
-    return [str(w.message) for w in caught if "stacks" in str(w.message)]
-
-
-@pytest.mark.parametrize("at", ["factorize_", "first call"])
-def test_an_optimizer_with_a_group_for_each_size_is_told(at: str) -> None:
-    def told(make: Any, groups: Any = groups_by_size) -> bool:
-        model = blocks()
-        optimizers = [make(groups(model)), optim.SGD([p for p in model.parameters() if p.dim() == 1])]
-        switch = pf.Switch(rank=16, when=pf.AtEpoch(2))
         if at == "factorize_":
-            return bool(announced(lambda: pf.factorize_(model, pf.plan(model, 16), optimizers)))
-        return bool(announced(lambda: switch.step(model, optimizers, epoch=0)))
-
-    assert told(Stacking)
-    assert not told(
-        Stacking, lambda model: [p for p in model.parameters() if p.dim() == 2]
-    )  # all in one group
-    assert not told(optim.SGD)
-    assert not told(optim.Muon)
-    assert not told(pf.Muon)
-    assert not told(optim.Adafactor)
+            pf.factorize_(model, pf.plan(model, 16), optimizer)
+        else:
+            pf.Switch(rank=16, when=pf.AtEpoch(2)).step(model, optimizer, epoch=0)
+    assert all(w.filename == __file__ for w in caught)
+    assert any("stacks" in str(w.message) for w in caught) == told
