@@ -24,7 +24,6 @@ switch = pf.Switch(
     rank=0.25,
     when=pf.AtFraction(0.2),
     evaluate=lambda m: F.cross_entropy(m(held_out[0]), held_out[1]),
-    max_jump=0.5,  # raises ranks until the loss rises by less than 50 %
 )
 for epoch in range(EPOCHS):
     if switch.step(model, optimizer, epoch=epoch, total=EPOCHS, also=[ema]):

@@ -15,7 +15,6 @@ from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .optim.frobenius_decay import FrobeniusDecay
 from .optim.muon import Muon, muon_parameters
-from .optim.rewarm import Rewarm
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
 from .planning.rules import Budget, Energy, Fixed, PerExpert, Ratio, Rule, StableRank
@@ -38,7 +37,6 @@ __all__ = [
     "Plan",
     "RanksSettle",
     "Ratio",
-    "Rewarm",
     "Rule",
     "RunLog",
     "StableRank",

@@ -134,32 +134,6 @@ def buckets_do_not_matter(rank: int, size: int) -> None:
     torch.testing.assert_close(ends[False][0], ends[True][0], rtol=1e-4, atol=1e-6)
 
 
-def resumed_is_identical(is_exact: bool, rank: int) -> bool:
-    """Whether a job that is resumed from a saved state ends in the same bits as an uninterrupted one."""
-    small_messages()
-    ends = []
-    saved: Any = None
-    for stopped in (False, True):
-        model = build()
-        optimizer = momentum(model)
-        if stopped:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        ddp = wrapped(model, is_exact)
-        if not stopped:
-            train(ddp, optimizer, range(3), rank)
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        train(ddp, optimizer, range(3, 6), rank)
-        assert same_everywhere(weights(model))
-        ends.append(weights(model))
-    return torch.equal(*ends)
-
-
-def restarts(rank: int, size: int) -> None:
-    assert resumed_is_identical(True, rank)
-    assert resumed_is_identical(False, rank) == (size == 2)
-
-
 def stays_exact_through_the_switch(rank: int, size: int) -> None:
     small_messages()
     ends = []
@@ -186,23 +160,6 @@ def stays_exact_through_the_switch(rank: int, size: int) -> None:
         assert same_everywhere(weights(model))
         ends.append(weights(model))
     assert torch.equal(*ends)
-
-
-def compiled(rank: int, size: int) -> None:
-    ends = []
-    for wrap in (
-        lambda m: torch.compile(DDP(m), backend="aot_eager"),
-        lambda m: DDP(torch.compile(m, backend="aot_eager")),
-        DDP,
-    ):
-        model = build()
-        outer = wrap(model)
-        exact_(outer)
-        train(outer, momentum(model), range(3), rank)
-        ends.append(weights(model))
-    for end in ends[:-1]:
-        torch.testing.assert_close(end, ends[-1])
-        assert same_everywhere(end)
 
 
 def uneven_inputs(rank: int, size: int) -> None:
@@ -248,10 +205,10 @@ def refusals(rank: int, size: int) -> None:
 
 
 #: Cases in which sums of more than two terms matter.
-BOTH = [averages, buckets_do_not_matter, restarts, stays_exact_through_the_switch]
+BOTH = [averages, buckets_do_not_matter, stays_exact_through_the_switch]
 #: Cases that 2 workers cover.
 TWO = [averages_in_small_buckets, averages_with_unused_parameters, averages_in_bf16]
-ONLY_TWO = [compiled, uneven_inputs, a_broken_backward_leaves_nothing_behind, no_reference_is_kept, refusals]
+ONLY_TWO = [uneven_inputs, a_broken_backward_leaves_nothing_behind, no_reference_is_kept, refusals]
 
 
 @pytest.mark.timeout(240)  # the hang guard
@@ -292,15 +249,3 @@ def cuda_cases(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("backend", "size"), [("nccl", 1), ("gloo", 2)])
 def test_on_cuda(backend: str, size: int) -> None:
     in_processes(cuda_cases, size, backend=backend)
-
-
-def test_messages_follow_the_parameters_and_not_their_number() -> None:
-    """Neighbours of one dtype share a message up to its size; a larger one has its own."""
-    sizes = [
-        (10, torch.float32),
-        (20, torch.bfloat16),
-        (4_000_000, torch.float32),
-        (9_000_000, torch.float32),
-    ]
-    pieces = list(exact._pieces([torch.empty(n, dtype=t) for n, t in sizes]))
-    assert [[g.numel() for g in piece] for piece in pieces] == [[10, 4_000_000], [9_000_000], [20]]

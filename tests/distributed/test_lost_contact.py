@@ -1,4 +1,4 @@
-"""Workers that fall out of step: the error names the operation, and the worker where it is known. Real processes on gloo."""
+"""Workers that fall out of step: the error names the operation. Real processes on gloo."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from processes import forked, in_processes
-from pufferfish.compression import NoCompression, PowerSGD, TopK
-from pufferfish.compression.method import Method
-from pufferfish.distributed import lost_contact, workers
+from processes import forked
+from pufferfish.compression import PowerSGD, TopK
+from pufferfish.distributed import workers
 from pufferfish.distributed.lost_contact import LostContact
-
-LONG = 60.0  # seconds in which the other workers certainly answer
 
 
 def build() -> DDP:
@@ -53,63 +50,29 @@ def lost(words: str, work: Callable[[], object]) -> None:
 
 
 def one_worker_exits_before_the_switch(rank: int, folder: Path) -> None:
-    lost_contact._GRACE = 0.1
     ddp = build()
     optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(1))
     switch.step(ddp, optimizer, step=0)
     fail_soon()
     if rank == 0:
         lost(
-            r"^switch.step: worker 0 lost contact with the others. Worker 1 did not reach this call within \d+ s",
+            r"^switch.step: worker 0 lost contact with the others after \d+ s: a worker has exited",
             lambda: switch.step(ddp, optimizer, step=1),
         )
         assert not switch.low_rank
 
 
-def one_worker_trains_instead_of_switching(rank: int, folder: Path) -> None:
-    """Plain DDP cannot tell the other workers where it is."""
-    lost_contact._GRACE = 0.1
-    ddp = build()
-    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(1))
-    switch.step(ddp, optimizer, step=0)
-    fail_soon()
-    if rank == 0:
-        lost(
-            r"^switch.step: worker 0 lost contact .* Worker 1 did not reach this call within \d+ s",
-            lambda: switch.step(ddp, optimizer, step=1),
-        )
-    else:
-        with pytest.raises(RuntimeError):
-            backward(ddp)
-
-
-def one_worker_changes_the_method(rank: int, folder: Path, method: Method) -> None:
+def one_worker_changes_the_method(rank: int, folder: Path) -> None:
     """Also where both workers wait in an all-gather, one for a few bytes and one for a gradient."""
-    lost_contact._GRACE = LONG
     ddp = build()
-    hook = pf.compress(ddp, method)
+    hook = pf.compress(ddp, TopK(0.1))
     for _ in range(2):  # DDP itself communicates before the second one
         backward(ddp)
     fail_soon()
     if rank == 0:
-        lost(
-            "^hook.use: worker 0 lost contact .* Worker 1 failed in the exchange of gradients.",
-            lambda: hook.use(PowerSGD(1)),
-        )
+        lost("^hook.use: worker 0 lost contact", lambda: hook.use(PowerSGD(1)))
     else:
-        lost(
-            "^the exchange of gradients: worker 1 lost contact .* Worker 0 failed in hook.use.",
-            lambda: backward(ddp),
-        )
-
-
-def one_worker_never_averages(rank: int, folder: Path) -> None:
-    lost_contact._GRACE = 0.1
-    model, local = nn.Linear(4, 4), pf.LocalSteps(1)
-    local.start(model)
-    fail_soon()
-    if rank == 1:
-        lost("^LocalSteps.sync: worker 1 lost contact .* Worker 0 did not", lambda: local.step(model))
+        lost("^the exchange of gradients: worker 1 lost contact", lambda: backward(ddp))
 
 
 def one_call_of_checkpoint_is_missing(rank: int, folder: Path) -> None:
@@ -133,7 +96,7 @@ def one_call_of_checkpoint_is_missing(rank: int, folder: Path) -> None:
             go_on()
 
 
-def _worker(rank: int, case: Callable[..., None], folder: Path, args: tuple[object, ...]) -> None:
+def _worker(rank: int, case: Callable[..., None], folder: Path) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -141,39 +104,19 @@ def _worker(rank: int, case: Callable[..., None], folder: Path, args: tuple[obje
         world_size=2,
         timeout=timedelta(seconds=60),
     )
-    case(rank, folder, *args)
+    case(rank, folder)
     gc.collect()
     dist.destroy_process_group()
 
 
 @pytest.mark.timeout(120)  # the hang guard
 @pytest.mark.parametrize(
-    ("case", "args"),
+    "case",
     [
-        (one_worker_exits_before_the_switch, ()),
-        (one_worker_trains_instead_of_switching, ()),
-        (one_worker_changes_the_method, (NoCompression(),)),
-        (one_worker_changes_the_method, (TopK(0.1),)),
-        (one_worker_never_averages, ()),
-        (one_call_of_checkpoint_is_missing, ()),
+        one_worker_exits_before_the_switch,
+        one_worker_changes_the_method,
+        one_call_of_checkpoint_is_missing,
     ],
 )
-def test_one_worker_is_elsewhere(case: Callable[..., None], args: tuple[object, ...], tmp_path: Path) -> None:
-    forked(_worker, 2, (case, tmp_path, args), limit=60, name=case.__name__)
-
-
-def different_operations(rank: int, size: int, folder: Path) -> None:
-    ddp = build()
-    optimizer, switch = sgd(ddp), pf.Switch(rank=0.25, when=pf.AtStep(0))
-    with (
-        pf.Checkpoint(folder, ddp, optimizer) as checkpoint,
-        pytest.raises(RuntimeError, match=r"worker 0 in switch\.step .*; worker 1 in checkpoint\.save"),
-    ):
-        switch.step(ddp, optimizer, step=0) if rank == 0 else checkpoint.save(step=0)
-    assert not switch.low_rank
-    assert switch.step(ddp, optimizer, step=0)  # nothing is broken: the job could go on
-
-
-@pytest.mark.timeout(120)
-def test_workers_in_different_calls_find_out(tmp_path: Path) -> None:
-    in_processes(different_operations, 2, tmp_path)
+def test_one_worker_is_elsewhere(case: Callable[..., None], tmp_path: Path) -> None:
+    forked(_worker, 2, (case, tmp_path), limit=60, name=case.__name__)

@@ -189,13 +189,6 @@ def test_call_hooks_go_along_and_back() -> None:
     assert fired == []
 
 
-def test_a_hook_that_changes_the_output_still_does() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    model[0].register_forward_hook(lambda m, args, out: out * 0 + 7)
-    pf.factorize_(model, pf.plan(model))
-    assert (model(torch.randn(2, 64)) == 7).all()
-
-
 def test_hooks_on_parameters_that_stay_go_on_firing() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     seen: list[int] = []
@@ -207,7 +200,7 @@ def test_hooks_on_parameters_that_stay_go_on_firing() -> None:
     assert seen == [64, 64]
 
 
-# Devices, copies, precision, compilation.
+# Devices; copies, precision and compilation are in test_export.py.
 
 
 def test_on_meta() -> None:
@@ -222,54 +215,6 @@ def test_on_meta() -> None:
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in Mixed().state_dict().items()
     }
-
-
-def test_deepcopy() -> None:
-    model, x = Mixed().eval(), images()
-    pf.factorize_(model, pf.plan(model, 4))
-    twin = copy.deepcopy(model)
-    torch.testing.assert_close(twin(x), model(x), rtol=0, atol=0)
-    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
-    pf.merge_(twin)
-    assert not low_rank_modules(twin)
-    assert low_rank_modules(model)
-
-
-def test_autocast() -> None:
-    model, x = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Flatten(), nn.Linear(32 * 100, 64)), images()
-    pf.factorize_(model, pf.plan(model, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = model(x)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), model(x), rtol=0.05, atol=0.05)
-    out.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-def small() -> tuple[nn.Module, Tensor]:
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 100, 64))
-    pf.factorize_(model, pf.plan(model, 8))
-    return model, images()
-
-
-def compiled_equals_eager(backend: str) -> None:
-    model, x = small()
-    twin = copy.deepcopy(model)
-    fast = torch.compile(twin, backend=backend)
-    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
-    model(x).square().sum().backward()
-    fast(x).square().sum().backward()
-    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_compiled_equals_eager() -> None:
-    compiled_equals_eager("aot_eager")
-
-
-@pytest.mark.slow
-def test_compiled_with_inductor_equals_eager() -> None:
-    compiled_equals_eager("inductor")
 
 
 class Normed(nn.Module):

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import resource
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +389,8 @@ def _damage(folder: Path, how: str) -> None:
         manifest.write_text(manifest.read_text()[:200])
     elif how == "newer format":
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pufferfish": 9}))
+    elif how == "file elsewhere":
+        manifest.write_text(manifest.read_text().replace('"model.', '"../saved/model.'))
 
 
 @pytest.mark.parametrize(
@@ -402,6 +402,7 @@ def _damage(folder: Path, how: str) -> None:
         ("no manifest", "pufferfish.json is missing"),
         ("half a manifest", "damaged"),
         ("newer format", "format is 9"),
+        ("file elsewhere", r"pufferfish\.json: it lists the file .*, which is not in its folder"),
     ],
 )
 def test_a_damaged_folder_leaves_the_model_alone(tmp_path: Path, how: str, message: str) -> None:
@@ -415,41 +416,6 @@ def test_a_damaged_folder_leaves_the_model_alone(tmp_path: Path, how: str, messa
         pf.load(fresh, tmp_path / "saved")
     assert same(dict(before), dict(fresh.state_dict()))
     assert modules == list(fresh.modules())
-
-
-def _places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to all values of nested containers."""
-    yield place
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        yield from _places(value, (*place, key))
-
-
-def test_a_manifest_of_a_wrong_structure_is_named(tmp_path: Path) -> None:
-    """With every value replaced, one at a time, by values of all types: it is loaded, or refused by name."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(32, 32, 3))
-    plan = pf.plan(model, 8, keep=["1"], overrides={"0": 8})
-    pf.factorize_(model, plan)
-    pf.save(model, tmp_path / "saved")
-    manifest = tmp_path / "saved" / "pufferfish.json"
-    text = manifest.read_text()
-    errors: list[str] = []
-    for place in _places(json.loads(text)):
-        for value in (None, True, -1, 1.5, "x", [], {}, [[]], {"x": 1}):
-            data = json.loads(text)
-            inner = data
-            for key in place[:-1]:
-                inner = inner[key]
-            if place:
-                inner[place[-1]] = value
-            manifest.write_text(json.dumps(data if place else value))
-            fresh = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(32, 32, 3))
-            try:
-                pf.load(fresh, tmp_path / "saved")
-            except ValueError as error:
-                errors.append(str(error))
-    assert len(errors) > 300
-    assert [error for error in errors if not error.startswith(str(tmp_path / "saved"))] == []
 
 
 def test_a_folder_of_another_model_leaves_the_model_alone(tmp_path: Path) -> None:
@@ -517,23 +483,6 @@ def test_existing_outputs_and_missing_plans_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "missing.pt", pf.plan(model), tmp_path / "b.pt")
 
 
-def test_a_folder_of_the_first_format_is_read(tmp_path: Path) -> None:
-    model = build()
-    pf.factorize_(model, planned(model))
-    pf.save(model, tmp_path / "saved")
-    manifest = tmp_path / "saved" / "pufferfish.json"
-    data = json.loads(manifest.read_text())
-    (weights,) = data["weights"]
-    manifest.write_text(json.dumps(data | {"pufferfish": 1, "weights": weights}))
-    pf.load(fresh := build(1), tmp_path / "saved")
-    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
-    manifest.write_text(json.dumps(data | {"weights": [weights | {"file": "../saved/model.safetensors"}]}))
-    with pytest.raises(
-        ValueError, match=r"pufferfish\.json: it lists the file .*, which is not in its folder"
-    ):
-        pf.load(build(1), tmp_path / "saved")
-
-
 def test_buffers_that_no_file_has_must_not_be_on_meta(tmp_path: Path) -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
@@ -578,16 +527,6 @@ def test_parameters_that_share_memory_without_being_tied(tmp_path: Path) -> None
     other.register_buffer("square", torch.zeros(3, 3))
     other.register_buffer("transposed", torch.zeros(3, 3))
     assert_saved_and_loaded(model, other, tmp_path / "model")
-
-
-def test_modules_that_keep_what_cannot_be_copied(tmp_path: Path) -> None:
-    model, other = small(), small()
-    model[0].attention = model[0](torch.ones(1, 32))  # part of a graph
-    model[1].lock = threading.Lock()
-    pf.factorize_(model, pf.plan(model, 8))
-    assert_saved_and_loaded(model, other, tmp_path / "model")
-    pf.merge_(model)
-    assert model[1].lock.acquire(blocking=False)
 
 
 def test_a_link_to_a_folder_is_kept(tmp_path: Path) -> None:

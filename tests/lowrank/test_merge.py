@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from mixed import Mixed, images, low_rank_modules, snapshot
 from processes import in_processes, same_everywhere
-from pufferfish.lab.models import GPT, resnet18
 
 # reshape_
 
@@ -45,14 +44,6 @@ def test_reshape_on_meta_then_assign() -> None:
     assert torch.equal(fresh(x), trained(x))
 
 
-def test_reshape_ignores_values() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    plan = pf.plan(model)
-    nn.init.constant_(model[0].weight, float("nan"))
-    pf.reshape_(model, plan)
-    assert low_rank_modules(model)
-
-
 # merge_
 
 
@@ -72,26 +63,6 @@ def test_merge_gives_the_dense_model_back(dtype: torch.dtype) -> None:
     # And it is a dense model like any other: nothing knows that it was low-rank.
     Mixed().to(dtype).load_state_dict(model.state_dict())
     model.train()(x).sum().backward()
-
-
-def test_merge_of_a_dense_model_is_nothing() -> None:
-    model = Mixed()
-    before = snapshot(model, None)
-    pf.merge_(model)
-    assert snapshot(model, None) == before
-
-
-def test_there_and_back_and_there_again() -> None:
-    model, x = Mixed().double().eval(), images().double()
-    plan = pf.plan(model, 4)
-    pf.factorize_(model, plan)
-    first = model(x)
-    pf.merge_(model)
-    done = pf.factorize_(model, plan)
-    assert all(e.error is not None and e.error < 1e-6 for e in done if e.rank)
-    torch.testing.assert_close(model(x), first, rtol=1e-9, atol=1e-9)
-    pf.merge_(model)
-    torch.testing.assert_close(model(x), first, rtol=1e-9, atol=1e-9)
 
 
 def test_some_matrices_of_a_layer() -> None:
@@ -116,23 +87,6 @@ def test_plan_of_tells_what_a_model_is_now() -> None:
     assert pf.plan_of(model).hash == done.hash
     assert pf.plan_of(Mixed()).ranks == {}
     assert snapshot(model, None) == before
-
-
-@pytest.mark.parametrize(
-    ("build", "example"),
-    [
-        (lambda: resnet18(channels=16), lambda: torch.randn(2, 3, 16, 16)),
-        (lambda: GPT(vocabulary=30, d=32, layers=2, heads=2, context=8), lambda: torch.randint(30, (2, 8))),
-    ],
-)
-def test_whole_networks(build: Callable[[], nn.Module], example: Callable[[], Tensor]) -> None:
-    model, x = build().eval(), example()
-    pf.factorize_(model, pf.plan(model, 0.25, multiple=1))
-    low_rank = model(x)
-    low_rank.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    pf.merge_(model)
-    torch.testing.assert_close(model(x), low_rank, rtol=1e-3, atol=1e-4)
 
 
 def test_layers_go_on_sharing_objects() -> None:
@@ -180,12 +134,10 @@ def test_wrapped_models_are_merged_inside(wrap: Callable[[nn.Module], nn.Module]
     torch.testing.assert_close(wrapped(x), low_rank)
 
 
-def trains_on_after_merging(rank: int, size: int, compiled: bool) -> None:
+def trains_on_after_merging(rank: int, size: int) -> None:
     """DDP compared with one process that gets all samples."""
-    ddp = DDP(low_rank_net())
-    model = torch.compile(ddp, backend="eager") if compiled else ddp
-    alone = low_rank_net()
-    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, alone)]
+    ddp, alone = DDP(low_rank_net()), low_rank_net()
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (ddp, alone)]
     for step in range(4):
         x, y = torch.randn(8, 64), torch.randint(4, (8,))  # the same on all workers
         share = slice(rank, None, size)
@@ -201,11 +153,6 @@ def trains_on_after_merging(rank: int, size: int, compiled: bool) -> None:
         assert same_everywhere(p)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_goes_on_after_a_merge_under_ddp(compiled: bool) -> None:
-    in_processes(trains_on_after_merging, 2, compiled)
-
-
 def merges_on_one_worker(rank: int, size: int) -> None:
     """As for an export: the others do not take part."""
     ddp = DDP(low_rank_net())
@@ -217,8 +164,9 @@ def merges_on_one_worker(rank: int, size: int) -> None:
     assert bool(low_rank_modules(ddp)) == (rank > 0)
 
 
-def test_one_worker_may_merge_alone() -> None:
-    in_processes(merges_on_one_worker, 2)
+@pytest.mark.parametrize("case", [trains_on_after_merging, merges_on_one_worker])
+def test_under_ddp(case: Callable[[int, int], None]) -> None:
+    in_processes(case, 2)
 
 
 def test_attributes_set_since_the_switch_are_kept() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.integrations.convert import convert, merge
 from pufferfish.lowrank.state_dict import LazyTensor
-from pufferfish.lowrank.weight_files import open_weights, write_safetensors, write_weights
+from pufferfish.lowrank.weight_files import open_weights, write_weights
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -114,7 +114,7 @@ def test_a_wrong_index_is_named(tmp_path: Path, index: dict[str, Any], message: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]"])
 def test_an_unreadable_index_is_named(tmp_path: Path, text: str) -> None:
     plan = dense_folder(tmp_path / "in")
     (tmp_path / "in" / "model.safetensors.index.json").write_text(text)
@@ -137,13 +137,3 @@ def test_torch_files_with_an_index(tmp_path: Path) -> None:
     torch.save([state], tmp_path / "in" / "0.bin")
     with pytest.raises(ValueError, match=r"0\.bin: it does not contain a state dict"):
         convert(tmp_path / "in", plan, tmp_path / "again")
-
-
-def test_a_full_disk_names_the_file() -> None:
-    with pytest.raises(OSError, match="free some space or write to another disk: '/dev/full'"):
-        write_safetensors(Path("/dev/full"), lazy(TENSORS))
-
-
-def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"x\.safetensors: z is torch\.complex64"):
-        write_safetensors(tmp_path / "x.safetensors", lazy({"z": torch.zeros(2, dtype=torch.complex64)}))

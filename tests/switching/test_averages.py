@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pufferfish as pf
-from operations import Operations
 
 
 def build() -> nn.Module:
@@ -85,43 +84,6 @@ def test_close_to_the_best_of_that_rank() -> None:
     update(live, optimizer, 10)
     ema.update_parameters(live)
     assert torch.isfinite(ema(torch.randn(2, 3, 8, 8))).all()
-
-
-def test_an_update_stays_one_operation_for_all_parameters() -> None:
-    live = build()
-    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
-    ema = AveragedModel(live, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    names = []
-    for step in range(3):
-        if step == 2:
-            assert pf.Switch(rank=0.25, when=pf.AtStep(2)).step(live, optimizer, step=2, also=[ema])
-        update(live, optimizer, step)
-        with Operations() as operations:
-            ema.update_parameters(live)
-        names.append(operations.names)
-    _, dense, low_rank = names  # the first update copies
-    assert low_rank.count("_foreach_lerp_") == 1
-    assert len(low_rank) == len(dense)
-
-
-def test_back_again() -> None:
-    live = build()
-    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
-    ema = AveragedModel(live)
-    switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), back=pf.AtEpoch(1))
-    for epoch in range(2):
-        assert switch.step(live, optimizer, epoch=epoch, also=[ema])
-    assert [n for n, _ in ema.module.named_parameters()] == [n for n, _ in build().named_parameters()]
-
-
-def test_another_architecture_is_refused_before_anything_changes() -> None:
-    live = build()
-    optimizer = torch.optim.SGD(live.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the plan"):
-        pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(
-            live, optimizer, epoch=0, also=[nn.Sequential(nn.Linear(64, 4))]
-        )
-    assert not products(live)
 
 
 def test_an_average_made_during_the_warm_up_can_be_called() -> None:

@@ -128,24 +128,6 @@ def what_stays_is_moved(mesh: DeviceMesh) -> None:
     update(new, optimizer, 1, text=True)
 
 
-def gradients_that_no_update_has_used_are_refused(mesh: DeviceMesh) -> None:
-    model, optimizer, _ = switched(mesh, image_net)
-    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
-    assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)[0] is model
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
-    with pytest.raises(ValueError, match=r"0\.weight: its gradient may be pending"):
-        switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)
-    optimizer.step()
-    assert switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=1)[0] is not model
-
-
-def a_pattern_for_no_layer_is_refused_at_the_first_call(mesh: DeviceMesh) -> None:
-    model, optimizer, _ = switched(mesh, image_net)
-    switch = pf.Switch(rank=0.25, keep=["fc"], when=pf.AtStep(3))
-    with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
-        switch.rebuild(model, optimizer, build=image_net, shard=sharder(mesh), step=0)
-
-
 def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
     """What `shard` does besides: activation checkpointing, compiling."""
 
@@ -201,8 +183,6 @@ def errors_leave_the_model_as_it_was(mesh: DeviceMesh) -> None:
         ({"build": Text}, r"build\(\) returns a different model: parameter 0\.bias is not in it"),
         ({"build": lambda: model}, r"build\(\) returned 0\.weight on cpu; it must build a new model"),
         ({"build": lambda: image_net().to("cpu")}, r"build\(\) cannot run on the meta device"),
-        ({"build": lambda: "model"}, r"build\(\) returned a str, not a model"),
-        ({"shard": lambda m: "model"}, r"shard\(\) returned a str"),
         ({"shard": lambda m: None}, r"switch\.rebuild needs a model sharded by fully_shard"),
         ({"shard": narrow}, r"8\.weight: shard\(\) makes it not sharded"),
         ({"shard": bigger}, r"shard\(\) added the parameter extra\.bias"),
@@ -288,8 +268,6 @@ CASES = {
     "text-adamw": on_mesh(check_like_ddp, Text, adamw),
     "text-momentum-reset": on_mesh(check_like_ddp, Text, momentum, state="reset"),
     "unchanged": on_mesh(what_stays_is_moved),
-    "pending": on_mesh(gradients_that_no_update_has_used_are_refused),
-    "pattern": on_mesh(a_pattern_for_no_layer_is_refused_at_the_first_call),
     "spectra": on_mesh(spectra_are_those_of_the_whole_weights),
     "errors": on_mesh(errors_leave_the_model_as_it_was),
 }
@@ -299,7 +277,6 @@ TWO = {
     "mixture-momentum-per-expert": on_mesh(
         check_like_ddp, mixture, momentum, rank=pf.PerExpert(pf.Energy(0.5))
     ),
-    "image-adamw-reset": on_mesh(check_like_ddp, image_net, adamw, state="reset"),
     "image-rmsprop-automatic": on_mesh(check_like_ddp, image_net, rmsprop, rank=None),
     "image-adagrad-reset": on_mesh(check_like_ddp, image_net, adagrad, state="reset"),
     "wrappers": on_mesh(wrappers_are_looked_through),

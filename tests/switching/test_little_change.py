@@ -47,25 +47,6 @@ def test_it_is_said_before_the_warm_up_and_in_the_report() -> None:
     ]
 
 
-def test_a_plan_that_keeps_all() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    plan = pf.plan(model, keep=["*"])
-    (text,), *later = run(model, pf.Switch(plan, when=pf.AtStep(1)))
-    assert later == [[], [], []]
-    assert "98% in Linear: kept by pattern '*'" in text
-
-
-def test_ranks_that_save_nothing_are_known_at_the_switch() -> None:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    nn.init.eye_(model[0].weight)  # a flat spectrum
-    loss = lambda net: net(torch.ones(64)).sub(1).square().sum() + 1  # noqa: E731
-    switch = pf.Switch(rank=4, when=pf.AtStep(2), evaluate=loss, max_jump=0.0)
-    found = run(model, switch)
-    assert [len(texts) for texts in found] == [0, 0, 1, 0]
-    assert "100% in Linear: the loss would jump by more than 0%" in found[2][0]
-    assert type(model[0]) is nn.Linear
-
-
 def test_an_ordinary_switch_says_nothing() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     switch = pf.Switch(rank=0.25, when=pf.AtStep(2))

@@ -46,23 +46,6 @@ def test_optimizers_of_the_past_and_of_other_parameters_do_not_count() -> None:
     assert len(elsewhere.param_groups) == len(last.param_groups) == 1
 
 
-def test_an_optimizer_inside_another() -> None:
-    class Wrapped(torch.optim.Optimizer):
-        """As trainers wrap them: the groups are those of the one inside."""
-
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        @property
-        def param_groups(self):  # type: ignore[no-untyped-def, override]
-            return self.optimizer.param_groups
-
-    model = build()
-    inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(model, Wrapped(inside), epoch=0)
-    assert {id(p) for p in inside.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
-
-
 @pytest.fixture
 def frozen_heap() -> Iterator[None]:
     """As training loops do for speed: the collector forgets all objects that live now, such as optimizers."""

@@ -43,46 +43,17 @@ def test_a_missing_position_is_asked_for(when: pf.AtEpoch, at: Position, wanted:
         when(at)
 
 
-NOT_NUMBERS: list[Any] = [True, "3", None, math.nan, [3]]
-
-
-@pytest.mark.parametrize("n", [-1, 3.0, math.inf, *NOT_NUMBERS])
-def test_epochs_and_steps_are_counts(n: Any) -> None:
-    for moment in (AtEpoch, AtStep):
-        with pytest.raises(ValueError, match=rf"{moment.__name__}: .* is not a whole number ≥ 0"):
-            moment(n)
-    for name in ("every", "window", "span") if n is not None else ("window", "span"):
-        with pytest.raises(ValueError, match=rf"RanksSettle: {name}: .* is not a whole number ≥ 1"):
-            RanksSettle(**{name: n})
-
-
-def test_no_observations_are_refused() -> None:
-    for name in ("every", "window", "span"):
-        with pytest.raises(ValueError, match=rf"RanksSettle: {name}: 0 is not"):
-            RanksSettle(**{name: 0})
-    assert AtStep(np.int64(3))(Position(step=3))
-
-
-@pytest.mark.parametrize("share", [80, -0.1, *NOT_NUMBERS])
-def test_fractions_are_shares(share: Any) -> None:
-    with pytest.raises(ValueError, match=r"AtFraction: .* is not a number between 0 and 1"):
-        AtFraction(share)
-
-
-@pytest.mark.parametrize("tolerance", [-1, math.inf, *NOT_NUMBERS])
-def test_a_tolerance_is_a_number(tolerance: Any) -> None:
-    with pytest.raises(ValueError, match=r"RanksSettle: tolerance: .* is not a number ≥ 0"):
-        RanksSettle(tolerance=tolerance)
-
-
-def test_the_latest_moment_is_a_moment() -> None:
+@pytest.mark.parametrize("wrong", [-1, 80.5, "3", math.nan])
+def test_settings_are_checked(wrong: Any) -> None:
+    for make in (AtEpoch, AtStep, AtFraction, lambda x: RanksSettle(span=x)):
+        with pytest.raises(ValueError, match=r"(At\w+|RanksSettle: span): .* is not a (whole )?number"):
+            make(wrong)
+    for settings in ({"every": 0}, {"window": 0}, {"span": 0}, {"tolerance": -1}):
+        with pytest.raises(ValueError, match=rf"RanksSettle: {next(iter(settings))}: .* is not a"):
+            RanksSettle(**settings)
     with pytest.raises(TypeError, match="latest: 80 is not a moment such as"):
         RanksSettle(latest=80)  # type: ignore[arg-type]
-
-
-def test_a_run_has_a_length() -> None:
-    with pytest.raises(ValueError, match="got total=-1; pass the length of the run"):
-        AtFraction(0.5)(Position(step=3, total=-1))
+    assert AtStep(np.int64(3))(Position(step=3))
 
 
 def flat_after(history: list[dict[str, float]], when: RanksSettle) -> int:

@@ -2,10 +2,8 @@
 
 import copy
 
-import pytest
 import torch
 from fsdp_nets import SelfAttention
-from torch import nn
 
 import pufferfish as pf
 
@@ -107,11 +105,3 @@ def test_hooks_do_not_break_compiled_graphs():
     assert switch.report.plan.shared_inputs == ()
     assert not hooks(model)
     torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 3, 8, 8))
-
-
-@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
-def test_models_without_linear_layers(kind):
-    model = kind([nn.Conv2d(3, 32, 3)]) if kind is nn.ModuleList else kind(nn.Conv2d(3, 32, 3))
-    switch = pf.Switch(rank=4, when=pf.AtStep(1))
-    switch.step(model, torch.optim.SGD(model.parameters(), lr=0.01), step=0)
-    assert switch.step(model, torch.optim.SGD(model.parameters(), lr=0.01), step=1)

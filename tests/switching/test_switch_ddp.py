@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.distributed.shared_svd import balance, svd_cost
-from pufferfish.planning import planner
 
 SAMPLES = 8  # of every step, shared out among the workers
 
@@ -195,8 +194,8 @@ def an_error_on_one_worker_is_raised_on_all(rank: int, size: int) -> None:
     ddp = DDP(build())
     optimizer = momentum(ddp)
     if rank == size - 1:
-        ddp.module[8].weight.grad = torch.ones_like(ddp.module[8].weight)
-    with pytest.raises(ValueError, match=rf"rank {size - 1}: 8\.weight: its gradient may be pending"):
+        ddp.module[6].weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=rf"rank {size - 1}: 6: the weight contains inf or NaN"):
         pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0)
     assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
 
@@ -208,31 +207,14 @@ def a_wrong_argument_of_the_wrapper_is_refused_at_the_first_call(rank: int, size
         switch.step(ddp, momentum(ddp), epoch=0)
 
 
-def a_moment_of_the_users_own_class_is_the_same_on_all_workers(rank: int, size: int) -> None:
-    class Mine:
-        def __call__(self, at: Any) -> bool:
-            return at.epoch == 0
-
-    for when in (Mine(), pf.RanksSettle(latest=Mine())):
-        ddp = DDP(build())
-        assert pf.Switch(rank=0.25, when=when).step(ddp, momentum(ddp), epoch=0)
-
-
-def a_pattern_for_no_layer_is_refused_at_the_first_call(rank: int, size: int) -> None:
-    ddp = DDP(build())
-    for runs in (ddp, torch.compile(ddp, backend="eager")):
-        with pytest.raises(ValueError, match="the pattern 'fc' matches no layer"):
-            pf.Switch(rank=0.25, keep=["fc"], when=pf.AtEpoch(3)).step(runs, momentum(ddp), epoch=0)
-
-
 def rank_zero_decides(rank: int, size: int) -> None:
     """A moment that only rank 0 sees is the moment for all."""
-    ddp = DDP(build())
 
-    def moment(at: pf.switching.moments.Position) -> bool:
-        return rank == 0 and at.epoch == 2
+    class Moment:  # an object lies elsewhere in every process
+        def __call__(self, at: pf.switching.moments.Position) -> bool:
+            return rank == 0 and at.epoch == 2
 
-    switch = pf.Switch(rank=0.25, when=moment)  # a function, which lies elsewhere in every process
+    ddp, switch = DDP(build()), pf.Switch(rank=0.25, when=Moment())
     assert [switch.step(ddp, momentum(ddp), epoch=e) for e in range(4)] == [False, False, True, False]
 
 
@@ -257,22 +239,13 @@ def automatic(rank: int, size: int) -> None:
     assert all(x == everyone[0] for x in everyone)
 
 
-def diverged_weights_are_the_same_error_everywhere(rank: int, size: int) -> None:
-    ddp = DDP(build())
-    with torch.no_grad():
-        ddp.module[6].weight[0, 0] = torch.inf
-    for when in (pf.RanksSettle(), pf.AtEpoch(0)):
-        with pytest.raises(ValueError, match="6: the weight contains inf or NaN"):
-            pf.Switch(when=when).step(ddp, momentum(ddp), epoch=0, total=10)
-
-
 def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
     model = build()
     ddp, optimizer = DDP(model), adamw(model)
     ema, around = AveragedModel(model), AveragedModel(ddp)
     x, y = batch(99, rank, size)
     switch = pf.Switch(
-        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=pf.Rewarm(2), max_jump=0.5,
+        rank=0.25, when=pf.AtStep(2), back=pf.AtStep(4), lr=0.5,
         evaluate=lambda m: nn.functional.cross_entropy(m(x), y),
     )  # fmt: skip
     for step in range(6):
@@ -288,31 +261,6 @@ def averages_losses_rates_and_the_way_back(rank: int, size: int) -> None:
     dist.all_gather_object(everyone, (switch.report.loss, switch.report.plan.hash))
     assert all(x == everyone[0] for x in everyone)  # rank 0's, though every rank has another batch
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in build().named_parameters()]
-
-
-def restored_in_place(rank: int, size: int) -> None:
-    """A fresh DDP gets the structure of the saved run, before its tensors are loaded."""
-    model = build()
-    ddp, optimizer = DDP(model), adamw(model)
-    switch = pf.Switch(rank=0.25, when=pf.AtStep(1))
-    for step in range(3):
-        switch.step(ddp, optimizer, step=step)
-        update(ddp, optimizer, step, rank, size)
-    saved = copy.deepcopy((ddp.state_dict(), optimizer.state_dict(), switch.state_dict()))
-    other = build()
-    fresh, again = DDP(other), adamw(other)
-    resumed = pf.Switch(rank=0.25, when=pf.AtStep(1))
-    resumed.restore_(fresh, again, saved[2])
-    fresh.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    for wrapper, opt, s in ((ddp, optimizer, switch), (fresh, again, resumed)):
-        assert not s.step(wrapper, opt, step=3)
-        update(wrapper, opt, 3, rank, size)
-    for p, q in zip(ddp.parameters(), fresh.parameters(), strict=True):
-        torch.testing.assert_close(
-            p, q
-        )  # 4 ranks: buckets differ after a restart, and with them the last bit
-    ranks_agree(fresh)
 
 
 def the_slowest_measurement_counts(rank: int, size: int) -> None:
@@ -407,23 +355,6 @@ def only_the_first_call_and_the_due_ones_communicate(rank: int, size: int) -> No
         assert all(counts.during(lambda e=e: switch.step(ddp, optimizer, epoch=e)) for e in range(3))
 
 
-def the_plan_of_the_first_call_is_applied(rank: int, size: int) -> None:
-    """Candidates and rules are not looked at again, but a model that has changed is refused."""
-    ddp = DDP(build())
-    optimizer = momentum(ddp)
-    switch, other = (pf.Switch(rank=0.25, keep=["3"], when=pf.AtEpoch(1)) for _ in range(2))
-    for s in (switch, other):
-        assert not s.step(ddp, optimizer, epoch=0)
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((planner, "candidates"), (planner, "plan"), (planner, "apply_rules")):
-            patch.setattr(module, name, None)
-        assert switch.step(ddp, optimizer, epoch=1)
-    assert switch.report is not None
-    assert list(switch.report.plan.ranks) == ["6"]
-    with pytest.raises(ValueError, match="6: the plan is for a Linear, the model has a LowRankLinear"):
-        other.step(ddp, optimizer, epoch=1)
-
-
 def the_module_of_a_wrapper_is_refused_at_the_first_call(rank: int, size: int) -> None:
     ddp = DDP(build(), find_unused_parameters=True)  # without it, torch raises an error after the switch
     optimizer, switch = momentum(ddp), pf.Switch(rank=8, when=pf.AtStep(2))
@@ -435,15 +366,6 @@ def the_module_of_a_wrapper_is_refused_at_the_first_call(rank: int, size: int) -
         switch.step(ddp, optimizer, step=step)
         update(ddp, optimizer, step, rank, size)
     assert all(map(same_everywhere, ddp.parameters()))
-
-
-def a_wrapper_of_the_past_does_not_count(rank: int, size: int) -> None:
-    model = build()
-    old = DDP(model)
-    old.itself = [old]  # only the collector finds out that nobody holds it
-    del old
-    ddp = DDP(model)
-    assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
 
 
 def uneven_inputs(rank: int, size: int) -> None:
@@ -571,20 +493,14 @@ CASES = [
     dense_weights_are_freed,
     disagreement_is_the_same_error_everywhere,
     an_error_on_one_worker_is_raised_on_all,
-    a_pattern_for_no_layer_is_refused_at_the_first_call,
     a_wrong_argument_of_the_wrapper_is_refused_at_the_first_call,
-    a_moment_of_the_users_own_class_is_the_same_on_all_workers,
     rank_zero_decides,
     automatic,
-    diverged_weights_are_the_same_error_everywhere,
     averages_losses_rates_and_the_way_back,
-    restored_in_place,
     the_slowest_measurement_counts,
     accumulation_and_mixed_precision,
     only_the_first_call_and_the_due_ones_communicate,
-    the_plan_of_the_first_call_is_applied,
     the_module_of_a_wrapper_is_refused_at_the_first_call,
-    a_wrapper_of_the_past_does_not_count,
     uneven_inputs,
     averaging_by_hand_is_like_ddp,
     ranks_settle_alike_by_hand,
@@ -592,7 +508,7 @@ CASES = [
     a_group_that_is_missing_or_wrong,
 ]
 #: Cases in which 4 workers show more: averages of more than two terms, more owners of SVDs than layers.
-FOUR = [trains_with_momentum, automatic, diverged_weights_are_the_same_error_everywhere]
+FOUR = [trains_with_momentum, automatic]
 
 
 @pytest.mark.timeout(240)  # the hang guard

@@ -1,17 +1,14 @@
-"""Training through the switch on a CUDA device: decay at the right loss scale, checkpoints, hooks on NCCL, FSDP2."""
+"""Training through the switch on a CUDA device: decay at the right loss scale, checkpoints, averages, previews."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
@@ -19,16 +16,12 @@ import pufferfish as pf
 pytestmark = pytest.mark.gpu
 
 
-def on_any_device() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4)
-    )
-
-
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return on_any_device()
+        return nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4)
+        )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -42,14 +35,6 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Non
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A job of one process on NCCL."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -114,59 +99,13 @@ def test_resuming_equals_not_stopping(stop: int, tmp_path: Path) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.usefixtures("alone")
-def test_exact_averages_on_nccl_through_the_switch() -> None:
-    models = []
-    for exact in (False, True):
-        model = build().eval()
-        ddp = DistributedDataParallel(model, device_ids=[0], bucket_cap_mb=0.01)
-        if exact:
-            pf.exact_(ddp)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
-        for step in range(5):
-            switch.step(ddp, optimizer, step=step)
-            update(ddp, optimizer, step)
-        models.append(model)
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_fsdp2_on_nccl_equals_the_switch_in_place(kind: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(model: nn.Module) -> nn.Module:
-        for child in model.children():
-            if list(child.parameters()):
-                fully_shard(child)
-        fully_shard(model)
-        return model
-
-    made: dict[str, Any] = {"SGD": {"momentum": 0.9}, "AdamW": {}}[kind]
-    plain, sharded = build().eval(), shard(build().eval())
-    optimizers = [getattr(torch.optim, kind)(m.parameters(), lr=1e-2, **made) for m in (plain, sharded)]
-    switches = [pf.Switch(rank=0.25, when=pf.AtStep(2)) for _ in range(2)]
-    for step in range(5):
-        switches[0].step(plain, optimizers[0], step=step)
-        sharded, optimizers[1] = switches[1].rebuild(
-            sharded, optimizers[1], build=on_any_device, shard=shard, step=step
-        )
-        sharded.eval()
-        for model, optimizer in ((plain, optimizers[0]), (sharded, optimizers[1])):
-            update(model, optimizer, step)
-    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(p, q.full_tensor(), rtol=1e-4, atol=1e-5, msg=name)  # type: ignore[attr-defined]
-
-
 def test_averages_previews_and_rates() -> None:
     model = build()
     ema = AveragedModel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True)
     x, y = batch(99)
     switch = pf.Switch(
-        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=pf.Rewarm(2), max_jump=0.3,
+        rank=0.25, when=pf.AtStep(3), back=pf.AtStep(6), lr=0.5,
         evaluate=lambda m: F.cross_entropy(m(x), y),
     )  # fmt: skip
     state = torch.cuda.get_rng_state()
@@ -185,5 +124,4 @@ def test_averages_previews_and_rates() -> None:
         ema.update_parameters(model)
     assert switch.report is not None
     assert switch.report.loss is not None
-    assert switch.report.loss[1] <= switch.report.loss[0] * 1.3 + 1e-5
     assert torch.isfinite(ema(x)).all()

@@ -50,15 +50,6 @@ def test_the_report_says_which_optimizer_has_the_factors() -> None:
     assert "factors by optimizer" not in str(plain.report)
 
 
-def test_without_another_optimizer_the_switch_changes_nothing() -> None:
-    model = nn.Sequential(nn.GRU(24, 16))
-    muon = optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    with pytest.raises(ValueError, match=r"0\.weight_ih_l0\.up\.weight: .* but Muon takes matrices only"):
-        pf.Switch(rank=4, when=pf.AtStep(0)).step(model, muon, step=0)
-    assert type(model[0]) is nn.GRU
-    assert model[0].weight_ih_l0 is muon.param_groups[0]["params"][0]
-
-
 def check_ddp(rank: int, size: int) -> None:
     model = build()
     optimizers, here = muon_and_adamw(model), switch()

@@ -45,8 +45,6 @@ def register(ddp: DistributedDataParallel, state: AtLastBucket) -> None:
     """Register the hook with a DDP wrapper. A copy of the wrapper has none, and averages its gradients as plain DDP does."""
     ddp.register_comm_hook(state, _dispatch)
     ddp._comm_hooks = _NotCopied(ddp._comm_hooks)
-    if ddp.static_graph:
-        ddp.register_forward_pre_hook(_check_first_pass)
 
 
 class _NotCopied(list[Any]):
@@ -54,17 +52,6 @@ class _NotCopied(list[Any]):
 
     def __reduce__(self) -> Any:
         return list, ()
-
-
-def _check_first_pass(ddp: Any, inputs: Any) -> None:
-    """Raise before a pass on which torch 2.11 and 2.13 run the hook and then fail an internal assertion."""
-    if torch.is_grad_enabled() and not (
-        ddp.require_backward_grad_sync or ddp._static_graph_delay_allreduce_enqueued
-    ):
-        raise ValueError(
-            "with static_graph=True the first pass after wrapping, and after a switch, cannot be under no_sync() in "
-            "this version of torch; run it with synchronization, or wrap with static_graph=False"
-        )
 
 
 def _dispatch(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no other annotation than GradBucket

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -168,18 +168,6 @@ class Workers:
         assert request is not None
         self._pending = request, answers
         return False
-
-    def check_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Assert that all workers hold the same bits."""
-        if self.size == 1:
-            return
-        digest = hashlib.sha256()
-        for x in tensors:
-            digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-        answers = self._round("check", digest.digest())
-        assert all(answer == answers[0] for answer in answers), (
-            f"{self.operation}: workers hold different parameters"
-        )
 
     def _run(self, work: Callable[[], T], share: bool) -> tuple[T, list[T]]:
         """Results of this worker and, if shared, of all; one collective of a number if nothing is shared or wrong."""

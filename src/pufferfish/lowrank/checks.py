@@ -1,11 +1,10 @@
-"""Checks made before a model is changed: the plan fits it, no gradient is pending, no optimizer or wrapper is missing."""
+"""Checks made before a model is changed: the plan fits it, and no optimizer or wrapper is missing."""
 
 import gc
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -181,84 +180,15 @@ def check_accepted(name: str, new: Tensor, old: Sequence[Tensor], optimizers: Se
 
 
 def check_layer_accepted(
-    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer], back: bool = False
+    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """`check_accepted` for all parameters of a layer that becomes low-rank, or dense if `back`."""
+    """`check_accepted` for all parameters of a layer that becomes low-rank."""
     matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
     for name, parts in FactorMap(matrices, low_rank.ranks, {}, {}).targets.items():
-        weight, factors = dense.get_parameter(name), [low_rank.get_parameter(part) for part in parts]
-        if back:
-            check_accepted(f"{layer}.{name}", weight, factors, optimizers)
-            continue
-        for part, factor in zip(parts, factors, strict=True):
-            check_accepted(f"{layer}.{part}", factor, [weight], optimizers)
-
-
-class UsedGradients:
-    """Records which gradients an optimizer step has used since `watch` was called.
-
-    A loop may call `zero_grad` only after the switch, so a gradient that exists is not always a pending one.
-    """
-
-    def __init__(self) -> None:
-        self._used: dict[
-            int, tuple[int, int]
-        ] = {}  # id(parameter) → stamp of the gradient of its last update
-        # Optimizer → handle of its hook. Weak: an optimizer that the loop has replaced no longer counts.
-        self._watched = _Hooks()
-
-    def watch(self, optimizers: list[Optimizer]) -> None:
-        """Register a hook with each optimizer, once."""
-        for optimizer in optimizers:
-            if optimizer not in self._watched:
-                self._watched[optimizer] = optimizer.register_step_post_hook(self._record)
-
-    def stop(self) -> None:
-        """Remove the hooks and all records."""
-        self._used = {}
-        while self._watched:
-            self._watched.popitem()[1].remove()
-
-    def check_none_pending(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Raise ValueError if one of the optimizers has yet to use the gradient of a parameter.
-
-        If gradients are not finite, their update was skipped, as by a `GradScaler`, and none is pending.
-        """
-        held = {
-            id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-        }
-        new = {
-            name: _values(p.grad)
-            for name, p in model.named_parameters()
-            if p.grad is not None and id(p) in held and self._used.get(id(p)) != _stamp(p.grad)
-        }
-        pending = next((name for name, values in new.items() if values.any()), None)
-        if pending is not None and all(values.isfinite().all() for values in new.values()):
-            raise ValueError(
-                f"{pending}: its gradient may be pending: the switch has seen no optimizer.step use it; call the "
-                "switch between updates from the start of training on, or call optimizer.zero_grad() first"
+        for part in parts:
+            check_accepted(
+                f"{layer}.{part}", low_rank.get_parameter(part), [dense.get_parameter(name)], optimizers
             )
-
-    def _record(self, optimizer: Optimizer, *_: Any) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._used |= {id(p): _stamp(p.grad) for p in params if p.grad is not None}
-
-
-class _Hooks(weakref.WeakKeyDictionary[Optimizer, Any]):
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
-
-
-def _stamp(gradient: Tensor) -> tuple[int, int]:
-    """Changes whenever the gradient is modified in place or replaced."""
-    values = _values(gradient)
-    return values.data_ptr(), values._version
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Values of this worker's shard, or of a sparse gradient."""
-    gradient = getattr(gradient, "_local_tensor", gradient)
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:

@@ -181,11 +181,10 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
         version = data["pufferfish"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
-    if version not in (1, _VERSION):
+    if version != _VERSION:
         raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
     try:
-        records = [data["weights"]] if version == 1 else list(data["weights"])  # 1: always a single file
-        weights = [(Path(x["file"]), index(x["bytes"]), x["sha256"]) for x in records]
+        weights = [(Path(x["file"]), index(x["bytes"]), x["sha256"]) for x in data["weights"]]
         path = folder / weights[-1][0]
     except (KeyError, TypeError, IndexError):
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None

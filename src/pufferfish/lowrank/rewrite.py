@@ -133,7 +133,6 @@ class Rewrite:
                 dense = module._dense[0]
                 matrices = matrices_of(type(module), dense, module.ranks)
                 check_hooks(name, module, replaced_parameters(matrices, module.ranks, dense)[1])
-                check_layer_accepted(name, module, dense, self._optimizers, back=True)
                 found[path] = module
         for path, low_rank in found.items():
             attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}

@@ -86,7 +86,7 @@ class Entry:
     shape: tuple[int, ...]  # of the weight
     matrix: Matrix | None = None  # None: the layer cannot be factorized
     rank: int | None = None
-    asked: int | None = None  # rank before `max_jump` raised or `at_most` lowered it, or kept the layer dense
+    asked: int | None = None  # rank before `at_most` lowered it
     rule: Rule | None = None
     reason: str = ""
     note: str = ""  # remark about the rank, or how to register the layer's type; shown in the printed plan

@@ -14,7 +14,6 @@ from ..distributed.job import Job, check_rewrap
 from ..distributed.workers import Workers
 from ..layers.names import named_modules
 from ..lowrank.checks import (
-    UsedGradients,
     check_not_inference,
     check_optimizers_complete,
     check_plan,
@@ -29,8 +28,7 @@ from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .averages import averaged_model
 from .moments import Position, RanksSettle, known_in_advance, moment_text
-from .preview import held_out_loss, limit_jump
-from .ranks_by_loss import ranks_by_loss
+from .preview import held_out_loss
 from .switch_settings import SwitchSettings
 
 
@@ -43,7 +41,6 @@ class Decision:
 
     def __init__(self, settings: SwitchSettings) -> None:
         self.settings = settings
-        self.gradients = UsedGradients()
         self.initial: dict[str, list[float]] | None = None  # spectra at the first call
         self.history: list[dict[str, float]] = []  # stable ranks observed since then
         self._automatic = settings.automatic
@@ -67,8 +64,8 @@ class Decision:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; the next call is a first call again."""
         self.initial, self.history = state["initial"], state["history"]
-        self._observed = state.get("observed")  # inside an epoch, its start is not observed again
-        self.inputs.groups = state.get("inputs", [])  # the resumed run multiplies the same layers together
+        self._observed = state["observed"]  # inside an epoch, its start is not observed again
+        self.inputs.groups = state["inputs"]  # the resumed run multiplies the same layers together
         self._plan, self._started = None, False
 
     def not_due(self, at: Position, switched: bool) -> bool:
@@ -118,7 +115,6 @@ class Decision:
             The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
             no ranks if the change would save too little.
         """
-        max_jump = self.settings.max_jump
         plan = job.checked(optimizers, lambda: self._checked_plan(job, optimizers, averages))
         plan = _with_slowest_times(plan, job.workers)
         unresolved = [e.name for e in plan if e.rule is not None]
@@ -127,15 +123,10 @@ class Decision:
         if shared := self.inputs.shared():
             plan = dataclasses.replace(plan, shared_inputs=shared)
         plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
-        lowered = self._automatic and any(e.asked for e in plan)
-        if lowered and self.settings.evaluate is not None and not job.sharded:
-            plan = ranks_by_loss(job.inner, plan, lambda: self.loss(job) or 0.0)
-        if max_jump is not None:
-            plan = limit_jump(job.inner, plan, lambda: self.loss(job) or 0.0, max_jump)
         little = _saves_little(plan) if unresolved else ""
         if little and self._automatic:
             plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
-        if job.workers.rank == 0 and not self._warned:  # ranks, times or max_jump may leave more layers dense
+        if job.workers.rank == 0 and not self._warned:  # ranks or times may leave more layers dense
             self._warned = plan.warn_if_little_changes(stacklevel=3)
             if little and not self._warned:  # ranks that the user asked for are applied
                 warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=3)
@@ -153,7 +144,7 @@ class Decision:
 
     def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Check on all workers that the factors can be multiplied now."""
-        job.checked(optimizers, lambda: self._check(job, optimizers, pending=True))
+        job.checked(optimizers, lambda: self._check(job, optimizers))
 
     def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -197,7 +188,6 @@ class Decision:
         plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
         settings = (
             plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
-            s.max_jump,
         )  # fmt: skip
         return repr((__version__, at, switched, settings, layers, shapes))
 
@@ -233,7 +223,7 @@ class Decision:
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
-        self._check(job, optimizers, pending=True)
+        self._check(job, optimizers)
         assert self._plan is not None
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
@@ -242,11 +232,9 @@ class Decision:
         check_wrapper_passed(factorized_weights(job.inner, self._plan), job.ddp)
         return self._plan
 
-    def _check(self, job: Job, optimizers: list[Optimizer], pending: bool = False) -> None:
+    def _check(self, job: Job, optimizers: list[Optimizer]) -> None:
         check_not_inference(job.workers.caller)
         check_optimizers(optimizers)
-        if pending:
-            self.gradients.check_none_pending(job.inner, optimizers)
         if job.ddp is not None:
             check_rewrap(job.ddp, self.settings.rewrap)
 

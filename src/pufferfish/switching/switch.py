@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -16,9 +16,9 @@ from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weight
 from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, Undo, as_list
-from ..optim.rewarm import Rewarm, ScaledRate
+from ..optim.scaled_rate import ScaledRate
 from ..planning.plan import Plan
-from ..planning.planner import as_patterns, resolve
+from ..planning.planner import as_patterns
 from ..planning.planner import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule
 from .averages import averaged_model, in_basis_of
@@ -40,19 +40,17 @@ class Switch:
             options of `pufferfish.plan`: `pf.Switch(pf.plan(model, embed=64))`.
         rank: Instead of a plan, a rank or rule for all layers. With neither, scaled stable ranks are used: the
             initial spectra are computed at the first call of `step`, so call it before the first update. If these
-            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights, or,
-            with `evaluate`, the matrices share these 60 % so that the loss rises least. The model stays dense, with a
-            warning, if less than a tenth of the bytes would be saved.
+            ranks would keep more than 60 % of the weights, as after Muon, each matrix keeps 60 % of its own weights. The
+            model stays dense, with a warning, if less than a tenth of the bytes would be saved.
         keep: With `rank`, name patterns of layers that stay dense.
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
             of the run at the latest) or any function of a `Position`.
         back: Moment at which the model becomes dense again, for a full-rank finish.
         state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments that
             contain inf or NaN are reset with a warning; weights that contain them raise an error.
-        lr: Factor for the schedule's learning rate after the switch, or a `Rewarm`.
+        lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
-            worker, and the value of rank 0 is used, for the report, for automatic ranks and for `max_jump`.
-        max_jump: Largest share by which this loss may rise; ranks are raised and layers left dense to stay below it.
+            worker before and after the switch, and the report has the values of rank 0.
         rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
     >>> import torch, pufferfish as pf
@@ -76,9 +74,8 @@ class Switch:
         when: When | RanksSettle | None = None,
         back: When | None = None,
         state: Literal["project", "reset"] = "project",
-        lr: float | Rewarm = 1.0,
+        lr: float = 1.0,
         evaluate: Evaluate | None = None,
-        max_jump: float | None = None,
         rewrap: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = SwitchSettings(
@@ -90,12 +87,10 @@ class Switch:
             state=state,
             lr=lr,
             evaluate=evaluate,
-            max_jump=max_jump,
             rewrap=dict(rewrap or {}),
         )
         self.report: Report | None = None
         self._decision = Decision(self.settings)
-        self._updates: list[int] = []  # since the switch, as loaded
         self._rates: list[ScaledRate] = []
 
     @property
@@ -144,6 +139,7 @@ class Switch:
     ) -> bool:
         """Switch the model if it is time. Call it at the start of every epoch (or step), on every worker.
 
+        Call it between updates: gradients of the parameters that it replaces are dropped.
         The first call and the one that switches communicate between the workers. Other calls
         communicate only if the moment is your own function, or when `RanksSettle` observes the ranks.
 
@@ -165,7 +161,7 @@ class Switch:
         self._decision.warn_past_total(at)
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
-        if self._skips(at, optimizers):
+        if self._skips(at):
             return False
         job = _job_in_place(model, "switch.step", group)
         if not self._decision.due(job, at, self.report is not None, optimizers, also):
@@ -221,9 +217,9 @@ class Switch:
         self._scale_rates(optimizers)
         if self.report is not None:
             return model, optimizer
-        if self.settings.back is not None or self.settings.max_jump is not None:
-            raise ValueError("switch.rebuild: back= and max_jump= are not supported for sharded models")
-        if self._skips(at, optimizers):
+        if self.settings.back is not None:
+            raise ValueError("switch.rebuild: back= is not supported for sharded models")
+        if self._skips(at):
             return model, optimizer
         job = ShardedJob(model, build)
         if self._decision.due(job, at, False, optimizers, []):
@@ -249,7 +245,7 @@ class Switch:
     ) -> bool:
         """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
         at = Position(epoch=epoch, step=step, total=total)
-        if self._over or self._decision.not_due(at, self.report is not None):
+        if self._skips(at):
             return False
         job = _job_in_place(model, "switch.due", group)
         return self._decision.due(job, at, self.report is not None, [], [])
@@ -257,7 +253,9 @@ class Switch:
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
     ) -> Preview:
-        """Compute the loss on a held-out batch after a switch, at the ranks of this switch or at others. Changes nothing.
+        """Compute the loss on a held-out batch after a switch, at the ranks of this switch or at others.
+
+        Each is tried on a copy of the model: `evaluate` must use the model that it is passed.
 
         >>> import torch, pufferfish as pf
         >>> model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
@@ -270,18 +268,15 @@ class Switch:
             plans = [("this switch", self.settings.make_plan(inner, self.initial))]
         else:
             plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
-        return preview(inner, evaluate, [(label, resolve(plan, inner)) for label, plan in plans])
+        return preview(inner, evaluate, plans)
 
     @property
     def _over(self) -> bool:
         return self.report is not None and (self.settings.back is None or not self.low_rank)
 
-    def _skips(self, at: Position, optimizers: list[Optimizer]) -> bool:
+    def _skips(self, at: Position) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
-        if self._over:
-            return True
-        self._decision.gradients.watch(optimizers)
-        return self._decision.not_due(at, self.report is not None)
+        return self._over or self._decision.not_due(at, self.report is not None)
 
     def _factorized(
         self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
@@ -297,13 +292,9 @@ class Switch:
         mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
         places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
         settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        report = Report(plan, at, max_jump=self.settings.max_jump, optimizers=places, settled=settled)
-        undo.setattr(self, "report", report)
+        undo.setattr(self, "report", Report(plan, at, optimizers=places, settled=settled))
 
     def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
-        self._decision.gradients.stop()
-        if not self._over:
-            self._decision.gradients.watch(optimizers)
         self._scale_rates(optimizers)
         after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
         if self.report is not None and before is not None and after is not None:
@@ -329,24 +320,21 @@ class Switch:
             then=lambda undo: undo.setattr(self, "report", report),
         )
         changes[0].carrier.warn_of_resets()
-        self._decision.gradients.stop()
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
         switched = self.report and self.report.plan.ranks
         if optimizers and switched and self.settings.lr != 1.0 and not self._rates:
-            done = self._updates or [0] * len(optimizers)
-            self._rates = [ScaledRate(o, self.settings.lr, n) for o, n in zip(optimizers, done, strict=True)]
+            self._rates = [ScaledRate(optimizer, self.settings.lr) for optimizer in optimizers]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
 
     def state_dict(self) -> dict[str, Any]:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        return (
-            report
-            | self._decision.state()
-            | {"updates": [rate.done for rate in self._rates] or self._updates}
-        )
+        return report | self._decision.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, then give the model the low-rank structure:
@@ -355,7 +343,7 @@ class Switch:
         """
         saved = json.loads(json.dumps(state))  # a copy
         self._decision.load(saved)
-        self.report, self._updates = Report.from_json(saved), saved["updates"]
+        self.report = Report.from_json(saved)
         while self._rates:
             self._rates.pop().remove()
 
@@ -386,7 +374,6 @@ class Switch:
                 "saved run; pass the dense model"
             )
         self._scale_rates(optimizers)
-        self._decision.gradients.watch(optimizers)
 
 
 def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None) -> Job:

@@ -30,7 +30,6 @@ class Report:
     plan: Plan  # with ranks and errors
     position: Position
     loss: tuple[float, float] | None = None  # of `evaluate`, before and after
-    max_jump: float | None = None  # the limit of the switch
     merged: Position | None = None  # position at which the model became full-rank again
     optimizers: str = ""  # which optimizer has how many factors, if one of several is Muon
     settled: bool | None = (
@@ -39,12 +38,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
-        switched = {
-            "at": vars(self.position),
-            "loss": self.loss,
-            "max_jump": self.max_jump,
-            "settled": self.settled,
-        }
+        switched = {"at": vars(self.position), "loss": self.loss, "settled": self.settled}
         merged = self.merged and vars(self.merged)
         return {
             "plan": self.plan.to_json(),
@@ -61,8 +55,8 @@ class Report:
         loss = tuple(switched["loss"]) if switched["loss"] else None
         merged = data["merged"] and Position(**data["merged"])
         return Report(
-            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, switched["max_jump"], merged,
-            data.get("optimizers", ""), switched.get("settled"),
+            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, merged, data["optimizers"],
+            switched["settled"],
         )  # fmt: skip
 
     @property
@@ -126,9 +120,7 @@ class Report:
             lines.append(obstacles(self.plan))
         if self.loss is not None:
             lines.append("held-out loss: {:.4g} → {:.4g}".format(*self.loss))
-        if self.max_jump is not None:
-            lines.append(f"max_jump {100 * self.max_jump:.3g}%: {self._raised()}")
-        elif lowered := [e for e in self.plan if e.asked and e.matrix]:
+        if lowered := [e for e in self.plan if e.asked and e.matrix]:
             kept = sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix)
             share = kept / sum(e.before for e in lowered)
             lines.append(f"ranks lowered: stable ranks would keep {share:.0%} of the weights of these layers")
@@ -174,7 +166,7 @@ class Report:
                 )
             return (
                 f"large. The held-out loss rises from {before:.4g} to {after:.4g}. If two epochs do not make that up, "
-                f"{remedy}; max_jump= limits the rise."
+                f"{remedy}."
             )
         mean = sum(kept) / len(kept)
         text = f"{mean:.0%} of the energy is kept on average"
@@ -183,13 +175,6 @@ class Report:
         if mean >= USUAL_ENERGY:
             return f"usual. {text}, which training usually makes up; pass evaluate= to see the loss."
         return f"low. {text}. Pass evaluate= to see the loss; if two epochs do not make it up, {remedy}."
-
-    def _raised(self) -> str:
-        """Ranks that `max_jump` raised and layers that it left dense."""
-        raised = [f"{e.name} ({e.asked} → {e.rank})" for e in self.plan if e.asked and e.rank]
-        dense = [e.name for e in self.plan if e.asked and not e.rank]
-        changes = {"ranks raised": raised, "left dense": dense}
-        return "; ".join(f"{k}: {_first_five(v)}" for k, v in changes.items() if v) or "no rank was raised"
 
 
 def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> str:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..optim.rewarm import Rewarm
 from ..planning.plan import Plan, check_is_plan
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
@@ -31,9 +30,8 @@ class SwitchSettings:
     when: When | RanksSettle = field(default_factory=RanksSettle)
     back: When | None = None
     state: Literal["project", "reset"] = "project"
-    lr: float | Rewarm = 1.0
+    lr: float = 1.0
     evaluate: Evaluate | None = None
-    max_jump: float | None = None
     rewrap: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,8 +41,8 @@ class SwitchSettings:
             raise ValueError("Switch: rank= and keep= have no effect with a plan; pass them to pf.plan")
         if self.state not in ("project", "reset"):
             raise ValueError(f'Switch: state={self.state!r} is neither "project" nor "reset"')
-        if not isinstance(self.lr, Rewarm) and not self.lr > 0:
-            raise ValueError(f"Switch: lr={self.lr!r} is neither a factor above 0 nor a Rewarm")
+        if not self.lr > 0:
+            raise ValueError(f"Switch: lr={self.lr!r} is not a factor above 0")
         for name, moment in (("when", self.when), ("back", self.back)):
             if not (
                 moment is None or callable(moment) or (name == "when" and isinstance(moment, RanksSettle))
@@ -52,10 +50,6 @@ class SwitchSettings:
                 raise TypeError(f"Switch: {name}={moment!r} is not a moment such as pf.AtEpoch(80)")
         if self.back is not None and not is_after(self.back, self.when):
             raise ValueError(f"Switch: back={self.back} is not after when={self.when}; pass a later moment")
-        if self.max_jump is not None and (self.evaluate is None or not self.max_jump >= 0):
-            raise ValueError(
-                "Switch: max_jump must be a share ≥ 0 of the loss that evaluate= returns; pass both"
-            )
 
     @property
     def by(self) -> Literal["epoch", "step"]:

@@ -155,7 +155,6 @@ class EarlyBird:
             kept[group.norms[0]] = sorted(best.tolist())
         before = _parameter_count(job.inner)
         self._remove_channels(job, kept)
-        job.workers.check_equal(job.inner.parameters())
         self.ticket = EarlyBirdTicket(epoch, self._group_sizes(), kept, (before, _parameter_count(job.inner)))
 
     def _remove_channels(self, job: Job, kept: Mapping[str, list[int]]) -> None:

@@ -64,8 +64,6 @@ def outline(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
             f"build() cannot run on the meta device, where tensors have no values ({error}); move or load tensors "
             "outside of build()"
         ) from error
-    if not isinstance(dense, nn.Module):
-        raise TypeError(f"build() returned a {type(dense).__name__}, not a model")
     here, there = parameters(model), parameters(dense)
     for name, p in there.items():
         if not p.is_meta:

@@ -1,7 +1,6 @@
-"""`Rewarm` and `ScaledRate`: scale or warm up the learning rate after the switch, under any schedule."""
+"""`ScaledRate`: scale the learning rate after the switch, under any schedule."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -9,36 +8,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-@dataclass(frozen=True)
-class Rewarm:
-    """Multiply the schedule's learning rate by a linear ramp to 1 over the first `steps` updates after the switch.
-
-    >>> ramp = Rewarm(4)
-    >>> [ramp.factor(updates) for updates in range(5)]
-    [0.25, 0.5, 0.75, 1.0, 1.0]
-    """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"Rewarm: steps={self.steps!r} is not a whole number ≥ 1")
-
-    def factor(self, updates: int) -> float:
-        """Factor of the learning rate after this number of updates."""
-        return min(1.0, (updates + 1) / self.steps)
-
-
 class ScaledRate:
-    """Multiplies the learning rate of an optimizer during `step` only.
+    """Multiplies the learning rate of an optimizer by `factor` during `step` only.
 
-    Between steps schedulers read and write the unscaled rate, so that any kind of schedule works. `lr` is a
-    factor or a ramp, `done` the number of updates since the switch.
+    Between steps schedulers read and write the unscaled rate, so that any kind of schedule works.
     """
 
-    def __init__(self, optimizer: Optimizer, lr: float | Rewarm, done: int = 0) -> None:
-        self.lr = lr
-        self.done = done
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self.factor = factor
         # Unscaled and scaled rates of the groups, during a step.
         self._rates: list[tuple[Any, Any]] = []
         # First of all hooks, so that the others see the scaled rate.
@@ -57,10 +34,9 @@ class ScaledRate:
         for group, (rate, scaled) in zip(optimizer.param_groups, self._rates, strict=False):
             if group["lr"] == scaled:
                 _set_rate(group, rate)
-        factor = self.lr.factor(self.done) if isinstance(self.lr, Rewarm) else self.lr
         kept = (group["lr"] for group in optimizer.param_groups)
         rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in kept]
-        self._rates = [(rate, rate * factor) for rate in rates]
+        self._rates = [(rate, rate * self.factor) for rate in rates]
         for group, (_, scaled) in zip(optimizer.param_groups, self._rates, strict=True):
             _set_rate(group, scaled)
 
@@ -68,7 +44,6 @@ class ScaledRate:
         for group, (rate, _) in zip(optimizer.param_groups, self._rates, strict=True):
             _set_rate(group, rate)
         self._rates = []
-        self.done += 1
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import pufferfish as pf
-from pufferfish.optim.rewarm import ScaledRate
+from pufferfish.optim.scaled_rate import ScaledRate
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "from the first rate": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
@@ -20,7 +20,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def rates(lr: float | pf.Rewarm, schedule: str, tensor: bool = False, stop: int | None = None) -> list[float]:
+def rates(lr: float, schedule: str, tensor: bool = False, stop: int | None = None) -> list[float]:
     """The rate that each update really used: all gradients are 1, so it is the distance moved.
 
     With `stop`, everything is saved there and loaded into fresh objects.
@@ -35,7 +35,7 @@ def rates(lr: float | pf.Rewarm, schedule: str, tensor: bool = False, stop: int 
 
     model, optimizer, scheduler, switch = build()
     found = []
-    for step in range(8):
+    for step in range(6):
         if step == stop:
             state = optimizer.state_dict(), scheduler and scheduler.state_dict(), switch.state_dict()
             model, optimizer, scheduler, switch = build()
@@ -60,30 +60,21 @@ def rates(lr: float | pf.Rewarm, schedule: str, tensor: bool = False, stop: int 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_kept_scaled_and_warmed_up_again(schedule: str, tensor: bool) -> None:
-    kept = rates(1.0, schedule, tensor)
+def test_scaled_from_the_switch_on(schedule: str, tensor: bool) -> None:
     decay = 1.0 if schedule == "none" else 0.9
-    assert kept == pytest.approx([decay**step for step in range(8)], rel=1e-4)
-    scaled = rates(0.5, schedule, tensor)
-    assert scaled == pytest.approx([*kept[:2], *(r / 2 for r in kept[2:])], rel=1e-4)
-    ramp = [1.0, 1.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    warmed = rates(pf.Rewarm(4), schedule, tensor)
-    assert warmed == pytest.approx([r * f for r, f in zip(kept, ramp, strict=True)], rel=1e-4)
+    expected = [decay**step * (0.5 if step >= 2 else 1.0) for step in range(6)]
+    assert rates(0.5, schedule, tensor) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("stop", [1, 4])
-def test_the_ramp_goes_on_after_a_resume(stop: int) -> None:
-    assert rates(pf.Rewarm(4), "from the first rate", stop=stop) == pytest.approx(
-        rates(pf.Rewarm(4), "from the first rate"), rel=1e-4
-    )
+def test_scaled_after_a_resume(stop: int) -> None:
+    assert rates(0.5, "from the first rate", stop=stop) == pytest.approx(rates(0.5, "from the first rate"))
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
 def test_bad_factors(wrong: float) -> None:
     with pytest.raises(ValueError, match="lr="):
         pf.Switch(lr=wrong)
-    with pytest.raises(ValueError, match="whole number"):
-        pf.Rewarm(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tensor", [False, True])
@@ -102,17 +93,3 @@ def test_a_step_that_raises_leaves_the_rate_of_the_schedule(tensor: bool) -> Non
     optimizer.step()
     assert float(optimizer.param_groups[0]["lr"]) == 1.0
     assert float(parameter) == -0.5
-
-
-def test_updates_since_the_switch_are_kept_between_loading_and_the_next_step() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    switch = pf.Switch(rank=8, when=pf.AtStep(0), lr=pf.Rewarm(20))
-    for step in range(5):
-        switch.step(model, optimizer, step=step)
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = switch.state_dict()
-    switch.load_state_dict(state)
-    assert switch.state_dict()["updates"] == state["updates"] == [5]
