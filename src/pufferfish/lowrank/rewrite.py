@@ -182,9 +182,9 @@ def _stops_wait() -> Iterator[None]:
 
     numbers = (signal.SIGINT, signal.SIGTERM, *_numbers("SIGHUP", "SIGUSR1", "SIGUSR2"))
     handlers: dict[int, Any] = {n: h for n in numbers if callable(h := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, wait)
     try:
+        for number in handlers:
+            signal.signal(number, wait)
         yield
     finally:
         for number, handler in handlers.items():
