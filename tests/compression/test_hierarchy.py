@@ -112,11 +112,15 @@ def workers_that_disagree_do_not_hang(rank: int, size: int) -> None:
 
 def a_different_model_on_one_worker_raises_on_all(rank: int, size: int) -> None:
     """A machine of two workers finds it inside, its neighbour between the machines; the fourth is told."""
-    engine = Engine(Settings(PowerSGD(2), smallest=0, hierarchy="node"))
-    given = {"a": torch.ones(8, 8), ("c" if rank == 2 else "b"): torch.ones(8, 8)}
-    with pytest.raises(ValueError, match=r"[bc] is (missing|float32 of shape \[8, 8\]) on this worker"):
-        engine.average(given)
-    torch.testing.assert_close(engine.average({"a": given["a"]})["a"], given["a"])
+    right = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}
+    for hierarchy in ("node", "flat"):
+        engine = Engine(Settings(PowerSGD(2), smallest=0, hierarchy=hierarchy))
+        for wrong in ({"c": torch.ones(8, 8)}, {"b": torch.ones(8, 4)}, {"b": torch.ones(8, 8).double()}):
+            with pytest.raises(
+                ValueError, match=r"[bc] is (missing|float\d\d of shape \[8, [48]\]) on this worker"
+            ):
+                engine.average({"a": right["a"]} | wrong if rank == 2 else right)
+        torch.testing.assert_close(engine.average(right)["a"], right["a"])
 
 
 def one_machine_compresses_nothing(rank: int, size: int) -> None:

@@ -118,7 +118,7 @@ def test_measured_plans(
     assert plan["2"].rank == 512  # an eighth of the arithmetic of a large product pays on any GPU
 
 
-def test_peak_memory_is_three_copies_of_the_largest_layer() -> None:
+def test_peak_memory_is_that_of_all_factors_and_three_copies_of_the_largest_layer() -> None:
     with torch.device("cuda"):
         model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(1024, 4096), nn.Linear(4096, 1024))))
     plan = pf.plan(model, rank=0.25)
@@ -127,7 +127,7 @@ def test_peak_memory_is_three_copies_of_the_largest_layer() -> None:
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     pf.factorize_(model, plan)
-    assert torch.cuda.max_memory_allocated() - base <= 3 * 1024 * 4096 * 4
+    assert torch.cuda.max_memory_allocated() - base <= (plan.after.parameters + 3 * 1024 * 4096) * 4
     saved = (plan.before.parameters - plan.after.parameters) * 4
     assert torch.cuda.memory_allocated() <= base - saved * 0.99  # nothing keeps the dense weights alive
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -157,8 +158,8 @@ def test_at_every_line(change: str, stride: int, few_objects: None) -> None:
     assert outcomes["old"] > 50 / stride
 
 
-def wrapped(case: Case) -> DistributedDataParallel:
-    return DistributedDataParallel(case.model, find_unused_parameters=True)
+def wrapped(case: Case, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(case.model, find_unused_parameters=True, process_group=group)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -183,6 +184,43 @@ def fails_before_the_agreement(rank: int, size: int, share: float) -> None:
         assert case.bits() == old
         os._exit(0)  # as an interrupted worker ends: without a word to the other
     raise AssertionError("the switch was made")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", range(4))
+def test_under_ddp_at_every_line_before_the_agreement(share: int, tmp_path: Path) -> None:
+    in_processes(fails_at_every_line_before_the_agreement, 2, share, str(tmp_path), limit=1700)
+
+
+def fails_at_every_line_before_the_agreement(rank: int, size: int, share: int, folder: str) -> None:
+    """The first worker fails; the other one waits for it, not longer than the time-out."""
+    lines = [[line for line, agreed in lines_with_agreement() if not agreed]]
+    dist.broadcast_object_list(lines)
+    case = Case(False)
+    old, _, new = case.bits(), case.step(wrapped(case)), case.bits()
+    failures: list[bool] = []
+    for failing in lines[0][share::4]:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", f"file://{folder}/{len(failures)}", rank=rank, world_size=size)
+        case = Case(False)
+        ddp = wrapped(case, dist.new_group(timeout=timedelta(seconds=1)))
+
+        def fail(at: Line, failing: Line = failing) -> None:
+            if at == failing and rank == 0:
+                raise Interruption
+
+        try:
+            with Lines(fail):
+                case.step(ddp)
+            failures.append(False)  # caches are filled now
+        except (Interruption, RuntimeError):
+            failures.append(True)
+        assert case.bits() == (old if failures[-1] else new), failing
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, failures)
+    assert everyone[0] == everyone[1]
+    assert sum(failures) > 0.9 * len(failures)
 
 
 def test_under_ddp_a_signal_after_the_agreement_waits_for_the_end() -> None:

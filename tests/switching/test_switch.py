@@ -192,14 +192,18 @@ def test_compiled_models(compiled: str) -> None:
         runs = torch.compile(model, backend="aot_eager")
     reference, other = build(), None
     other = momentum(reference)
+    graphs: list[Any] = []  # of a function that has nothing to do with the model
+    elsewhere = torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     switch = pf.Switch(rank=0.25, when=pf.AtStep(2))
     for step in range(4):
         if switch.step(runs, optimizer, step=step):
             pf.factorize_(reference, pf.plan(reference, 0.25), other)
         update(runs, optimizer, step)
         update(reference, other, step)
+        elsewhere(torch.ones(2))
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])

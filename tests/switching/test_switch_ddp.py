@@ -461,6 +461,20 @@ def factorized_by_hand(rank: int, size: int) -> None:
         pf.factorize_(other, pf.plan(other, 4), group=dist.group.WORLD)
 
 
+def a_failure_on_one_worker_factorizes_none(rank: int, size: int) -> None:
+    model = flat_spectra()
+    optimizer = momentum(model)
+    update_by_hand(model, optimizer, 0, rank)
+    if rank == size - 1:
+        optimizer.state[model[2].weight]["momentum_buffer"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match="is invalid for input of size 3"):
+        pf.factorize_(model, pf.plan(model, 4), optimizer, group=dist.group.WORLD)
+    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
+    optimizer.state.clear()
+    pf.factorize_(model, pf.plan(model, 4), optimizer, group=dist.group.WORLD)
+    ranks_agree(model)
+
+
 def a_group_that_is_missing_or_wrong(rank: int, size: int) -> None:
     """The first call says so, once; a worker that uses a model alone does not wait for others."""
     model = flat_spectra()
@@ -505,6 +519,7 @@ CASES = [
     averaging_by_hand_is_like_ddp,
     ranks_settle_alike_by_hand,
     factorized_by_hand,
+    a_failure_on_one_worker_factorizes_none,
     a_group_that_is_missing_or_wrong,
 ]
 #: Cases in which 4 workers show more: averages of more than two terms, more owners of SVDs than layers.

@@ -175,8 +175,8 @@ class Job:
 
 def agreed_factors(
     model: nn.Module, plan: Plan, optimizers: list[Optimizer], group: dist.ProcessGroup
-) -> tuple[Plan, Fill]:
-    """For `factorize_` with a group: the plan of its first worker with all ranks, checked, and the factors that all use."""
+) -> tuple[Plan, Fill, Workers]:
+    """For `factorize_` with a group: the plan of worker 0 with all ranks, checked, the factors, and the workers."""
     job = Job(model, "factorize_", group)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
@@ -185,7 +185,7 @@ def agreed_factors(
     job.checked(optimizers, lambda: check_plan(model, plan, finite=True))
     if unresolved := [e.name for e in plan if e.rule is not None]:
         plan = apply_rules(plan, job.spectra(unresolved))
-    return plan, shared_svd.factors(model, plan, job.workers)
+    return plan, shared_svd.factors(model, plan, job.workers), job.workers
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -20,7 +20,7 @@ from .checks import (
     find_compiled,
     warn_of_other_optimizers,
 )
-from .rewrite import Fill, Rewrite, empty_factors, merge_layers_, nan_factors, replace_layers_
+from .rewrite import Fill, OnAll, Rewrite, alone, empty_factors, merge_layers_, nan_factors, replace_layers_
 
 #: Share of ‖W‖² that the factors of a trained model must keep for it to work as before: rounding to 4 bits, which trained
 #: models survive, has a relative error of about 0.1 too.
@@ -69,19 +69,21 @@ def factorize_(
     check_unwrapped(model, "factorize_")
     check_is_plan(plan, "factorize_")
     fill: Fill = svd_factors
+    on_all: OnAll = alone
     if group is None:
         check_plan(model, plan, finite=True)
         plan = resolve(plan, model)
     else:
         from ..distributed.job import agreed_factors  # workers are the concern of a package below this one
 
-        plan, fill = agreed_factors(model, plan, as_list(optimizer), group)
+        plan, fill, workers = agreed_factors(model, plan, as_list(optimizer), group)
+        on_all = workers.run_on_all
     plan.warn_if_little_changes()
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
     warn_of_stacks(as_list(optimizer), factorized_weights(model, plan), stacklevel=2)
     # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
     continues = any(x.state or x.defaults.get("momentum") == 0 for x in as_list(optimizer))
-    done = replace_layers_(model, plan, optimizer, fill)
+    done = replace_layers_(model, plan, optimizer, fill, on_all)
     kept = [1 - e.error**2 for e in done if e.error is not None]
     if kept and sum(kept) < _KEPT * len(kept) and not continues and _is_trained(model):
         warnings.warn(

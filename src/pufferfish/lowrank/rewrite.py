@@ -22,9 +22,18 @@ from .checks import check_hooks, check_layer_accepted, check_not_sharded, replac
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
+#: Calls a function on all workers that change a model together, and returns its result; an error of one is raised on all.
+OnAll = Callable[[Callable[[], Any]], Any]
 
 
-def replace_layers_(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill) -> Plan:
+def alone(work: Callable[[], Any]) -> Any:
+    """`OnAll` of a single process."""
+    return work()
+
+
+def replace_layers_(
+    model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill, on_all: OnAll = alone
+) -> Plan:
     """Replace dense layers by low-rank ones, after `check_plan`. Returns the plan with the errors that `fill` returned.
 
     Args:
@@ -32,10 +41,15 @@ def replace_layers_(model: nn.Module, plan: Plan, optimizer: Optimizers, fill: F
         fill: gives the factors of each matrix.
     """
     change = Rewrite(model, optimizer)
-    plan = change.factorize(plan, fill)
-    all_or_nothing(change.commit)
+    done: Plan = on_all(lambda: change.factorize(plan, fill))
+
+    def commit(undo: Undo) -> None:
+        on_all(lambda: None)  # all are prepared: from here on, each of them finishes
+        change.commit(undo)
+
+    all_or_nothing(commit)
     change.carrier.warn_of_resets()
-    return plan
+    return done
 
 
 def merge_layers_(model: nn.Module, optimizer: Optimizers) -> None:
@@ -181,9 +195,9 @@ def _stops_wait() -> Iterator[None]:
 
     numbers = (signal.SIGINT, signal.SIGTERM, *_numbers("SIGHUP", "SIGUSR1", "SIGUSR2"))
     handlers: dict[int, Any] = {n: h for n in numbers if callable(h := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, wait)
     try:
+        for number in handlers:
+            signal.signal(number, wait)
         yield
     finally:
         for number, handler in handlers.items():
