@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.layers import SharedInput
-from pufferfish.layers.fused_product import MIN_ROWS
-from pufferfish.planning.table import plan_table
 from pufferfish.planning.timing import Mode, Together
 
 #: Milliseconds of a layer, dense and low-rank.
@@ -261,124 +259,6 @@ def test_times_of_a_cpu_are_measured_again(fake: FakeTimes) -> None:
     for _ in range(2):
         pf.plan(linears(3), 16, example=X, measure=True)
     assert len(fake.measured) == 2  # equal layers once a plan
-
-
-# One kernel for both products.
-
-
-def half(n: int = 1) -> nn.Module:
-    return linears(n).bfloat16()
-
-
-MANY = torch.randn(MIN_ROWS, 64, dtype=torch.bfloat16, requires_grad=True)
-
-
-def faster_if_fused(fake: FakeTimes) -> Table:
-    """Times of the layer that is measured: 2 ms dense, 1 ms low-rank, 0.5 ms low-rank in one kernel."""
-    return lambda dense: (2.0, 0.5 if getattr(fake.measured[-1][1], "_fused", False) else 1.0)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_fused_kernel_is_used_where_it_is_faster(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-    model = half(2)
-    plan = pf.plan(model, 16, overrides={"1": 24}, example=MANY)
-    assert [e.fused for e in plan] == [True, False]  # the kernel takes multiples of 16
-    assert [e.ms for e in plan] == [(2.0, 0.5), (2.0, 1.0)]
-    assert [mode for *_, mode in fake.measured] == ["eager"] * 3
-    shown = {line.split()[0]: line for line in plan_table(plan).splitlines()[1:3]}
-    assert "fused kernel" in shown["0"]
-    assert "fused" not in shown["1"]
-    fake.measured.clear()
-    assert pf.plan(model, 16, overrides={"1": 24}, example=MANY) == plan
-    assert not fake.measured  # from the cache
-    loaded = pf.Plan.from_json(plan.to_json())
-    assert loaded == plan
-    assert [e.fused for e in pf.factorize_(model, loaded)] == [True, False]
-    assert [layer._fused for layer in model] == [True, False]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_two_products_stay_where_they_are_faster(fake: FakeTimes) -> None:
-    """The dense layer is the reference of both: 1.5 of 4 ms is more than 0.7 of 2 ms."""
-    fake.table = lambda dense: (4.0, 1.5) if fake.measured[-1][1]._fused else (2.0, 0.7)
-    plan = pf.plan(half(), 16, example=MANY)
-    assert len(fake.measured) == 2
-    assert (plan["0"].fused, plan["0"].ms) == (False, (2.0, 0.7))
-    fake.table = lambda dense: (1.0, 3.0) if fake.measured[-1][1]._fused else (1.0, 4.0)
-    dense = pf.plan(half(), 16, example=MANY.detach())["0"]
-    assert (dense.rank, dense.fused) == (None, False)
-    assert dense.reason == "slower when measured: 1 ms dense, 3 ms low-rank"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_kernel_that_fails_is_not_used(fake: FakeTimes) -> None:
-    def table(dense: nn.Module) -> tuple[float, float]:
-        _, low_rank, mode = fake.measured[-1]
-        if low_rank._fused and mode == "graph":
-            raise RuntimeError("out of resources")
-        return 2.0, 0.5 if low_rank._fused else 1.0
-
-    fake.table = table
-    with pytest.warns(UserWarning, match="0, fused kernel: cannot be measured in mode 'graph'"):
-        plan = pf.plan(half(), 16, example=MANY, measure="graph")
-    assert (plan["0"].fused, plan["0"].ms) == (False, (2.0, 1.0))  # not the eager time of the kernel
-
-
-@pytest.mark.usefixtures("gpu")
-def test_where_the_fused_kernel_is_not_measured(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-
-    def fused(model: nn.Module, x: Tensor, rank: Any = 16, **options: Any) -> bool:
-        plan = pf.plan(model, rank, example=x, **options)
-        assert any(getattr(layer, "_fused", False) for _, layer, _ in fake.measured) == any(
-            e.fused for e in plan
-        )
-        fake.measured.clear()
-        return any(e.fused for e in plan)
-
-    assert not fused(half(), MANY[:-1])  # few rows
-    assert not fused(linears(), MANY.detach().float())
-    assert not fused(half(), MANY, pf.Energy(0.5))  # the rank is not known yet
-    assert not fused(Attention().bfloat16(), MANY, only=["q", "k"])  # they share their first product
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fused(linears(), MANY.detach().float())
-    assert fused(half(), MANY)
-
-
-def test_without_a_gpu_the_fused_kernel_is_not_measured(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-    assert not pf.plan(half(), 16, example=MANY, measure=True)["0"].fused
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_choice_of_the_kernel_goes_along(fake: FakeTimes, tmp_path: Path) -> None:
-    """Into fresh structures, files, the switch and back; not to another rank."""
-    fake.table = faster_if_fused(fake)
-    model = half()
-    plan = pf.plan(model, 16, example=MANY)
-    assert plan["0"].fused
-    fresh = half()
-    pf.reshape_(fresh, pf.resolve(plan, fresh))
-    assert fresh[0]._fused  # type: ignore[index]
-    switch = pf.Switch(plan, when=pf.AtStep(0))
-    assert switch.step(model, torch.optim.SGD(model.parameters(), 0.1), step=0)
-    assert model[0]._fused  # type: ignore[index]
-    assert pf.plan_of(model)["0"].fused
-    pf.save(model, tmp_path / "saved")
-    loaded = half()
-    pf.load(loaded, tmp_path / "saved")
-    assert loaded[0]._fused  # type: ignore[index]
-    pf.merge_(loaded)
-    assert not pf.plan_of(loaded)["0"].fused
-
-    assert plan["0"].with_rank(32).fused is False
-    explicit = half()
-    pf.factorize_(explicit, pf.plan(explicit, 16))
-    assert not explicit[0]._fused  # type: ignore[index]
-    data = plan.as_data()
-    del data["entries"][0]["fused"]  # a plan saved by an earlier version
-    assert not pf.Plan.from_data(data)["0"].fused
 
 
 # What is expected.

@@ -31,7 +31,6 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         merge_layers_(dense, None)
     embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
     dense_plan = plan(dense, multiple=1, embed=embed, frozen=True)
-    fused = {name for name, _, m in named_modules(model) if isinstance(m, LowRankLinear) and m._fused}
     entries = []
     for stack in dense_plan.entries:
         experts = expert_entries(stack)
@@ -39,7 +38,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         for e in experts if apart else [stack]:
             rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
             reason = e.reason if e.matrix is None else "not factorized"
-            entries.append(e.with_rank(rank, e.layer in fused) if rank else e.keep_dense(reason))
+            entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
     layers = {e.layer for e in entries}  # not the projections inside of an attention layer
     shared: dict[int, list[str]] = {}
     for name, _, module in named_modules(model):

@@ -93,8 +93,6 @@ class Rewrite:
                 assert e.matrix is not None
                 weight = mapping.dense[e.matrix.weight]
                 down, up, errors[e.name] = fill(e, weight)
-                if e.fused and isinstance(low_rank, LowRankLinear):
-                    low_rank._fused = True
                 for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
                     mapping.low_rank[name] = _parameter(value, weight)
             for x in mapping.matrices:

@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layers import LowRank, LowRankLinear, SharedInput, low_rank_type
-from ..layers.fused_product import MIN_ROWS, fits
 from .plan import Entry, Plan
 from .profile import Call, Example, Profile, autocast_dtype
 from .progress import progress, track
@@ -33,7 +32,6 @@ def with_measured_times(
     """Measure each layer that would change and keep those dense whose low-rank form does not shorten a step.
 
     Layers that read the same tensor are measured and decided about together, as they run their first factors together.
-    Where one kernel could compute both products of a layer, it is measured too and used if it is faster.
     One dense step of the whole model is measured too, for what the plan expects.
 
     Args:
@@ -48,10 +46,9 @@ def with_measured_times(
     with torch.random.fork_rng(devices={p.device for p in model.parameters() if p.is_cuda}):
         for names in track(_groups(plan, ranks, profiled.calls), "measuring layers"):
             group = [e for e in plan.entries if e.layer in names]
-            known = all(e.rule is None for e in group)
-            found = _measure_group(names, ranks, modules, profiled.calls, mode, cache, known)
+            found = _measure_group(names, ranks, modules, profiled.calls, mode, cache)
             if found is not None:
-                entries |= {e.name: e for e in _decide(group, names, ranks, *found, link)}
+                entries |= {e.name: e for e in _decide(group, names, ranks, found, link)}
         if not entries:
             return plan
         measured = {"device": gpu or str(device), "mode": mode} | ({} if link is None else {"link": link})
@@ -114,16 +111,8 @@ def _measure_group(
     calls: Mapping[str, Call],
     mode: Mode,
     cache: TimeCache,
-    known: bool,
-) -> tuple[tuple[float, float], bool] | None:
-    """Milliseconds of the layers in one step, dense and low-rank; None if they cannot be measured.
-
-    Args:
-        known: whether the ranks are those that the layers will have, so that the kernel for both products can be chosen.
-
-    Returns:
-        The times, and whether the kernel is faster and they are those with it.
-    """
+) -> tuple[float, float] | None:
+    """Milliseconds of the layers in one step, dense and low-rank; None if they cannot be measured."""
     layers, call = [modules[name] for name in names], calls[names[0]]
     low_rank = [_low_rank(layer, ranks[name]) for layer, name in zip(layers, names, strict=True)]
     pair: tuple[nn.Module, nn.Module] = layers[0], low_rank[0]
@@ -141,26 +130,8 @@ def _measure_group(
     found = _in_mode_or_eager(", ".join(names), key, measure, mode, cache)
     if found is None:
         return None
-    (dense_ms, low_rank_ms), mode = found
-    fused = False
-    if known and len(names) == 1 and _can_be_fused(low_rank[0], layers[0], call):
-        low_rank[0]._fused = True
-        again = _in_mode_or_eager(f"{names[0]}, fused kernel", (key, "fused"), measure, mode, cache)
-        # The dense layer, measured in turns with both, is the reference: clocks may have changed in between.
-        if again is not None and again[1] == mode and again[0][1] * dense_ms < low_rank_ms * again[0][0]:
-            (dense_ms, low_rank_ms), fused = again[0], True
-    return (dense_ms * call.count, low_rank_ms * call.count), fused
-
-
-def _can_be_fused(low_rank: LowRank, dense: nn.Module, call: Call) -> TypeGuard[LowRankLinear]:
-    """Whether one kernel can compute both products of a layer with the inputs of the example."""
-    weight = next(dense.parameters())
-    if not isinstance(low_rank, LowRankLinear) or _gpu_name(weight.device) is None:
-        return False
-    (matrix,) = low_rank.matrices(dense)
-    dtype = call.autocast or autocast_dtype(weight.device) or weight.dtype
-    enough = call.positions[matrix.name] >= MIN_ROWS * call.count
-    return enough and fits(matrix.n, low_rank.ranks[matrix.name], matrix.m, dtype)
+    (dense_ms, low_rank_ms), _ = found
+    return dense_ms * call.count, low_rank_ms * call.count
 
 
 def _low_rank(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
@@ -174,7 +145,6 @@ def _decide(
     names: tuple[str, ...],
     ranks: Mapping[str, dict[str, int]],
     ms: tuple[float, float],
-    fused: bool,
     link: float | None,
 ) -> list[Entry]:
     """Entries of layers measured together, with their times; dense if low rank takes longer than it saves in sending."""
@@ -192,7 +162,7 @@ def _decide(
     for e in group:
         # Each layer gets the part of the group's time that it has of the group's weights, so that times add up.
         part = weights[e.layer] / sum(weights.values()) if len(names) > 1 else 1.0
-        timed = dataclasses.replace(e, ms=(ms[0] * part, ms[1] * part), fused=fused)
+        timed = dataclasses.replace(e, ms=(ms[0] * part, ms[1] * part))
         slower = (e.rank or e.rule) and ms[1] - less_to_send >= ms[0]
         decided.append(timed.keep_dense(reason) if slower else timed)
     return decided

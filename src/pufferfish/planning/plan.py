@@ -96,7 +96,6 @@ class Entry:
     positions: int | None = None  # number of vectors multiplied by the matrix in the example
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
     ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
-    fused: bool = False  # whether one kernel computes both products: it was faster when measured
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
 
     def __post_init__(self) -> None:
@@ -134,17 +133,15 @@ class Entry:
 
     def keep_dense(self, reason: str) -> Entry:
         """Return the entry without a rank."""
-        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="", fused=False)
+        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
 
     def with_rule(self, rule: Rule) -> Entry:
         """Return the entry with a rule that chooses its rank later."""
-        return dataclasses.replace(
-            self, rank=None, rule=rule, reason="", note=rule.note(self.name), fused=False
-        )
+        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
 
-    def with_rank(self, rank: int, fused: bool = False) -> Entry:
+    def with_rank(self, rank: int) -> Entry:
         """Return the entry with this rank."""
-        return dataclasses.replace(self, rank=rank, rule=None, reason="", fused=fused)
+        return dataclasses.replace(self, rank=rank, rule=None, reason="")
 
     def as_json(self) -> dict[str, Any]:
         """The entry as values that JSON can hold, without defaults."""

@@ -108,7 +108,7 @@ def _layers(plan: Plan) -> str:
         if with_error:
             row.append("–" if e.error is None else f"{e.error:.3f}")
         share = e.after * e.itemsize / total if e.trainable else 0.0
-        rows.append([*row, f"{share:.1%}", e.reason or e.note or "fused kernel" * e.fused])
+        rows.append([*row, f"{share:.1%}", e.reason or e.note])
     return format_table(rows, left=(0, 1, 2, len(head) - 1))
 
 
@@ -121,7 +121,7 @@ def _folded_layers(plan: Plan) -> tuple[Table, str]:
     }
     for row in rows:
         entries, e = row.entries, row.entries[0]
-        reason = e.reason or e.note or "fused kernel" * e.fused
+        reason = e.reason or e.note
         number = notes.setdefault(reason, len(notes) + 1) if reason else ""
         macs = [sum(x.macs(low_rank)[0] for x in entries if x.positions) for low_rank in (False, True)]
         layers = dict.fromkeys(x.layer for x in entries)
