@@ -6,7 +6,6 @@ from .compression import compress
 from .distributed.exact import exact_
 from .distributed.finite_guard import FiniteGuard
 from .layers import register
-from .layers.recompute import recompute_
 from .local.local_steps import LocalSteps
 from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
@@ -57,7 +56,6 @@ __all__ = [
     "muon_parameters",
     "plan",
     "plan_of",
-    "recompute_",
     "register",
     "reshape_",
     "resolve",
