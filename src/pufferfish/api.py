@@ -17,7 +17,7 @@ from .optim.muon import Muon, muon_parameters
 from .optim.rewarm import Rewarm
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
-from .planning.rules import Budget, Energy, Fixed, PerExpert, Ratio, Rule, StableRank
+from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
 from .switching.switch import Switch
 
@@ -33,7 +33,6 @@ __all__ = [
     "FrobeniusDecay",
     "LocalSteps",
     "Muon",
-    "PerExpert",
     "Plan",
     "RanksSettle",
     "Ratio",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
+from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules
 from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
@@ -86,9 +86,7 @@ class Rewrite:
         errors: dict[str, float | None] = {}
         for layer, low_rank in track(structures.items(), "factorizing layers"):
             dense, ranks = self.model.get_submodule(paths[layer]), low_rank.ranks
-            mapping = FactorMap(
-                matrices_of(type(low_rank), dense, ranks), ranks, dict(dense.named_parameters()), {}
-            )
+            mapping = FactorMap(low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
             for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
                 assert e.matrix is not None
                 weight = mapping.dense[e.matrix.weight]
@@ -129,7 +127,7 @@ class Rewrite:
                 if path == "":
                     raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
                 dense = module._dense[0]
-                matrices = matrices_of(type(module), dense, module.ranks)
+                matrices = module.matrices(dense)
                 check_hooks(name, module, replaced_parameters(matrices, module.ranks, dense)[1])
                 check_layer_accepted(name, module, dense, self._optimizers, back=True)
                 found[path] = module
@@ -139,7 +137,7 @@ class Rewrite:
             for name in vars(dense).keys() & vars(low_rank).keys():
                 if not name.startswith("_"):  # dropout, training, …, which may have been set since then
                     setattr(dense, name, getattr(low_rank, name))
-            matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
+            matrices = low_rank.matrices(dense)
             mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
             for name, meta in list(dense.named_parameters()):
                 mapping.dense[name] = _dense_parameter(name, meta, mapping)

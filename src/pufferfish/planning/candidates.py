@@ -102,22 +102,6 @@ def _entry(layer: str, module: nn.Module, matrix: Matrix, call: Call | None, own
     return e
 
 
-def expert_entries(e: Entry) -> list[Entry]:
-    """Return an entry for each expert of a mixture, as if each were used equally often; [] for other layers."""
-    matrices = e.matrix.experts() if e.matrix else []
-
-    def share(positions: int | None, i: int) -> int | None:
-        return None if positions is None else (positions + i) // len(matrices)
-
-    return [
-        replace(
-            e, name=join_name(e.layer, x.name), shape=x.shape, matrix=x,
-            positions=share(e.positions, i), grad_positions=share(e.grad_positions, i),
-        )
-        for i, x in enumerate(matrices)
-    ]  # fmt: skip
-
-
 def _low_rank_entries(layer: str, module: LowRank) -> list[Entry]:
     return [
         Entry(

@@ -212,18 +212,7 @@ class Plan:
         """Cost of the model with the plan applied. Entries whose rule is not resolved count as dense."""
         b = self.before
         saved = [(e, e.before - e.after) for e in self.entries]
-        # Experts with ranks of their own run at the largest of them.
-        largest: dict[tuple[str, str], int] = {}
-        for e in self.entries:
-            if e.matrix and e.matrix.stack and e.rank:
-                key = e.layer, e.matrix.stack
-                largest[key] = max(e.rank, largest.get(key, 0))
-
-        def run(e: Entry) -> Entry:
-            rank = largest.get((e.layer, e.matrix.stack), e.rank) if e.matrix and e.rank else e.rank
-            return e if rank == e.rank else dataclasses.replace(e, rank=rank)
-
-        macs = [(e.macs(False), run(e).macs(True)) for e in self.entries]
+        macs = [(e.macs(False), e.macs(True)) for e in self.entries]
 
         def less_macs(total: int | None, i: int) -> int | None:
             return None if total is None else total - sum(dense[i] - low[i] for dense, low in macs)
