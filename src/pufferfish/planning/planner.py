@@ -59,7 +59,7 @@ def plan(
             have no launch overhead, which outweighs the gain of small layers on a fast GPU. None is "eager" for a
             model on CUDA with an example, and False otherwise. It is also False in a job with several workers, which
             could decide differently: there, set it for the plan of a `Switch`, which makes them agree, or load one
-            plan on all. Times on CUDA are kept in the user's cache folder.
+            plan on all.
         link: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then
             becomes low-rank if that shortens its measured time plus the time to send its gradients.
 

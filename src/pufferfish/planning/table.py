@@ -149,13 +149,8 @@ def _folded_layers(plan: Plan) -> tuple[Table, str]:
 
 
 def _layer_times(plan: Plan) -> dict[str, list[float]]:
-    """Times to show: of all matrices of a layer, and of all layers measured together, at the first of them."""
-    times = {e.layer: list(e.ms) for e in plan.entries if e.ms}
-    for names in plan.shared_inputs:
-        first, *others = [name for name in times if name in names] or [""]
-        for name in others:
-            times[first] = [a + b for a, b in zip(times[first], times.pop(name), strict=True)]
-    return times
+    """Times of the layers, to show at the first matrix of each."""
+    return {e.layer: list(e.ms) for e in plan.entries if e.ms}
 
 
 def _shape(e: Entry) -> str:
