@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning"),  # exporting nn.LSTM
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
     pytest.mark.filterwarnings("ignore:The plan changes:UserWarning"),  # siamese, weight_norm_tcn
-    pytest.mark.filterwarnings("error:the example does not run on meta tensors:UserWarning"),
+    pytest.mark.filterwarnings("error:the example does not run on fake tensors:UserWarning"),
 ]
 
 # Models without factorized layers, and the start of the reason given for every large layer.

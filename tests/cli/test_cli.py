@@ -216,7 +216,7 @@ def test_warnings_name_no_line_of_code(files: str, capsys: pytest.CaptureFixture
         warnings.showwarning = _print_warning  # pytest records warnings instead
         assert main(["plan", f"{files}/does_not_fit.py"]) == 2
     warning, error = capsys.readouterr().err.splitlines()
-    assert warning.startswith("pufferfish: warning: the example does not run on meta tensors")
+    assert warning.startswith("pufferfish: warning: the example does not run on fake tensors")
     assert error.startswith("pufferfish plan: ")
     assert warnings.formatwarning is before
 
