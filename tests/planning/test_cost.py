@@ -330,11 +330,6 @@ def test_totals_of_mixed_dtypes_and_frozen_parameters() -> None:
     assert (found.parameters, found.trainable) == (220 + 105, 220)
     assert (found.parameter_bytes, found.gradient_bytes) == (440 + 420, 440)
     assert found.memory(2) == 860 + 3 * 440
-    assert found.wire_bytes() == 440
-    assert found.wire_bytes("fsdp2") == 2 * 860 + 440
-    assert found.wire_bytes("hsdp", shards=2) == 2 * 860 + 440 + 220
-    with pytest.raises(ValueError, match="'gloo' is not one of ddp, fsdp2, hsdp"):
-        found.wire_bytes("gloo")
 
 
 def test_shared_parameters_count_once() -> None:

@@ -11,20 +11,15 @@ from torch import nn
 import pufferfish as pf
 from pufferfish.planning.json_file import read_json, write_text
 
-TOO_DEEP = "[" * 100_000 + "]" * 100_000
-
 
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
         (b'{"a": 1,\n oops}', r"x\.json:2: not valid JSON: Expecting property name"),
         (b"", r"x\.json:1: not valid JSON: Expecting value"),
-        (TOO_DEEP.encode(), r"x\.json: not valid JSON: nested too deeply"),
-        (b'{"a": ' * 100_000, r"x\.json: not valid JSON: nested too deeply"),
-        (b"9" * 5000, r"x\.json: not valid JSON: Exceeds the limit"),
         (b"\xff\xfe\x00PK", r"x\.json is not a text file"),
     ],
-    ids=["syntax", "empty", "lists", "objects", "digits", "binary"],
+    ids=["syntax", "empty", "binary"],
 )
 def test_what_is_not_json(contents: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(contents)
