@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pufferfish as pf
 from pufferfish.planning.timing import Mode
@@ -132,26 +132,6 @@ def test_bytes_are_weighed_against_time(fake: FakeTimes) -> None:
     model.requires_grad_(False)  # no gradients to send
     fake.table = lambda dense: (1.0, 1.2)
     assert not pf.plan(model, 16, frozen=True, example=X, measure=True, link=1e7).ranks
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_recurrent_layer_stays_dense_unless_its_bytes_count(fake: FakeTimes) -> None:
-    """The library's kernel for the dense layer is faster than ours for a low-rank one."""
-
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.lstm(x)[0])
-            return y
-
-    fake.table = lambda dense: (4.7, 6.5) if isinstance(dense, nn.LSTM) else (2.0, 1.0)
-    x = torch.randn(5, 2, 64)
-    assert list(pf.plan(Tagger(), example=x).ranks) == ["head"]
-    assert list(pf.plan(Tagger(), example=x, link=1e6).ranks) == ["lstm", "head"]
-    assert list(pf.plan(Tagger(), example=x, measure=False).ranks) == ["lstm", "head"]
 
 
 # What is expected.

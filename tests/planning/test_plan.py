@@ -289,12 +289,6 @@ def test_a_plan_applied_twice() -> None:
         pf.factorize_(model, plan)
 
 
-def test_kept_layers_must_fit_too() -> None:
-    plan = pf.plan(net(nn.Linear(64, 64)), keep=["1"])
-    with pytest.raises(ValueError, match="1: the plan is for a weight of 64×64"):
-        pf.factorize_(net(nn.Linear(64, 32)), plan)
-
-
 def test_a_type_that_is_no_longer_registered() -> None:
     model = net(Special(64, 64))
     plan = pf.plan(net(nn.Linear(64, 64)))

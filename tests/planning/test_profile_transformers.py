@@ -1,6 +1,5 @@
 """Models of the transformers package, from small configurations: plans after a run, MACs, memory."""
 
-import resource
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import pufferfish as pf
-from processes import in_processes
 
 transformers = pytest.importorskip("transformers")
 Inputs = dict[str, Tensor]
@@ -140,30 +138,3 @@ def test_a_padded_batch_needs_no_copy(padding: int, device: str) -> None:
     plan = pf.plan(model, example=inputs)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
     assert plan.before.forward_macs == 20 * weights + 2 * 2 * (2 * 10 * 10 * 64)
-
-
-def plan_qwen3(rank: int, size: int) -> None:
-    """Plan Qwen3-0.6B with a padded batch of 2 × 128 tokens, in a process of its own."""
-    config = transformers.Qwen3Config(
-        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True, dtype="bfloat16",
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(config).to_empty(device="cpu").bfloat16()
-    model.tie_weights()
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    held = sum(p.nbytes for p in model.parameters())
-    mask = torch.ones(2, 128, dtype=torch.long)
-    mask[1, 100:] = 0
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert before > held
-    plan = pf.plan(model, example={"input_ids": tokens(2, 128), "attention_mask": mask})
-    extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    assert plan.before.parameters == 596_049_920
-    assert extra < 0.2 * held, f"{extra / held:.2f} of the model"
-
-
-@pytest.mark.slow
-def test_memory_of_a_plan_at_full_size() -> None:
-    in_processes(plan_qwen3, 1)

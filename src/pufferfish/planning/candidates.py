@@ -191,9 +191,6 @@ def _uncovered(name: str, module: nn.Module, reason: str, owners: Owners, embed:
                 note=note,
             )
         )
-    if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
-        shape = tuple(module.weight().shape)  # type: ignore[operator]
-        entries.append(Entry(name=name, layer=name, type=kind, shape=shape, held=0, reason="quantized"))
     if hasattr(module, "parametrizations") and kind.startswith("Parametrized"):
         for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
             original = next(iter(chain.parameters()))
