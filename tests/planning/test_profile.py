@@ -46,6 +46,7 @@ def test_an_example_that_does_not_fit_raises_what_the_model_raises() -> None:
         pf.plan(Adder(), example=torch.randn(5, 41))
 
 
+@pytest.mark.filterwarnings("ignore:the example does not run on fake tensors")
 def test_lazy_models_are_profiled_but_stay_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 64))
     plan = pf.plan(model, example=torch.randn(2, 32))
