@@ -6,7 +6,6 @@ from .compression import compress
 from .distributed.exact import exact_
 from .distributed.finite_guard import FiniteGuard
 from .layers import register
-from .layers.recompute import recompute_
 from .local.local_steps import LocalSteps
 from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
@@ -17,7 +16,7 @@ from .optim.frobenius_decay import FrobeniusDecay
 from .optim.muon import Muon, muon_parameters
 from .planning.plan import Plan
 from .planning.planner import plan, resolve, spectra
-from .planning.rules import Budget, Energy, Fixed, PerExpert, Ratio, Rule, StableRank
+from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
 from .switching.switch import Switch
 
@@ -33,7 +32,6 @@ __all__ = [
     "FrobeniusDecay",
     "LocalSteps",
     "Muon",
-    "PerExpert",
     "Plan",
     "RanksSettle",
     "Ratio",
@@ -55,7 +53,6 @@ __all__ = [
     "muon_parameters",
     "plan",
     "plan_of",
-    "recompute_",
     "register",
     "reshape_",
     "resolve",

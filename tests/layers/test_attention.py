@@ -61,32 +61,28 @@ def additive(mask):
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, float("-inf"))
 
 
-@settings(deadline=None, max_examples=25)
-@given(dense=attentions(), rank=st.integers(1, 4), batched=flag, masked=flag, need_weights=flag)
-def test_all_kinds(dense, rank, batched, masked, need_weights):
+@settings(deadline=None, max_examples=50)
+@given(
+    dense=attentions(),
+    rank=st.integers(1, 4),
+    batched=flag,
+    masks=st.sampled_from(["bool", "float"]),
+    attn_dims=st.sampled_from([None, 2, 3]),
+    padding=flag,
+    weights=st.sampled_from([None, "average", "heads"]),
+)
+def test_all_kinds(dense, rank, batched, masks, attn_dims, padding, weights):
     low_rank = factorized(dense, rank)
     assert type(low_rank) is pf.layers.LowRankMultiheadAttention
-    mask = random_mask("bool", QUERIES, KEYS) if masked else None
-    call = partial_call(attn_mask=mask, need_weights=need_weights)
-    assert_same(low_rank, dense, queries_keys_values(dense, batched), call)
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("masks", ["bool", "float"])
-@pytest.mark.parametrize("attn_dims", [None, 2, 3])
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("weights", [None, "average", "heads"])
-def test_all_arguments(batched, masks, attn_dims, padding, weights):
-    dense = attention(add_bias_kv=True)
     batch = (BATCH,) if batched else ()
-    rows = (math.prod(batch) * HEADS,) if attn_dims == 3 else ()
+    rows = (math.prod(batch) * dense.num_heads,) if attn_dims == 3 else ()
     call = partial_call(
         attn_mask=random_mask(masks, *rows, QUERIES, KEYS) if attn_dims else None,
         key_padding_mask=random_mask(masks, *batch, KEYS) if padding else None,
         need_weights=weights is not None,
         average_attn_weights=weights == "average",
     )
-    assert_same(factorized(dense), dense, queries_keys_values(dense, batched), call)
+    assert_same(low_rank, dense, queries_keys_values(dense, batched), call)
 
 
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}])
@@ -154,15 +150,6 @@ def test_every_matrix_has_its_own_rank():
     low_rank = factorized(dense, 2, overrides={"0.v": 4, "0.out": 1})
     assert low_rank.ranks == {"q": 2, "k": 2, "v": 4, "out": 1}
     assert_same(low_rank, dense, queries_keys_values(dense))
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_dropout_is_on_the_weights_in_training_only(need_weights):
-    dense = attention(dropout=0.5)
-    low_rank, inputs = factorized(dense), queries_keys_values(dense)
-    call = partial_call(need_weights=need_weights)
-    assert not torch.equal(call(low_rank, *inputs)[0], call(low_rank, *inputs)[0])
-    assert_same(low_rank.eval(), dense.eval(), inputs, call)
 
 
 def test_dropped_weights_are_torchs():

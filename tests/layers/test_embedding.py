@@ -92,24 +92,6 @@ def test_the_padding_row_stays_exactly_zero(dtype: torch.dtype, n: int) -> None:
     assert model[0].weight[3].count_nonzero() == 0
 
 
-def test_a_padding_row_with_values_is_approximated_like_others() -> None:
-    model = nn.Sequential(nn.Embedding(50, 16, padding_idx=3))
-    nn.init.normal_(model[0].weight)
-    W = model[0].weight.detach().clone()
-    pf.factorize_(model, pf.plan(model, embed=16, min_saving=-1))
-    torch.testing.assert_close(model[0].weight.detach(), W)
-
-
-def test_factors_are_those_of_the_svd() -> None:
-    model = Text()
-    W = model.embed.weight.detach().double()
-    U, S, V = torch.linalg.svd(W, full_matrices=False)
-    done = pf.factorize_(model, pf.plan(model, embed=8))
-    best = (U[:, :8] * S[:8]) @ V[:8]
-    torch.testing.assert_close(model.embed.weight.detach().double(), best, atol=1e-5, rtol=0)
-    assert done["embed"].error == pytest.approx(float((W - best).norm() / W.norm()), rel=1e-5)
-
-
 def test_momentum_goes_along() -> None:
     """∂down = G up and ∂up = Gᵀ down, for W = down upᵀ."""
     model = Text()
@@ -145,14 +127,6 @@ def test_a_plan_without_embeddings_fits_another_vocabulary() -> None:
     pf.factorize_(large, pf.plan(small, 4))
     with pytest.raises(ValueError, match="0: the plan is for a weight of 200×32"):
         pf.factorize_(nn.Sequential(nn.Embedding(300, 32), nn.Linear(32, 32)), pf.plan(small, 4, embed=4))
-
-
-def test_rules_that_need_the_weights() -> None:
-    model = Text()
-    plan = pf.plan(model, embed=pf.Energy(0.5), multiple=1)
-    assert plan["embed"].rank is None
-    assert 1 < pf.resolve(plan, model)["embed"].rank < 16
-    assert pf.factorize_(model, plan)["embed"].error == pytest.approx(0.5**0.5, rel=0.1)
 
 
 def test_a_budget_may_include_them() -> None:
@@ -249,67 +223,6 @@ def test_files_and_back(tmp_path: Path) -> None:
     again = Text()
     again.load_state_dict(torch.load(tmp_path / "again.pt"))
     torch.testing.assert_close(again(x), model(x))
-
-
-def test_checkpoints_with_a_frozen_low_rank_head(tmp_path: Path) -> None:
-    def build() -> tuple[Text, torch.optim.Optimizer]:
-        model = Text()
-        model.head.weight.requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return model, torch.optim.SGD(trained, 0.1, momentum=0.9)
-
-    model, optimizer = build()
-    pf.factorize_(model, pf.plan(model, 4, embed=8, frozen=True), optimizer)
-    update(model, optimizer, 0)
-    checkpoint = pf.Checkpoint(tmp_path, model, optimizer)
-    checkpoint.save(step=1)
-    checkpoint.close()
-    fresh, other = build()
-    plan = pf.Checkpoint.plan_in(tmp_path)
-    assert plan is not None
-    pf.reshape_(fresh, plan, other)
-    assert pf.Checkpoint(tmp_path, fresh, other).resume() is not None
-    update(model, optimizer, 1)
-    update(fresh, other, 1)
-    assert torch.equal(fresh(ids()), model(ids()))
-    assert not fresh.head.down.weight.requires_grad
-
-
-def test_a_small_llama(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def build() -> Any:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-            pad_token_id=0, tie_word_embeddings=False,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config)
-
-    model, x = build(), ids()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for step in range(6):
-        if step == 2:
-            plan = pf.plan(model, 4, embed=8, example={"input_ids": x})
-            pf.factorize_(model, plan, optimizer)
-            assert pf.plan(model, example={"input_ids": x}).before == plan.after
-        loss = model(x, labels=x).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    assert model.get_input_embeddings().weight.shape == (200, 32)
-    with pytest.raises(ValueError, match=r"resize_token_embeddings: model\.embed_tokens is low-rank"):
-        model.resize_token_embeddings(300)
-    pf.save(model, tmp_path / "saved")
-    loaded = build()
-    pf.load(loaded, tmp_path / "saved")
-    assert torch.equal(loaded(x).logits, model(x).logits)
-    pf.merge_(loaded)
-    assert type(loaded.get_input_embeddings()) is nn.Embedding
-    torch.testing.assert_close(loaded(x).logits, model(x).logits)
 
 
 # Several workers.

@@ -144,20 +144,6 @@ def test_attributes_are_those_of_the_dense_layer(name):
     assert {key: getattr(low_rank, key) for key in public} == public
 
 
-def test_attributes_models_read():
-    assert factorized(nn.Linear(6, 5)).in_features == 6
-    assert factorized(nn.Linear(6, 5)).out_features == 5
-    conv = factorized(nn.Conv2d(4, 6, 3, stride=(1, 2), padding=1, dilation=2, groups=2))
-    assert (conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride) == (4, 6, (3, 3), (1, 2))
-    assert (conv.padding, conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), (2, 2), 2, "zeros")
-    lstm = factorized(nn.LSTM(5, 6, 2, batch_first=True, dropout=0.5))
-    assert (lstm.input_size, lstm.hidden_size, lstm.num_layers, lstm.batch_first) == (5, 6, 2, True)
-    assert (lstm.dropout, lstm.bidirectional, lstm.proj_size, lstm.bias) == (0.5, False, 0, True)
-    mha = factorized(nn.MultiheadAttention(8, 2, dropout=0.5))
-    assert (mha.embed_dim, mha.num_heads, mha.head_dim, mha.batch_first) == (8, 2, 4, False)
-    assert (mha.dropout, mha.kdim, mha.bias_k, mha._qkv_same_embed_dim) == (0.5, 8, None, True)
-
-
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("Linear", "Conv"))])
 @pytest.mark.parametrize("bias", [True, False])
 def test_weight_is_the_product_and_cannot_be_set(name, bias):
@@ -172,18 +158,6 @@ def test_weight_is_the_product_and_cannot_be_set(name, bias):
 
 
 @every_layer
-def test_products_of_all_matrices(name):
-    """`product` and `factors`, which planning and optimizers use, say what the reference says."""
-    low_rank = factorized(build(name)[0])
-    dense = multiplied_out(low_rank)
-    assert low_rank.factors()
-    for matrix, (down, up) in low_rank.factors().items():
-        product = low_rank.product(matrix.name)
-        torch.testing.assert_close(product, dense[matrix.weight][matrix.index])
-        assert down.numel() + up.numel() == matrix.factor_numel(low_rank.ranks[matrix.name])
-
-
-@every_layer
 def test_copies_are_independent(name):
     dense, inputs = build(name)
     low_rank = factorized(dense)
@@ -195,15 +169,6 @@ def test_copies_are_independent(name):
             parameter.add_(1)
     assert not torch.equal(tensors(twin(*inputs))[0], before[0])
     assert_close(tensors(low_rank(*inputs)), before, 0)
-
-
-@every_layer
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_is_kept(name, dtype):
-    dense, _ = build(name, dtype)
-    low_rank = factorized(dense)
-    assert {x.dtype for x in low_rank.parameters()} == {dtype}
-    assert {x.device.type for x in low_rank.parameters()} == {"cpu"}
 
 
 @every_layer
@@ -238,7 +203,9 @@ def test_autocast_gives_the_dense_layers_dtypes(name):
 @every_layer
 def test_dtype_can_be_changed(name):
     dense, inputs = build(name)
-    low_rank = factorized(dense).float()
+    low_rank = factorized(dense)
+    assert {x.dtype for x in low_rank.parameters()} == {torch.float64}
+    low_rank.float()
     assert {x.dtype for x in tensors(low_rank(*(x.float() for x in inputs)))} == {torch.float32}
     assert {x.dtype for x in low_rank.parameters()} == {torch.float32}
 
@@ -249,21 +216,6 @@ def test_the_dense_weight_is_freed():
     pf.factorize_(model, pf.plan(model, rank=2))
     gc.collect()
     assert weight() is None
-
-
-def test_meta_copy():
-    dense = nn.LSTM(5, 6)
-    dense.register_forward_hook(lambda *args: None)
-    copied = layers.meta_copy(dense)
-    assert {x.device.type for x in copied.parameters()} == {"meta"}
-    assert {x.device.type for x in dense.parameters()} == {"cpu"}
-    assert (len(copied._forward_hooks), len(dense._forward_hooks)) == (0, 1)
-
-
-def test_constructor_makes_the_structure_only():
-    low_rank = layers.LowRankLinear(nn.Linear(6, 5), {"": 2})
-    assert {x.device.type for x in low_rank.parameters()} == {"meta"}
-    assert not any("dense" in name for name, _ in low_rank.named_modules())
 
 
 def test_a_replaced_forward_is_refused():
@@ -317,12 +269,7 @@ class Net(nn.Module):
 
 
 @every_layer
-@pytest.mark.parametrize(
-    "optimizer",
-    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 1e-2)],
-    ids=["SGD", "AdamW"],
-)
-def test_training(name, optimizer):
+def test_training(name):
     """Twenty steps beside the reference, which optimizes the same factors through the dense layer."""
     dense, inputs = build(name)
     net = Net(dense, inputs)
@@ -330,7 +277,7 @@ def test_training(name, optimizer):
     theirs = copy.deepcopy(ours)
     losses = []
     for model, run in ((ours, ours), (theirs, reference(theirs, net))):
-        stepper = optimizer(model.parameters())
+        stepper = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(20):
             stepper.zero_grad()
             loss = run(*inputs)

@@ -1,6 +1,5 @@
 """`Matrix`: where a weight lies in its parameter, and where the factors go."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,13 +56,6 @@ def test_to_matrix_by_hand():
     assert turned.to_matrix(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[[1, 4], [2, 5], [3, 6]]]
 
 
-def test_names_of_the_factors():
-    assert (lone := Matrix(name="", weight="weight", shape=(2, 3), m=2, n=3)).down == "down.weight"
-    assert lone.up == "up.weight"
-    assert (part := Matrix(name="q", weight="in_proj_weight", shape=(2, 3), m=2, n=3)).down == "q.down.weight"
-    assert part.up == "q.up.weight"
-
-
 def test_copied_slices():
     k = Matrix(
         name="k", weight="in_proj_weight", start=4, bias="in_proj_bias", bias_start=4, dense="k.weight",
@@ -84,9 +76,3 @@ def test_copied_slices():
     assert turned.copied_slices(factorized=True) == [
         ("bias", (slice(0, 8, 1),), "up.bias")
     ]  # 2 groups × 4 channels
-
-
-def test_full_rank_and_impossible_shapes():
-    assert Matrix(name="", weight="weight", shape=(6, 8), m=3, n=8, blocks=2).full_rank == 3
-    with pytest.raises(AssertionError, match="is not 1 × 3 × 2"):
-        Matrix(name="", weight="weight", shape=(3, 3), m=3, n=2)

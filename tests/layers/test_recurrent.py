@@ -136,13 +136,6 @@ def test_wrong_shapes_are_refused():
         low_rank(packed, (h.repeat(1, 2, 1), c.repeat(1, 2, 1)))
 
 
-def test_flatten_parameters_can_be_called():
-    low_rank = factorized(nn.GRU(IN, HIDDEN))
-    before = low_rank.state_dict()
-    low_rank.flatten_parameters()
-    assert all(torch.equal(value, before[name]) for name, value in low_rank.state_dict().items())
-
-
 @settings(deadline=None, max_examples=25)
 @given(dense=recurrent_layers(), rank=st.integers(1, 3), sizes=st.sampled_from([[3, 3, 3], [3, 2, 1]]))
 def test_the_fused_kernel_gives_what_the_loop_gives(dense, rank, sizes):

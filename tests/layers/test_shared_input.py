@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pufferfish as pf
-from pufferfish.layers import LowRankLinear, SharedInput
 
 
 class Attention(nn.Module):
@@ -111,13 +110,6 @@ def test_activation_checkpointing():
     assert_same(gradients(grouped, x, call=rerun), gradients(alone, x))
 
 
-def test_functional_calls():
-    """With tensors that are no parameters."""
-    grouped, alone, x = pair()
-    other = {name: 2 * p.detach() for name, p in grouped.named_parameters()}
-    assert_same(*([torch.func.functional_call(model, other, (x,))] for model in (grouped, alone)))
-
-
 def test_other_inputs():
     """Layers that are called alone, in another order, twice, or with other tensors."""
     grouped, alone, x = pair()
@@ -174,17 +166,6 @@ def test_modes_that_change_between_calls():
     assert output.requires_grad
     with torch.inference_mode():
         assert_same([grouped.q(x), grouped.v(x)], [alone.q(x), alone.v(x)])
-
-
-def test_weights_that_change_between_steps():
-    grouped, alone, x = pair()
-    for model in (grouped, alone):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    assert_same(grouped.parameters(), alone.parameters())
 
 
 def test_nothing_is_held():
@@ -300,13 +281,6 @@ def test_files_and_structures(tmp_path):
     assert type(fresh.q) is nn.Linear
 
 
-def test_a_group_of_one_is_none():
-    model = Attention()
-    plan = pf.plan(model, 2, keep=["k", "v"], example=torch.randn(3, 16, dtype=torch.float64))
-    pf.factorize_(model, plan)
-    assert model.q._shared_input is None
-
-
 def test_equal_values_are_not_the_same_tensor():
     class Apart(Attention):
         def forward(self, x):
@@ -329,12 +303,6 @@ def test_multihead_attention(batch_first, batched):
     assert products(lambda: attention(x, other, x.clone())) - products(lambda: attention(x, x, x)) == 2
     torch.testing.assert_close(attention(x, x, x), attention(x, other, x.clone()))
     assert pf.plan_of(model).shared_inputs == ()
-
-
-def test_layers_of_different_models():
-    q, k = (LowRankLinear(nn.Linear(8, 8), {"": 2}).to_empty(device="cpu") for _ in range(2))
-    shared = SharedInput([q, k])
-    assert shared.first_product(LowRankLinear(nn.Linear(8, 8), {"": 2}), torch.randn(2, 8)) is None
 
 
 def test_cross_attention():

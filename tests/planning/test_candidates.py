@@ -323,18 +323,6 @@ def test_a_parametrized_child_of_a_layer() -> None:
     assert set(reasons(model).values()) == {"parametrized: remove the parametrization first"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_torchs_own_quantized_layers() -> None:
-    from torch.ao.quantization import quantize_dynamic
-
-    model = quantize_dynamic(nn.Sequential(nn.Linear(64, 64), nn.Conv2d(32, 64, 3)))
-    plan = pf.plan(model)
-    assert plan["0"].reason == "quantized"
-    assert plan["0"].shape == (64, 64)
-    assert plan["1"].rank == 16
-    assert plan.before.parameters == 64 * 32 * 9 + 64
-
-
 def test_lora_of_peft() -> None:
     peft = pytest.importorskip("peft")
     model = nn.Sequential()

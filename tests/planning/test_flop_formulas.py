@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pufferfish.planning.flop_formulas import flop_formulas
-from pufferfish.planning.known_values import KnownValues
 
 ROWS, N, M, GROUPS = 48, 16, 8, 4
 
@@ -34,13 +33,9 @@ def operands(dtype: torch.dtype, stored: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("stored", ["as used", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_grouped_products(device: str, dtype: torch.dtype, stored: str) -> None:
-    rows, weight, ends = (
-        x.detach().to(device).requires_grad_(x.requires_grad) for x in operands(dtype, stored)
-    )
-    with KnownValues():
-        counted = macs(lambda: F.grouped_mm(rows, weight.mT if stored == "transposed" else weight, offs=ends))
+def test_grouped_products(dtype: torch.dtype, stored: str) -> None:
+    rows, weight, ends = operands(dtype, stored)
+    counted = macs(lambda: F.grouped_mm(rows, weight.mT if stored == "transposed" else weight, offs=ends))
     assert counted == (ROWS * N * M, 2 * ROWS * N * M)
 
 

@@ -1,37 +1,20 @@
-"""Measured plans: who is measured and when, layers that are measured together, bytes over a link, the cache, what is expected."""
+"""Measured plans: who is measured and when, bytes over a link, what is expected."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pufferfish as pf
-from pufferfish.layers import SharedInput
-from pufferfish.layers.fused_product import MIN_ROWS
-from pufferfish.planning.table import plan_table
-from pufferfish.planning.timing import Mode, Together
+from pufferfish.planning.timing import Mode
 
 #: Milliseconds of a layer, dense and low-rank.
 Table = Callable[[nn.Module], tuple[float, float]]
-
-
-class Attention(nn.Module):
-    """Three projections that read the same tensor; one of them is too small to be low-rank."""
-
-    def __init__(self, values: int = 64) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(64, 128), nn.Linear(64, 64), nn.Linear(64, values)
-        self.out = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.q(x).sum() + self.out(self.k(x)) + self.v(x).sum()
-        return y
 
 
 class FakeTimes:
@@ -61,11 +44,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `plan` take this machine for one with a GPU."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("pufferfish.planning.planner._on_cuda", lambda model: True)
-    monkeypatch.setattr("pufferfish.planning.measured_times._gpu_name", lambda device: "GPU")
 
 
 X = torch.randn(8, 64, requires_grad=True)  # as the inputs of all but the first layer
@@ -129,49 +110,6 @@ def test_a_given_plan_is_not_overridden(fake: FakeTimes) -> None:
     assert len(switch.report.plan.ranks) == 3
 
 
-# Layers that read the same tensor.
-
-
-def test_layers_with_the_same_input_are_measured_and_decided_about_together(fake: FakeTimes) -> None:
-    def together(dense: nn.Module) -> tuple[float, float]:
-        return (4.0, 5.0) if isinstance(dense, Together) else (2.0, 1.0)
-
-    fake.table = together
-    plan = pf.plan(Attention(values=2), 16, example=X, measure=True)
-    assert plan.shared_inputs == (("q", "k", "v"),)
-    assert list(plan.ranks) == ["out"]
-    # v cannot be low-rank, so it is not in the group.
-    (group, low_rank, _), (alone, *_) = fake.measured
-    assert isinstance(group, Together)
-    assert isinstance(low_rank, Together)
-    assert [layer.out_features for layer in group.layers] == [128, 64]
-    assert all(isinstance(layer._shared_input, SharedInput) for layer in low_rank.layers)
-    assert isinstance(alone, nn.Linear)
-    assert plan["q"].reason == "slower when measured: 4 ms dense, 5 ms low-rank (q, k together)"
-    assert plan["k"].reason == plan["q"].reason
-    assert plan["v"].reason.startswith("not smaller")
-    # The parts of a group add up to its time, which the table shows once.
-    assert plan["q"].ms == pytest.approx((4 * 2 / 3, 5 * 2 / 3))
-    assert plan["k"].ms == pytest.approx((4 / 3, 5 / 3))
-    assert plan["v"].ms is None
-    shown = {line.split()[0]: line for line in str(plan).splitlines()[1:5]}
-    assert "4→5" in shown["q"]
-    assert "→" not in shown["k"]
-
-    fake.table = lambda dense: (4.0, 3.0)
-    assert list(pf.plan(Attention(), 16, example=X, measure=True).ranks) == ["q", "k", "v", "out"]
-
-
-def test_a_measured_group_computes_with_one_product() -> None:
-    """The real measurement runs copies of the layers in one group."""
-    plan = pf.plan(Attention(), 16, example=X, measure=True)
-    times = [plan[name].ms for name in "qkv"]
-    assert all(ms and ms[0] > 0 and ms[1] > 0 for ms in times)
-    ratios = [ms[1] / ms[0] for ms in times if ms]
-    assert ratios == pytest.approx(ratios[:1] * 3)
-    assert len({plan[name].rank for name in "qkv"}) == 1
-
-
 def test_the_time_of_a_layer_is_that_of_all_its_calls(fake: FakeTimes) -> None:
     layer = nn.Linear(64, 64)
     plan = pf.plan(nn.Sequential(layer), 16, example=lambda m: m(m(m(X))), measure=True)
@@ -194,191 +132,6 @@ def test_bytes_are_weighed_against_time(fake: FakeTimes) -> None:
     model.requires_grad_(False)  # no gradients to send
     fake.table = lambda dense: (1.0, 1.2)
     assert not pf.plan(model, 16, frozen=True, example=X, measure=True, link=1e7).ranks
-
-
-def test_bytes_of_a_group_count_together(fake: FakeTimes) -> None:
-    """q saves 20,480 bytes, k and v 8,192 each: 3.6864 ms at 10 MB/s."""
-    for ms, low_rank in ((4.68, True), (4.69, False)):
-        fake.table = lambda dense, ms=ms: (1.0, ms) if isinstance(dense, Together) else (1.0, 9.0)  # type: ignore[misc]
-        plan = pf.plan(Attention(), 16, example=X, measure=True, link=1e7)
-        assert list(plan.ranks) == ["q", "k", "v"] * low_rank
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_recurrent_layer_stays_dense_unless_its_bytes_count(fake: FakeTimes) -> None:
-    """The library's kernel for the dense layer is faster than ours for a low-rank one."""
-
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.lstm(x)[0])
-            return y
-
-    fake.table = lambda dense: (4.7, 6.5) if isinstance(dense, nn.LSTM) else (2.0, 1.0)
-    x = torch.randn(5, 2, 64)
-    assert list(pf.plan(Tagger(), example=x).ranks) == ["head"]
-    assert list(pf.plan(Tagger(), example=x, link=1e6).ranks) == ["lstm", "head"]
-    assert list(pf.plan(Tagger(), example=x, measure=False).ranks) == ["lstm", "head"]
-
-
-# The cache.
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_layer_is_measured_once_per_gpu(fake: FakeTimes) -> None:
-    def measured(build: Callable[[], nn.Module] = Attention, x: Tensor = X, **options: Any) -> int:
-        fake.measured.clear()
-        fake.steps.clear()
-        plan = pf.plan(build(), **{"rank": 16, "example": x} | options)
-        assert plan.speedup is not None
-        return len(fake.measured) + len(fake.steps)
-
-    assert measured() == 3  # q, k and v together; out; the whole step
-    assert measured() == 0
-    assert measured(link=1e9) == 0
-    assert measured(rank=8) == 2  # the dense step is the same
-    assert measured(measure="compile") == 3
-    assert measured(measure="graph") == 3
-    assert measured(x=torch.randn(16, 64, requires_grad=True)) == 3
-    assert measured(x=X.detach()) == 2  # the input of `out` is the same
-    assert measured(x=torch.randn(64, 8).t()) == 2
-    assert measured(lambda: Attention().eval()) == 3
-    assert measured(lambda: Attention().double(), X.detach().double().requires_grad_()) == 3
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert measured() == 3
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert measured() == 3
-    assert measured() == 0
-
-
-def test_times_of_a_cpu_are_measured_again(fake: FakeTimes) -> None:
-    for _ in range(2):
-        pf.plan(linears(3), 16, example=X, measure=True)
-    assert len(fake.measured) == 2  # equal layers once a plan
-
-
-# One kernel for both products.
-
-
-def half(n: int = 1) -> nn.Module:
-    return linears(n).bfloat16()
-
-
-MANY = torch.randn(MIN_ROWS, 64, dtype=torch.bfloat16, requires_grad=True)
-
-
-def faster_if_fused(fake: FakeTimes) -> Table:
-    """Times of the layer that is measured: 2 ms dense, 1 ms low-rank, 0.5 ms low-rank in one kernel."""
-    return lambda dense: (2.0, 0.5 if getattr(fake.measured[-1][1], "_fused", False) else 1.0)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_fused_kernel_is_used_where_it_is_faster(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-    model = half(2)
-    plan = pf.plan(model, 16, overrides={"1": 24}, example=MANY)
-    assert [e.fused for e in plan] == [True, False]  # the kernel takes multiples of 16
-    assert [e.ms for e in plan] == [(2.0, 0.5), (2.0, 1.0)]
-    assert [mode for *_, mode in fake.measured] == ["eager"] * 3
-    shown = {line.split()[0]: line for line in plan_table(plan).splitlines()[1:3]}
-    assert "fused kernel" in shown["0"]
-    assert "fused" not in shown["1"]
-    fake.measured.clear()
-    assert pf.plan(model, 16, overrides={"1": 24}, example=MANY) == plan
-    assert not fake.measured  # from the cache
-    loaded = pf.Plan.from_json(plan.to_json())
-    assert loaded == plan
-    assert [e.fused for e in pf.factorize_(model, loaded)] == [True, False]
-    assert [layer._fused for layer in model] == [True, False]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_two_products_stay_where_they_are_faster(fake: FakeTimes) -> None:
-    """The dense layer is the reference of both: 1.5 of 4 ms is more than 0.7 of 2 ms."""
-    fake.table = lambda dense: (4.0, 1.5) if fake.measured[-1][1]._fused else (2.0, 0.7)
-    plan = pf.plan(half(), 16, example=MANY)
-    assert len(fake.measured) == 2
-    assert (plan["0"].fused, plan["0"].ms) == (False, (2.0, 0.7))
-    fake.table = lambda dense: (1.0, 3.0) if fake.measured[-1][1]._fused else (1.0, 4.0)
-    dense = pf.plan(half(), 16, example=MANY.detach())["0"]
-    assert (dense.rank, dense.fused) == (None, False)
-    assert dense.reason == "slower when measured: 1 ms dense, 3 ms low-rank"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_kernel_that_fails_is_not_used(fake: FakeTimes) -> None:
-    def table(dense: nn.Module) -> tuple[float, float]:
-        _, low_rank, mode = fake.measured[-1]
-        if low_rank._fused and mode == "graph":
-            raise RuntimeError("out of resources")
-        return 2.0, 0.5 if low_rank._fused else 1.0
-
-    fake.table = table
-    with pytest.warns(UserWarning, match="0, fused kernel: cannot be measured in mode 'graph'"):
-        plan = pf.plan(half(), 16, example=MANY, measure="graph")
-    assert (plan["0"].fused, plan["0"].ms) == (False, (2.0, 1.0))  # not the eager time of the kernel
-
-
-@pytest.mark.usefixtures("gpu")
-def test_where_the_fused_kernel_is_not_measured(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-
-    def fused(model: nn.Module, x: Tensor, rank: Any = 16, **options: Any) -> bool:
-        plan = pf.plan(model, rank, example=x, **options)
-        assert any(getattr(layer, "_fused", False) for _, layer, _ in fake.measured) == any(
-            e.fused for e in plan
-        )
-        fake.measured.clear()
-        return any(e.fused for e in plan)
-
-    assert not fused(half(), MANY[:-1])  # few rows
-    assert not fused(linears(), MANY.detach().float())
-    assert not fused(half(), MANY, pf.Energy(0.5))  # the rank is not known yet
-    assert not fused(Attention().bfloat16(), MANY, only=["q", "k"])  # they share their first product
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fused(linears(), MANY.detach().float())
-    assert fused(half(), MANY)
-
-
-def test_without_a_gpu_the_fused_kernel_is_not_measured(fake: FakeTimes) -> None:
-    fake.table = faster_if_fused(fake)
-    assert not pf.plan(half(), 16, example=MANY, measure=True)["0"].fused
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_choice_of_the_kernel_goes_along(fake: FakeTimes, tmp_path: Path) -> None:
-    """Into fresh structures, files, the switch and back; not to another rank."""
-    fake.table = faster_if_fused(fake)
-    model = half()
-    plan = pf.plan(model, 16, example=MANY)
-    assert plan["0"].fused
-    fresh = half()
-    pf.reshape_(fresh, pf.resolve(plan, fresh))
-    assert fresh[0]._fused  # type: ignore[index]
-    switch = pf.Switch(plan, when=pf.AtStep(0))
-    assert switch.step(model, torch.optim.SGD(model.parameters(), 0.1), step=0)
-    assert model[0]._fused  # type: ignore[index]
-    assert pf.plan_of(model)["0"].fused
-    pf.save(model, tmp_path / "saved")
-    loaded = half()
-    pf.load(loaded, tmp_path / "saved")
-    assert loaded[0]._fused  # type: ignore[index]
-    pf.merge_(loaded)
-    assert not pf.plan_of(loaded)["0"].fused
-
-    assert plan["0"].with_rank(32).fused is False
-    explicit = half()
-    pf.factorize_(explicit, pf.plan(explicit, 16))
-    assert not explicit[0]._fused  # type: ignore[index]
-    data = plan.as_data()
-    del data["entries"][0]["fused"]  # a plan saved by an earlier version
-    assert not pf.Plan.from_data(data)["0"].fused
 
 
 # What is expected.
@@ -405,9 +158,6 @@ def test_without_times_nothing_is_expected(fake: FakeTimes) -> None:
     plan = pf.plan(linears(), example=X)
     assert plan.speedup is None
     assert "expected" not in str(plan)
-    data = plan.as_data()
-    del data["measured"]  # a plan saved by an earlier version
-    assert pf.Plan.from_data(data) == plan
     unresolved = pf.plan(linears(), pf.Energy(0.5), example=X, measure=True)
     assert "expected" not in str(unresolved)
     assert "expected" in str(pf.resolve(unresolved, linears()))
@@ -440,6 +190,16 @@ def test_what_cannot_be_measured_in_a_mode_is_measured_eagerly(fake: FakeTimes) 
         plan = pf.plan(linears(), example=X, measure=True)
     assert len(plan.ranks) == 2
     assert plan.measured == {}
+
+
+@pytest.mark.gpu
+def test_after_a_failed_capture_nothing_is_measured_eagerly(fake: FakeTimes) -> None:
+    def fails(dense: nn.Module) -> tuple[float, float]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    fake.table = fails
+    with pytest.raises(RuntimeError, match=r"^0: cannot be measured in mode 'graph' .*; keep it dense"):
+        pf.plan(linears().cuda(), example=X.detach().cuda(), measure="graph")
 
 
 def test_a_step_that_can_only_be_measured_eagerly(fake: FakeTimes, monkeypatch: pytest.MonkeyPatch) -> None:

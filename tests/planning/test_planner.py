@@ -75,12 +75,6 @@ def test_a_string_is_not_a_list_of_patterns(option: str) -> None:
         pf.plan(nn.Sequential(nn.Linear(64, 64)), **{option: "fc"})
 
 
-def test_patterns_may_match_what_stays_anyway() -> None:
-    assert reasons(nn.Sequential(nn.Embedding(9, 64), nn.Linear(64, 64)), keep=["0"])["0"].startswith(
-        "embedding"
-    )
-
-
 # Arguments of the wrong type.
 
 

@@ -84,8 +84,7 @@ def test_a_compiled_plan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
-def test_modes_on_a_gpu(mode: Mode, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_modes_on_a_gpu(mode: Mode) -> None:
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096)).cuda()
     x = torch.randn(8192, 64, device="cuda")
     plan = pf.plan(model, 0.125, example=x, measure=mode)
@@ -95,38 +94,12 @@ def test_modes_on_a_gpu(mode: Mode, tmp_path: Any, monkeypatch: pytest.MonkeyPat
     assert plan.measured["step_ms"] > plan["2"].ms[1]
     assert plan.speedup is not None
     assert plan.speedup > 1
-    (file,) = (tmp_path / "pufferfish").iterdir()
-    written = file.read_bytes()
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", None)
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_step", None)
-    assert pf.plan(model, 0.125, example=x, measure=mode) == plan
-    assert file.read_bytes() == written
-    if mode == "eager":
-        assert pf.plan(model, 0.125, example=x) == plan  # the default
 
 
 @pytest.mark.gpu
-def test_recurrent_layers_are_not_slower_by_default(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_recurrent_layers_are_not_slower_by_default() -> None:
     model, x = nn.Sequential(nn.LSTM(256, 256)).cuda(), torch.randn(64, 16, 256, device="cuda")
     plan = pf.plan(model, 0.25, example=lambda m: m[0](x)[0])
     assert all(e.ms for e in plan)
     assert bool(plan.ranks) == (plan.entries[0].ms[1] < plan.entries[0].ms[0])  # type: ignore[index]
     assert len(pf.plan(model, 0.25, example=lambda m: m[0](x)[0], link=1e3).ranks["0"]) == 2
-
-
-class ReadsAValue(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1.0 if x.sum().item() < 1e9 else 0.5)
-
-
-@pytest.mark.gpu
-def test_a_failed_capture_is_undone() -> None:
-    """Eager code goes on: on the same stream, with generators that draw."""
-    model, x = nn.Sequential(nn.Linear(64, 64), ReadsAValue(), nn.Dropout()).cuda(), X.cuda()
-    stream = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError, match="captur"):
-        measure_step(model, x, "graph")
-    assert torch.cuda.current_stream() == stream
-    assert 0 < measure_step(model, x, "eager") < 1000
-    assert nn.functional.dropout(x).isfinite().all()

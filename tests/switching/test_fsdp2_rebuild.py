@@ -274,9 +274,6 @@ CASES = {
 TWO = {
     "shared-inputs-momentum": on_mesh(check_like_ddp, SelfAttention, momentum, shard=fully_shard),
     "mixture-adamw": on_mesh(check_like_ddp, mixture, adamw),
-    "mixture-momentum-per-expert": on_mesh(
-        check_like_ddp, mixture, momentum, rank=pf.PerExpert(pf.Energy(0.5))
-    ),
     "image-rmsprop-automatic": on_mesh(check_like_ddp, image_net, rmsprop, rank=None),
     "image-adagrad-reset": on_mesh(check_like_ddp, image_net, adagrad, state="reset"),
     "wrappers": on_mesh(wrappers_are_looked_through),

@@ -105,34 +105,6 @@ def _translation() -> Inputs:
     return (source, target), {"source_padding": padding}
 
 
-class MixerBlock(nn.Module):
-    """An MLP over tokens (Linear on the transposed input), then one over channels."""
-
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.tokens = nn.Sequential(nn.Linear(count, 2 * count), nn.GELU(), nn.Linear(2 * count, count))
-        self.channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.channels(self.norm2(x))
-
-
-class Mixer(nn.Module):
-    """MLP-Mixer: Linear layers on non-contiguous, transposed activations."""
-
-    def __init__(self, width: int = 96) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, width, 4, 4)
-        self.blocks = nn.Sequential(MixerBlock(64, width), MixerBlock(64, width))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.patch(x).flatten(2).transpose(1, 2))
-        return self.head(self.norm(x).mean(1))
-
-
 class LoraLinear(nn.Module):
     """peft's LoRA layer: a frozen base_layer, adapters by name in ModuleDicts, weight passed through."""
 
@@ -167,9 +139,7 @@ def vit_lora() -> nn.Module:
 
 
 CASES = {
-    "vit": Case(build=ViT, inputs=normal((2, 3, 32, 32))),
     "vit_encoder": Case(build=ViTEncoder, inputs=normal((2, 3, 32, 32))),
     "seq2seq_transformer": Case(build=Seq2SeqTransformer, inputs=_translation),
-    "mlp_mixer": Case(build=Mixer, inputs=normal((2, 3, 32, 32))),
     "vit_lora": Case(build=vit_lora, inputs=normal((2, 3, 32, 32))),
 }

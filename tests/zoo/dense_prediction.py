@@ -96,79 +96,8 @@ class WaveNet(nn.Module):
         return self.end(total)
 
 
-class SEANet(nn.Module):
-    """SEANet/EnCodec: strided Conv1d down, LSTM in the middle, ConvTranspose1d up with kernel 2 x stride."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        strides = (2, 3)
-        enc: list[nn.Module] = [nn.Conv1d(1, width, 7, padding=3)]
-        for s in strides:
-            enc += [self.Residual(width), nn.ELU(), nn.Conv1d(width, width, 2 * s, s, padding=(s + 1) // 2)]
-        self.encoder = nn.Sequential(*enc)
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        dec: list[nn.Module] = []
-        for s in reversed(strides):
-            up = nn.ConvTranspose1d(width, width, 2 * s, s, padding=(s + 1) // 2, output_padding=s % 2)
-            dec += [nn.ELU(), up, self.Residual(width)]
-        self.decoder = nn.Sequential(*dec, nn.ELU(), nn.Conv1d(width, 1, 7, padding=3))
-
-    class Residual(nn.Module):
-        """Dilated 3-tap convolution and a 1-tap one around an identity."""
-
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.dilated = nn.Conv1d(width, width, 3, padding=2, dilation=2)
-            self.pointwise = nn.Conv1d(width, width, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.pointwise(F.elu(self.dilated(F.elu(x))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.encoder(x).transpose(1, 2)
-        return self.decoder((z + self.lstm(z)[0]).transpose(1, 2))
-
-
-def dcgan_generator() -> nn.Module:
-    """DCGAN generator: transposed convolutions only, the first one from a 1x1 map, no bias, tanh."""
-    layers: list[nn.Module] = []
-    for cin, cout, stride, pad in ((64, 128, 1, 0), (128, 128, 2, 1), (128, 64, 2, 1)):
-        conv = nn.ConvTranspose2d(cin, cout, 4, stride, pad, bias=False)
-        layers += [conv, nn.BatchNorm2d(cout), nn.ReLU(True)]
-    return nn.Sequential(*layers, nn.ConvTranspose2d(64, 3, 4, 2, 1, bias=False), nn.Tanh())
-
-
-class SpaceToDepth(nn.Module):
-    """ESPCN-like restoration: pixel (un)shuffle, reflect, replicate and circular padding, "same", "valid"."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.squeeze, self.expand = nn.PixelUnshuffle(2), nn.PixelShuffle(2)
-        self.enter = nn.Conv2d(12, width, 3, padding=1, padding_mode="reflect")
-        self.body = nn.ModuleList(
-            [
-                nn.Conv2d(width, width, (3, 5), padding="same", dilation=(2, 1)),
-                nn.Conv2d(width, width, 4, padding="same", padding_mode="reflect"),
-                nn.Conv2d(width, width, 3, padding=(1, 2), dilation=(1, 2), padding_mode="replicate"),
-                nn.Conv2d(width, width, (5, 1), padding=(2, 0), padding_mode="circular"),
-            ]
-        )
-        self.valid = nn.Conv2d(width, width, 3, padding="valid")
-        self.leave = nn.Conv2d(width, 12, 3, padding="same", padding_mode="reflect")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.enter(self.squeeze(x))
-        for conv in self.body:
-            y = y + F.relu(conv(y))
-        y = y + F.relu(F.pad(self.valid(y), (1, 1, 1, 1)))
-        return x + self.expand(self.leave(y))
-
-
 CASES = {
     "unet": Case(build=UNet, inputs=normal((2, 3, 22, 30))),
     "unet3d": Case(build=UNet3d, inputs=normal((1, 1, 8, 8, 8))),
     "wavenet": Case(build=WaveNet, inputs=normal((2, 1, 96))),
-    "seanet": Case(build=SEANet, inputs=normal((2, 1, 96))),
-    "dcgan_generator": Case(build=dcgan_generator, inputs=normal((4, 64, 1, 1))),
-    "space_to_depth": Case(build=SpaceToDepth, inputs=normal((2, 3, 24, 32))),
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .case import Inputs, generator
-from .hf_case import DECODER, VOCAB, hf_case, image, padded_text, random_ids, text
+from .hf_case import DECODER, VOCAB, hf_case, padded_text, random_ids, text
 
 
 def _two_texts() -> Inputs:
@@ -65,19 +65,6 @@ _T5: dict[str, Any] = {
     "use_cache": False,
     "decoder_start_token_id": 0,
 }
-_DISTILBERT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "dim": 64,
-    "hidden_dim": 128,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "qa_dropout": 0.0,
-    "seq_classif_dropout": 0.0,
-    "initializer_range": 0.1,
-}
 _ENCODER_DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 64,
@@ -122,8 +109,6 @@ CASES = {
     "hf_gpt2": hf_case("GPT2LMHeadModel", "GPT2Config", text, **_GPT2),
     # Encoder and decoder sharing one embedding, relative-position bias, gated feed-forward without bias.
     "hf_t5": hf_case("T5ForConditionalGeneration", "T5Config", _two_texts, **_T5),
-    # Rotary positions, grouped-query attention (k and v narrower), SwiGLU, untied output layer.
-    "hf_llama": hf_case("LlamaForCausalLM", "LlamaConfig", text, **DECODER),
     # The same with hidden states as outputs: transformers installs hooks in the model and a flag that says so.
     "hf_llama_states": hf_case("LlamaForCausalLM", "LlamaConfig", _text_with_states, **DECODER),
     # Linear layers of its own type, one for query, key and value; attention and feed-forward in parallel.
@@ -134,26 +119,12 @@ CASES = {
         linear="transformers.models.falcon.modeling_falcon.FalconLinear",
         **{k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "intermediate_size")},
     ),
-    # As Llama, but with bias on q, k, v only, a padding mask and a tied output layer.
-    "hf_qwen2": hf_case("Qwen2ForCausalLM", "Qwen2Config", padded_text, tie_word_embeddings=True, **DECODER),
-    # Attention over a sliding window, head_dim that is not hidden_size / heads.
-    "hf_mistral": hf_case(
-        "MistralForCausalLM", "MistralConfig", text, sliding_window=4, head_dim=32, **DECODER
-    ),
-    # Sequence classification from the first token; q_lin, k_lin, v_lin, out_lin names.
-    "hf_distilbert": hf_case(
-        "DistilBertForSequenceClassification", "DistilBertConfig", padded_text, **_DISTILBERT
-    ),
     # One layer used at every depth, and an embedding that is already factorized.
     "hf_albert": hf_case(
         "AlbertForMaskedLM",
         "AlbertConfig",
         padded_text,
         **_BERT | {"embedding_size": 32, "num_hidden_layers": 3},
-    ),
-    # Patch convolution and raw token and position Parameters inside an embeddings module.
-    "hf_vit": hf_case(
-        "ViTForImageClassification", "ViTConfig", image, **_BERT | {"image_size": 32, "patch_size": 8}
     ),
     # Conv1d front end, encoder-decoder, k_proj without bias, frozen sinusoidal positions.
     "hf_whisper": hf_case(
@@ -164,11 +135,4 @@ CASES = {
     ),
     # Strided Conv1d feature encoder on raw audio, grouped and weight-normalized positional convolution.
     "hf_wav2vec2": hf_case("Wav2Vec2ForCTC", "Wav2Vec2Config", _waveform, **_WAV2VEC2),
-    # Post-norm encoder-decoder with learned positions, embedding shared by encoder, decoder and output.
-    "hf_bart": hf_case(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        _two_texts,
-        **_ENCODER_DECODER | {"max_position_embeddings": 32, "forced_eos_token_id": None},
-    ),
 }

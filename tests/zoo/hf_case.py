@@ -60,7 +60,3 @@ def padded_text() -> Inputs:
 
 def text() -> Inputs:
     return (), {"input_ids": random_ids(generator(), 2, 10)}
-
-
-def image() -> Inputs:
-    return (), {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator())}

@@ -4,12 +4,6 @@ from typing import Any
 
 from .hf_case import DECODER, hf_case, padded_text, text
 
-_QWEN3: dict[str, Any] = DECODER | {
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 _DEEPSEEK: dict[str, Any] = DECODER | {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -53,16 +47,10 @@ CASES = {
     "hf_mixtral": hf_case(
         "MixtralForCausalLM", "MixtralConfig", text, num_local_experts=4, num_experts_per_tok=2, **DECODER
     ),
-    # Narrow experts, whose gate and up are matrices of their own.
-    "hf_qwen3_moe": hf_case("Qwen3MoeForCausalLM", "Qwen3MoeConfig", padded_text, **_QWEN3),
     # Groups of experts and a shared one, a dense first layer, attention whose projections are low-rank by design.
     "hf_deepseek_v3": hf_case("DeepseekV3ForCausalLM", "DeepseekV3Config", padded_text, **_DEEPSEEK),
     # Experts stored transposed, with gate and up interleaved and with biases.
     "hf_gpt_oss": hf_case("GptOssForCausalLM", "GptOssConfig", padded_text, **_GPT_OSS),
-    # The same with gate and up as matrices of their own.
-    "hf_gpt_oss_narrow": hf_case(
-        "GptOssForCausalLM", "GptOssConfig", padded_text, **_GPT_OSS | {"intermediate_size": 32}
-    ),
     # Experts without a gate.
     "hf_nemotron_h": hf_case("NemotronHForCausalLM", "NemotronHConfig", padded_text, **_NEMOTRON),
     # Every expert computes every token; rows arrive sorted by expert.

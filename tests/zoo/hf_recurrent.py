@@ -11,19 +11,10 @@ def _short_text() -> Inputs:
 
 
 _COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "use_cache": False}
-_MAMBA2: dict[str, Any] = {
-    "state_size": 16,
-    "num_heads": 8,
-    "head_dim": 16,
-    "n_groups": 2,
-    "chunk_size": 8,
-}
 
 CASES = {
     # Uses the weight of a Linear without calling the layer: that one stays dense.
     "hf_mamba": hf_case("MambaForCausalLM", "MambaConfig", padded_text, state_size=8, **_COMMON),
-    # Asks a Linear's weight for its dtype; scans by chunks.
-    "hf_mamba2": hf_case("Mamba2ForCausalLM", "Mamba2Config", padded_text, **_COMMON, **_MAMBA2),
     # Time mixing in a loop. By default it divides weights in eval mode, which low-rank layers refuse.
     "hf_rwkv": hf_case("RwkvForCausalLM", "RwkvConfig", _short_text, rescale_every=0, **_COMMON),
 }

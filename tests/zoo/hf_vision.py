@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .case import Inputs, all_tensors, generator
-from .hf_case import DECODER, hf_case, image, random_ids
+from .hf_case import DECODER, hf_case, random_ids
 
 _IMAGE_TOKEN = 3
 
@@ -22,7 +22,7 @@ def _image_in_text() -> Inputs:
 def _padded_image() -> Inputs:
     mask = torch.ones(2, 32, 32, dtype=torch.long)
     mask[1, :, 20:] = 0
-    return (), image()[1] | {"pixel_mask": mask}
+    return (), {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator()), "pixel_mask": mask}
 
 
 _LLAVA: dict[str, Any] = {
@@ -39,21 +39,6 @@ _LLAVA: dict[str, Any] = {
     "text_config": {"model_type": "llama", **DECODER},
     "image_token_index": _IMAGE_TOKEN,
     "vision_feature_layer": -1,
-}
-_SEGFORMER: dict[str, Any] = {
-    "num_encoder_blocks": 2,
-    "depths": [1, 1],
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [32, 64],
-    "patch_sizes": [7, 3],
-    "strides": [4, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 64,
-    "num_labels": 10,
-    "classifier_dropout_prob": 0.0,
-    "drop_path_rate": 0.0,
-    "initializer_range": 0.1,
 }
 _DETR: dict[str, Any] = {
     "backbone_config": {
@@ -80,8 +65,6 @@ _DETR: dict[str, Any] = {
 CASES = {
     # Images and text: image features replace the tokens that mark them, at places known from the values of the ids.
     "hf_llava": hf_case("LlavaForConditionalGeneration", "LlavaConfig", _image_in_text, **_LLAVA),
-    # Pyramid of transformer stages with depthwise convolutions; keys and values of fewer positions.
-    "hf_segformer": hf_case("SegformerForSemanticSegmentation", "SegformerConfig", image, **_SEGFORMER),
     # Convolutional backbone, partly frozen; encoder-decoder with queries; heads for classes and boxes.
     "hf_detr": hf_case("DetrForObjectDetection", "DetrConfig", _padded_image, all_tensors, **_DETR),
 }

@@ -19,8 +19,7 @@ A built-in model keeps the paper's full-rank layers unless --keep is given, and
 its ranks are not rounded unless --multiple is given.
 
 With --device cuda the layers are timed, and those that would be slower stay
-dense: give --measure the mode that the job runs in. Times are kept in the
-user's cache folder.
+dense: give --measure the mode that the job runs in.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Low-rank layers: ordinary modules with two ordinary children, `down` and `up`."""
 
 from .attention import LowRankMultiheadAttention
-from .base import LowRank, low_rank_type, matrices_of, meta_copy, register
+from .base import LowRank, low_rank_type, meta_copy, register
 from .conv import LowRankConv, LowRankConvTranspose
 from .embedding import LowRankEmbedding
 from .experts import LowRankExperts
@@ -30,7 +30,6 @@ __all__ = [
     "Routing",
     "SharedInput",
     "low_rank_type",
-    "matrices_of",
     "meta_copy",
     "register",
 ]

@@ -4,7 +4,7 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -75,7 +75,7 @@ class LowRank(nn.Module, ABC):
         """(down, up) weights of every factorized matrix."""
         return {
             x: (self.get_parameter(x.down), self.get_parameter(x.up))
-            for x in matrices_of(type(self), self._dense[0], self.ranks)
+            for x in self.matrices(self._dense[0])
             if x.name in self.ranks
         }
 
@@ -85,15 +85,6 @@ class LowRank(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"rank={self.ranks['']}" if list(self.ranks) == [""] else f"ranks={self.ranks}"
-
-
-def matrices_of(kind: type[LowRank], dense: nn.Module, names: Collection[str]) -> list[Matrix]:
-    """Matrices of a dense layer. Where `names` has single experts of a mixture, they are matrices of their own."""
-    matrices = []
-    for x in kind.matrices(dense):
-        experts = x.experts()
-        matrices += experts if any(expert.name in names for expert in experts) else [x]
-    return matrices
 
 
 class LowRankSingle(LowRank):

@@ -7,10 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
-from .base import LowRank, any_requires_grad, matrices_of, meta_copy, register
-from .grouped import GroupedLinear, Routing, grouped_linear
+from .base import LowRank, any_requires_grad, meta_copy, register
+from .grouped import GroupedLinear, Routing
 from .matrix import Matrix
 
 
@@ -25,23 +24,6 @@ class GroupedFactors(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         return cast(Tensor, self.up(self.down(rows, ends), ends))
-
-
-class SeparateFactors(nn.ModuleList):
-    """Factors of a stack of matrices whose experts have ranks of their own, or stay dense."""
-
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        factors = [child for child in self if isinstance(child, GroupedFactors)]
-        if len(factors) < len(self):
-            counts = torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(-1)
-            parts = rows.split(counts.flatten().tolist())
-            return torch.cat([child(*each) for child, *each in zip(self, parts, counts, strict=True)])
-        # Padded to the largest rank: one grouped product is faster than many small ones.
-        V = pad_sequence([child.down.weight[0] for child in factors], batch_first=True)
-        U = pad_sequence([child.up.weight[0].mT for child in factors], batch_first=True)
-        biases = [child.up.bias[0] for child in factors if child.up.bias is not None]
-        inner = grouped_linear(rows, V.mT, ends)
-        return grouped_linear(inner, U, ends, torch.stack(biases) if biases else None)
 
 
 class LowRankExperts(LowRank):
@@ -104,19 +86,14 @@ class LowRankExperts(LowRank):
         super().__init__(dense, ranks)
         for name, module in dense.named_children():  # activation, normalisation
             self.add_module(name, meta_copy(module))
-        for x in matrices_of(type(self), dense, ranks):
+        for x in self.matrices(dense):
             dtype = dense.get_parameter(x.weight).dtype
             child: nn.Module
             if x.name in ranks:
                 child = GroupedFactors(x, ranks[x.name], dtype)
             else:
                 child = GroupedLinear(x.blocks, x.n, x.m, x.bias is not None, x.transposed, "meta", dtype)
-            if x.expert is None:
-                self.add_module(x.name, child)
-            else:
-                if x.expert == 0:
-                    self.add_module(x.stack, SeparateFactors())
-                cast(SeparateFactors, self.get_submodule(x.stack)).append(child)
+            self.add_module(x.name, child)
         self.experts = self.matrices(dense)[0].blocks
 
     @classmethod

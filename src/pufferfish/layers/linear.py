@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor, nn
 
 from .base import LowRankSingle, register
-from .fused_product import compute_dtype, fits, fused_product
 from .matrix import Matrix
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ class LowRankLinear(LowRankSingle):
 
     _transposed = False  # whether the dense weight is stored n × m
     _shared_input: SharedInput | None = None  # the group of layers that read the same tensor
-    _fused = False  # whether one kernel may compute both products; plans set it where that was faster when measured
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__(dense, ranks)
@@ -42,26 +39,8 @@ class LowRankLinear(LowRankSingle):
 
     def forward(self, input: Tensor) -> Tensor:
         shared = self._shared_input
-        if self._fused and shared is None and self._can_fuse(input):
-            return fused_product(input, *self._weights(), cast("Tensor | None", self.up.bias))
         inner = None if shared is None else shared.first_product(self, input)
         return cast(Tensor, self.up(self.down(input) if inner is None else inner))
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        # Not `get_parameter`: `functional_call` puts other tensors in their place.
-        return cast(Tensor, self.down.weight), cast(Tensor, self.up.weight)
-
-    def _can_fuse(self, input: Tensor) -> bool:
-        """Whether the kernel takes the input and the factors, and nobody waits for calls of the factors."""
-        if type(input) is not Tensor or not (is_plain(self.down, input) and is_plain(self.up, input)):
-            return False
-        # torch 2.11 says that it exports whenever dynamo traces.
-        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if input.numel() == 0 or exporting or torch._C._are_functorch_transforms_active():
-            return False
-        V, U = self._weights()
-        dtypes = {compute_dtype(x) for x in (input, V, U)}
-        return len(dtypes) == 1 and fits(V.shape[1], len(V), len(U), *dtypes)
 
     @classmethod
     def matrices(cls, dense: nn.Module) -> list[Matrix]:

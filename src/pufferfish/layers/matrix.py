@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,8 +42,6 @@ class Matrix:
     up_transposed: bool = False  # `up.weight` stores r × outputs (transposed convolutions)
     lookup: bool = False  # rows are looked up (embeddings): no MACs, and `down.weight` stores inputs × r
     routed: bool = False  # each vector is multiplied by one block only; factors and bias are stacks too
-    stack: str = ""  # name of the matrix of all experts, if this is the matrix of one
-    expert: int | None = None  # its number
 
     def __post_init__(self) -> None:
         assert math.prod(self.shape) == self.numel, f"{self.shape} is not {self.blocks} × {self.m} × {self.n}"
@@ -91,14 +88,14 @@ class Matrix:
     @property
     def index(self) -> Index:
         """Index of this matrix in its dense parameter."""
-        return self._of_expert(_index(self.dim, self.start, self.shape[self.dim], self.step))
+        return _index(self.dim, self.start, self.shape[self.dim], self.step)
 
     @property
     def _bias_index(self) -> Index:
         # `m` of a transposed convolution counts the kernel too.
         outputs = self.up_tail[0] if self.up_transposed else self.m
         if self.routed:
-            return self._of_expert(_index(1, self.bias_start, outputs, self.step))
+            return _index(1, self.bias_start, outputs, self.step)
         return _index(0, self.bias_start, self.blocks * outputs, self.step)
 
     def least_shape(self, parameter: str) -> tuple[int, ...]:
@@ -111,21 +108,6 @@ class Matrix:
         else:
             return ()
         return (*(part.stop or size for part, size in zip(index, shape, strict=False)), *shape[len(index) :])
-
-    def _of_expert(self, index: Index) -> Index:
-        return index if self.expert is None else (slice(self.expert, self.expert + 1), *index[1:])
-
-    def experts(self) -> list[Matrix]:
-        """Matrices of the single experts, for ranks of their own; [] unless this is the matrix of several."""
-        if not self.routed or self.expert is not None:
-            return []
-        return [
-            dataclasses.replace(
-                self, name=f"{self.name}.{e}", dense=f"{self.name}.{e}.weight", stack=self.name, expert=e,
-                blocks=1, shape=(1, *self.shape[1:]),
-            )
-            for e in range(self.blocks)
-        ]  # fmt: skip
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """Convert the dense parameter to W (blocks, m, n)."""

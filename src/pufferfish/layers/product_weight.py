@@ -1,12 +1,12 @@
 """`ProductWeight`: the weight of a low-rank layer, which is multiplied out only when a function computes with it."""
 
-import contextlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 #: Functions that ask a tensor for its size, dtype or device.
@@ -52,8 +52,8 @@ class ProductWeight(Tensor):
     """Read-only tensor that a low-rank layer computes from its factors, such as `layer.weight`.
 
     Its size, dtype and device are known without arithmetic, so that code may read `layer.weight.dtype`. All
-    other functions compute the product and run on it as on an ordinary tensor: gradients reach the factors.
-    Like a dense weight, it follows updates of the layer.
+    other functions compute the product, each time, and run on it as on an ordinary tensor: gradients reach the
+    factors. Like a dense weight, it follows updates of the layer.
 
     A write would be lost, so it raises RuntimeError, also in views. `clone()` returns an ordinary tensor.
 
@@ -67,50 +67,39 @@ class ProductWeight(Tensor):
     """
 
     _is_hf_initialized = True  # `from_pretrained` of transformers calls initializers, which skip such tensors
-    _compute: Callable[[], Tensor] | None  # None: a view of a product
-    _factors: tuple[Tensor, ...]  # of a view: the weights that it belongs to
-    _value: tuple[Any, Tensor] | None  # what the product was computed from, and the product
+    _product: Callable[[], Tensor]
 
     @staticmethod
     def of(compute: Callable[[], Tensor], shape: tuple[int, ...], factors: Iterable[Tensor]) -> Tensor:
         """Return the tensor of this shape that `compute` makes of the factors.
 
         It is an ordinary tensor where that is needed: in a compiled or exported graph, from which the compiler
-        removes unused products, and for factors that are DTensors, fake or quantized tensors.
+        removes unused products, and for factors that are DTensors or quantized tensors.
         """
         factors = tuple(factors)
-        if torch.compiler.is_compiling() or any(type(x) not in (Tensor, nn.Parameter) for x in factors):
+        plain = (Tensor, nn.Parameter, FakeTensor)  # a plan reads dtypes of fake tensors
+        if torch.compiler.is_compiling() or any(type(x) not in plain for x in factors):
             return compute()
+        dtype, device = factors[0].dtype, factors[0].device
+
+        def product() -> Tensor:
+            # Not in inference mode, in which tensors do not count writes, and not under autocast: a weight has the
+            # dtype of its layer. The meta device has no autocast.
+            grad = torch.is_grad_enabled()  # which leaving inference mode would enable
+            autocast = torch.amp.is_autocast_available(device.type)
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(grad),
+                torch.autocast(device.type, enabled=False) if autocast else nullcontext(),
+            ):
+                return compute()
+
+        requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in factors)
         weight: ProductWeight = Tensor._make_wrapper_subclass(
-            ProductWeight,
-            shape,
-            dtype=factors[0].dtype,
-            device=factors[0].device,
-            requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in factors),
+            ProductWeight, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-        weight._compute, weight._factors, weight._value = compute, factors, None
+        weight._product = product
         return weight
-
-    def _product(self) -> Tensor:
-        """Ordinary tensor, computed once for the current values of the factors and gradient mode."""
-        if self._compute is None:
-            assert self._value is not None
-            return self._value[1]
-        source = [None if x.is_inference() else x._version for x in self._factors], torch.is_grad_enabled()
-        if self._value is None or self._value[0] != source:
-            # Not in inference mode, in which tensors do not count writes, and not under autocast: a weight has
-            # the dtype of its layer.
-            with _no_inference_mode(), _no_autocast(self._factors[0].device):
-                self._value = source, self._compute()
-        return self._value[1]
-
-    def _forget(self) -> None:
-        """Compute the product again at its next use: it was written to."""
-        if self._compute is not None:
-            self._value = None
-            return
-        for weight in self._factors:
-            cast(ProductWeight, weight)._forget()
 
     @classmethod
     def __torch_function__(
@@ -121,17 +110,16 @@ class ProductWeight(Tensor):
         if all(asks_metadata(func, args, x) for x in weights):
             with torch._C.DisableTorchFunctionSubclass():
                 if func not in _METADATA:
-                    args = pytree.tree_map_only(ProductWeight, _scalar_like, args)
+                    like = torch.empty((), dtype=weights[0].dtype, device=weights[0].device)
+                    args = pytree.tree_map_only(ProductWeight, lambda x: like, args)
                 return func(*args, **kwargs)
         products = {id(x): x._product() for x in weights}
         versions = [x._version for x in products.values()]
         args, kwargs = pytree.tree_map_only(ProductWeight, lambda x: products[id(x)], (args, kwargs))
         result = func(*args, **kwargs)
         if func in _SET or versions != [x._version for x in products.values()]:
-            for x in weights:
-                x._forget()
             raise RuntimeError(READ_ONLY)
-        return pytree.tree_map_only(Tensor, lambda x: _read_only(x, weights), result)
+        return pytree.tree_map_only(Tensor, lambda x: _read_only(x, products.values()), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as no class method
@@ -146,30 +134,11 @@ class ProductWeight(Tensor):
         return func(*args, **kwargs)
 
 
-def _read_only(x: Tensor, weights: list[ProductWeight]) -> Tensor:
-    """Return `x`, as a ProductWeight if it shares the memory of one of the weights."""
+def _read_only(x: Tensor, products: Iterable[Tensor]) -> Tensor:
+    """Return `x`, as a ProductWeight if it shares the memory of one of the products."""
     is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
-    if isinstance(x, ProductWeight) or not any(is_alias(x, y._product()) for y in weights):
+    if isinstance(x, ProductWeight) or not any(is_alias(x, y) for y in products):
         return x
     view = x.as_subclass(ProductWeight)
-    view._compute, view._factors, view._value = None, tuple(weights), (None, x)
+    view._product = lambda: x
     return view
-
-
-def _scalar_like(x: Tensor) -> Tensor:
-    return torch.empty((), dtype=x.dtype, device=x.device)
-
-
-def _no_inference_mode() -> AbstractContextManager[object]:
-    if not torch.is_inference_mode_enabled():
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    # The meta device has no autocast.
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()

@@ -1,7 +1,5 @@
 """Low-rank LSTM, GRU and RNN: the input and hidden matrix of every gate have their own two factors."""
 
-import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -16,13 +14,6 @@ from .product_weight import ProductWeight
 
 State = Tensor | tuple[Tensor, Tensor]  # as passed by users: h, or (h, c) of an LSTM
 States = tuple[Tensor, ...]  # the same as a tuple: (h,) or (h, c)
-
-
-@functools.cache
-def _ignore_chunk_warning() -> None:
-    """Products are new tensors in every step, so cuDNN copies them into one chunk; torch warns of that each time."""
-    # Once and for all: a `catch_warnings` in every step makes Python show all other warnings again.
-    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
 
 
 class GateFactors(nn.Module):
@@ -197,7 +188,6 @@ class LowRankRNNBase(LowRank):
         data, states = data.to(dtype), tuple(x.to(dtype) for x in states)
         state = _as_state(states)
         settings = (self.bias, self.num_layers, float(self.dropout), self.training, self.bidirectional)
-        _ignore_chunk_warning()
         if sizes[0] != sizes[-1]:
             output, *finals = self._kernel(data, torch.tensor(sizes), state, weights, *settings)
             return output, tuple(finals)

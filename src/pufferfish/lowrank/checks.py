@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..layers import FactorMap, LowRank, Matrix, low_rank_type, matrices_of
+from ..layers import FactorMap, LowRank, Matrix, low_rank_type
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import accepts, as_list, check_optimizers
@@ -79,7 +79,7 @@ def check_structure(model: nn.Module, plan: Plan) -> None:
             )
         if reason := unfit_reason(module):
             raise ValueError(f"{e.name}: {reason}")
-        matrix = {x.name: x for x in matrices_of(kind, module, {e.matrix.name})}.get(e.matrix.name)
+        matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
         if matrix != e.matrix:
             raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
 
@@ -107,7 +107,7 @@ def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
         module = layers[layer]
         kind = low_rank_type(type(module))
         assert kind is not None
-        replaced, _ = replaced_parameters(matrices_of(kind, module, names), names, module)
+        replaced, _ = replaced_parameters(kind.matrices(module), names, module)
         for name in replaced:
             parameter = module.get_parameter(name)
             if uses[id(parameter)] > 1:
@@ -183,7 +183,7 @@ def check_layer_accepted(
     layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
     """`check_accepted` for all parameters of a layer that becomes low-rank."""
-    matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
+    matrices = low_rank.matrices(dense)
     for name, parts in FactorMap(matrices, low_rank.ranks, {}, {}).targets.items():
         for part in parts:
             check_accepted(

@@ -6,7 +6,6 @@ from torch import nn
 
 from ..layers import LowRankEmbedding, LowRankLinear, meta_copy
 from ..layers.names import named_modules, unwrap
-from ..planning.candidates import expert_entries
 from ..planning.plan import Plan
 from ..planning.planner import plan
 from .factorize import ranks_of
@@ -31,15 +30,11 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         merge_layers_(dense, None)
     embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
     dense_plan = plan(dense, multiple=1, embed=embed, frozen=True)
-    fused = {name for name, _, m in named_modules(model) if isinstance(m, LowRankLinear) and m._fused}
     entries = []
-    for stack in dense_plan.entries:
-        experts = expert_entries(stack)
-        apart = any(e.matrix and e.matrix.name in ranks.get(e.layer, {}) for e in experts)
-        for e in experts if apart else [stack]:
-            rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
-            reason = e.reason if e.matrix is None else "not factorized"
-            entries.append(e.with_rank(rank, e.layer in fused) if rank else e.keep_dense(reason))
+    for e in dense_plan.entries:
+        rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
+        reason = e.reason if e.matrix is None else "not factorized"
+        entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
     layers = {e.layer for e in entries}  # not the projections inside of an attention layer
     shared: dict[int, list[str]] = {}
     for name, _, module in named_modules(model):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type, matrices_of
+from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules
 from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
@@ -100,15 +100,11 @@ class Rewrite:
         errors: dict[str, float | None] = {}
         for layer, low_rank in track(structures.items(), "factorizing layers"):
             dense, ranks = self.model.get_submodule(paths[layer]), low_rank.ranks
-            mapping = FactorMap(
-                matrices_of(type(low_rank), dense, ranks), ranks, dict(dense.named_parameters()), {}
-            )
+            mapping = FactorMap(low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
             for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
                 assert e.matrix is not None
                 weight = mapping.dense[e.matrix.weight]
                 down, up, errors[e.name] = fill(e, weight)
-                if e.fused and isinstance(low_rank, LowRankLinear):
-                    low_rank._fused = True
                 for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
                     mapping.low_rank[name] = _parameter(value, weight)
             for x in mapping.matrices:
@@ -145,7 +141,7 @@ class Rewrite:
                 if path == "":
                     raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
                 dense = module._dense[0]
-                matrices = matrices_of(type(module), dense, module.ranks)
+                matrices = module.matrices(dense)
                 check_hooks(name, module, replaced_parameters(matrices, module.ranks, dense)[1])
                 found[path] = module
         for path, low_rank in found.items():
@@ -154,7 +150,7 @@ class Rewrite:
             for name in vars(dense).keys() & vars(low_rank).keys():
                 if not name.startswith("_"):  # dropout, training, …, which may have been set since then
                     setattr(dense, name, getattr(low_rank, name))
-            matrices = matrices_of(type(low_rank), dense, low_rank.ranks)
+            matrices = low_rank.matrices(dense)
             mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
             for name, meta in list(dense.named_parameters()):
                 mapping.dense[name] = _dense_parameter(name, meta, mapping)

@@ -102,22 +102,6 @@ def _entry(layer: str, module: nn.Module, matrix: Matrix, call: Call | None, own
     return e
 
 
-def expert_entries(e: Entry) -> list[Entry]:
-    """Return an entry for each expert of a mixture, as if each were used equally often; [] for other layers."""
-    matrices = e.matrix.experts() if e.matrix else []
-
-    def share(positions: int | None, i: int) -> int | None:
-        return None if positions is None else (positions + i) // len(matrices)
-
-    return [
-        replace(
-            e, name=join_name(e.layer, x.name), shape=x.shape, matrix=x,
-            positions=share(e.positions, i), grad_positions=share(e.grad_positions, i),
-        )
-        for i, x in enumerate(matrices)
-    ]  # fmt: skip
-
-
 def _low_rank_entries(layer: str, module: LowRank) -> list[Entry]:
     return [
         Entry(
@@ -207,9 +191,6 @@ def _uncovered(name: str, module: nn.Module, reason: str, owners: Owners, embed:
                 note=note,
             )
         )
-    if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
-        shape = tuple(module.weight().shape)  # type: ignore[operator]
-        entries.append(Entry(name=name, layer=name, type=kind, shape=shape, held=0, reason="quantized"))
     if hasattr(module, "parametrizations") and kind.startswith("Parametrized"):
         for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
             original = next(iter(chain.parameters()))

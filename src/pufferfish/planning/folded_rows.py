@@ -63,7 +63,7 @@ def _looks(block: list[Row], depth: int) -> list[Hashable]:
 
 def _look(e: Entry) -> Hashable:
     """All that a row shows, except for times and errors: those are shown for the whole row."""
-    return e.type, e.shape, e.rank, str(e.rule), e.reason, e.note, e.before, e.positions, e.trainable, e.fused
+    return e.type, e.shape, e.rank, str(e.rule), e.reason, e.note, e.before, e.positions, e.trainable
 
 
 def _merge(blocks: list[list[Row]], depth: int) -> Iterator[Row]:

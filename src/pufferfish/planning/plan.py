@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -41,25 +40,6 @@ class Totals:
     def memory(self, states: int) -> int:
         """Bytes of weights, gradients and `states` optimizer tensors per parameter (SGD momentum 1, Adam 2)."""
         return self.parameter_bytes + (1 + states) * self.gradient_bytes
-
-    def wire_bytes(self, engine: str = "ddp", *, shards: int = 1) -> int:
-        """Bytes that one worker passes to collectives in one step.
-
-        Args:
-            engine: `ddp` all-reduces the gradients. `fsdp2` all-gathers the parameters twice and
-                reduce-scatters the gradients. `hsdp` does the same in groups of `shards` workers and
-                all-reduces each gradient shard between the groups.
-
-        >>> step = totals(nn.Linear(1000, 1000, bias=False))
-        >>> [step.wire_bytes(engine, shards=4) for engine in ("ddp", "fsdp2", "hsdp")]
-        [4000000, 12000000, 13000000]
-        """
-        sharded = 2 * self.parameter_bytes + self.gradient_bytes
-        between_groups = self.gradient_bytes // shards
-        engines = {"ddp": self.gradient_bytes, "fsdp2": sharded, "hsdp": sharded + between_groups}
-        if engine not in engines:
-            raise ValueError(f"engine {engine!r} is not one of ddp, fsdp2, hsdp")
-        return engines[engine]
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
@@ -96,7 +76,6 @@ class Entry:
     positions: int | None = None  # number of vectors multiplied by the matrix in the example
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
     ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
-    fused: bool = False  # whether one kernel computes both products: it was faster when measured
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
 
     def __post_init__(self) -> None:
@@ -134,17 +113,15 @@ class Entry:
 
     def keep_dense(self, reason: str) -> Entry:
         """Return the entry without a rank."""
-        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="", fused=False)
+        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
 
     def with_rule(self, rule: Rule) -> Entry:
         """Return the entry with a rule that chooses its rank later."""
-        return dataclasses.replace(
-            self, rank=None, rule=rule, reason="", note=rule.note(self.name), fused=False
-        )
+        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
 
-    def with_rank(self, rank: int, fused: bool = False) -> Entry:
+    def with_rank(self, rank: int) -> Entry:
         """Return the entry with this rank."""
-        return dataclasses.replace(self, rank=rank, rule=None, reason="", fused=fused)
+        return dataclasses.replace(self, rank=rank, rule=None, reason="")
 
     def as_json(self) -> dict[str, Any]:
         """The entry as values that JSON can hold, without defaults."""
@@ -157,10 +134,10 @@ class Entry:
         """Convert the values of `as_json`."""
         data = dict(data)
         if data.get("matrix"):
-            data["matrix"] = _typed(Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()}))
+            data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
         if data.get("rule"):
             data["rule"] = Rule.from_json(data["rule"])
-        return _typed(Entry(**{key: _tuples(value) for key, value in data.items()}))
+        return Entry(**{key: _tuples(value) for key, value in data.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +192,7 @@ class Plan:
         """Cost of the model with the plan applied. Entries whose rule is not resolved count as dense."""
         b = self.before
         saved = [(e, e.before - e.after) for e in self.entries]
-        # Experts with ranks of their own run at the largest of them.
-        largest: dict[tuple[str, str], int] = {}
-        for e in self.entries:
-            if e.matrix and e.matrix.stack and e.rank:
-                key = e.layer, e.matrix.stack
-                largest[key] = max(e.rank, largest.get(key, 0))
-
-        def run(e: Entry) -> Entry:
-            rank = largest.get((e.layer, e.matrix.stack), e.rank) if e.matrix and e.rank else e.rank
-            return e if rank == e.rank else dataclasses.replace(e, rank=rank)
-
-        macs = [(e.macs(False), run(e).macs(True)) for e in self.entries]
+        macs = [(e.macs(False), e.macs(True)) for e in self.entries]
 
         def less_macs(total: int | None, i: int) -> int | None:
             return None if total is None else total - sum(dense[i] - low[i] for dense, low in macs)
@@ -302,17 +268,16 @@ class Plan:
                 f"not a plan of version {VERSION} but of version {version}; use the pufferfish version that saved it"
             )
         try:
-            plan = Plan(
+            return Plan(
                 entries=tuple(Entry.from_json(e) for e in data["entries"]),
                 multiple=data["multiple"],
                 min_saving=data["min_saving"],
-                before=_typed(Totals(**data["before"])),
+                before=Totals(**data["before"]),
                 functional=data["functional"],
                 parameters=_tuples(data["parameters"]),
-                shared_inputs=tuple(map(_tuples, data.get("shared_inputs", ()))),
-                measured=dict(data.get("measured", {})),
+                shared_inputs=tuple(map(_tuples, data["shared_inputs"])),
+                measured=data["measured"],
             )
-            return _typed(plan)
         except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
             raise ValueError(f"the plan is damaged: {error}") from None
 
@@ -353,27 +318,3 @@ def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
 
 def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _typed(record: T) -> T:
-    """The dataclass read from a file; TypeError unless its fields have the types that it declares."""
-    for name, kind in _types(type(record)).items():
-        if not _fits(value := getattr(record, name), kind):
-            raise TypeError(f"{name} of {type(record).__name__} has the type {type(value).__name__}")
-    return record
-
-
-_types: Callable[[type], dict[str, Any]] = functools.cache(get_type_hints)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if options := get_args(kind):
-        origin = get_origin(kind)
-        if origin is tuple:
-            return isinstance(value, tuple) and all(_fits(x, options[0]) for x in value)
-        if origin is dict:
-            return isinstance(value, dict) and all(_fits(x, options[1]) for x in value.values())
-        return any(_fits(value, option) for option in options)
-    if isinstance(value, bool) and kind is not bool:
-        return kind is Any
-    return kind is Any or isinstance(value, int | float if kind is float else kind)

@@ -13,12 +13,12 @@ from ..layers import LowRankLinear, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .budget import apply_budget
-from .candidates import candidates, expert_entries
+from .candidates import candidates
 from .measured_times import with_measured_times
 from .plan import Entry, Plan, check_is_plan, totals
 from .profile import Call, Example, profile
 from .progress import track
-from .rules import Budget, PerExpert, RankLike, Rule, StableRank, align, as_rule, largest_rank
+from .rules import Budget, RankLike, Rule, StableRank, align, as_rule, largest_rank
 from .timing import Mode
 
 
@@ -59,7 +59,7 @@ def plan(
             have no launch overhead, which outweighs the gain of small layers on a fast GPU. None is "eager" for a
             model on CUDA with an example, and False otherwise. It is also False in a job with several workers, which
             could decide differently: there, set it for the plan of a `Switch`, which makes them agree, or load one
-            plan on all. Times on CUDA are kept in the user's cache folder.
+            plan on all.
         link: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then
             becomes low-rank if that shortens its measured time plus the time to send its gradients.
 
@@ -104,8 +104,7 @@ def plan(
     entries, modules = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
     _check_patterns(entries, keep=keep, only=only, overrides=rules)
     slow = {name for name, module in modules.items() if _slower_on_its_device(module)}
-    selected = (_select(e, rule, embed_rule, keep, only, rules, e.layer in slow) for e in entries)
-    entries = [each for e in selected for each in _for_each_expert(e)]
+    entries = [_select(e, rule, embed_rule, keep, only, rules, e.layer in slow) for e in entries]
     if profiled is None and any(isinstance(e.rule, Budget) and e.rule.unit == "macs" for e in entries):
         raise ValueError("Budget(macs=…) needs example=, a batch to count MACs on")
     plan = Plan(
@@ -192,8 +191,6 @@ def factorizable(model: nn.Module, names: Iterable[str] | None = None) -> list[t
     """Entries that can be factorized, with the parameter that holds each matrix; optionally only `names`."""
     entries, modules = candidates(model, None, embed=names is not None, frozen=True)
     chosen = None if names is None else set(names)
-    if chosen is not None:
-        entries += [each for e in entries for each in expert_entries(e)]
     return [
         (e, modules[e.layer].get_parameter(e.matrix.weight))
         for e in entries
@@ -278,14 +275,6 @@ def _shared_inputs(
         if kind is not None and issubclass(kind, LowRankLinear) and call.args:
             groups.setdefault(id(call.args[0]), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def _for_each_expert(e: Entry) -> list[Entry]:
-    """Return the entries that replace one with a `PerExpert` rule."""
-    if not isinstance(e.rule, PerExpert):
-        return [e]
-    rule = as_rule(e.rule.each)
-    return [each.with_rule(rule) for each in expert_entries(e) or [e]]
 
 
 def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:

@@ -1,6 +1,7 @@
 """`profile`: run one step of a model on an example, count its MACs and record how each layer is called."""
 
 import contextlib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -19,7 +22,6 @@ from ..layers import LowRank, low_rank_type
 from ..layers.names import named_modules, unwrap
 from ..layers.product_weight import asks_metadata
 from .flop_formulas import flop_formulas
-from .known_values import KnownValues
 from .private_copy import private_copy
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.
@@ -52,37 +54,67 @@ class Profile:
 def profile(model: nn.Module, example: Example) -> Profile:
     """Run one forward and backward pass and count MACs.
 
-    The pass runs on a copy with meta tensors: no arithmetic and no memory, and the model, its gradients, its
-    batch statistics and the random state do not change. If a model reads values that depend on its parameters,
-    or if the example is a function, a real copy runs instead.
+    The pass runs on a copy with fake tensors: no arithmetic and no memory, and the model, its gradients, its
+    batch statistics and the random state do not change. If a model reads values of tensors, or if the example is a
+    function, a real copy runs instead.
     """
     model = unwrap(model)
     devices = {p.device for p in model.parameters()}
     on_meta = any(device.type == "meta" for device in devices)
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
-        if on_meta or not callable(example):
+        if callable(example) and not on_meta:
+            return _profile(private_copy(model), example)
+        with sdpa_kernel(SDPBackend.MATH):  # other kernels compute some products again in backward
             try:
-                known = KnownValues()
-                copied, inputs = private_copy(model, known.to_meta), _copies(example, known.to_meta)
-                with known:
-                    return _profile(copied, inputs)
-            except (
-                Exception
-            ) as error:  # operators without a meta kernel and code that reads values raise anything
+                return _fake_profile(model, example)
+            except Exception as error:  # code that reads values, and operators without a fake kernel
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
                 if on_meta:
                     raise ValueError(
-                        f"the example does not run on meta tensors ({reason}). If it fits the model, the model reads "
-                        "values that depend on its weights: use a model with real weights, or plan without example="
+                        f"the example does not run on fake tensors ({reason}). If it fits the model, the model reads "
+                        "values: use a model with real weights, or plan without example="
                     ) from error
             size = sum(p.nbytes for p in model.parameters() if not is_lazy(p))
             warnings.warn(
-                f"the example does not run on meta tensors ({reason}), so MACs are counted on a real copy of the model "
+                f"the example does not run on fake tensors ({reason}), so MACs are counted on a real copy of the model "
                 f"({size / 2**20:,.0f} MiB of parameters, more for activations and gradients); plan without example=, "
                 "or with a shorter one, to avoid this",
                 stacklevel=3,
             )
-        return _profile(private_copy(model), _copies(example, Tensor.clone))
+            return _profile(private_copy(model), _copies(example, Tensor.clone))
+
+
+def _fake_profile(model: nn.Module, example: Example) -> Profile:
+    """The profile of a run with fake tensors. The arguments of calls are meta tensors."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    devices = [p.device for p in model.parameters()] or [torch.device("cpu")]
+    first = next((device for device in devices if device.type == "meta"), devices[0])
+
+    def to_fake(x: Tensor) -> Tensor:
+        device = first if x.is_meta or first.type == "meta" else x.device
+        with fake:
+            copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
+
+    copied, inputs = private_copy(model, to_fake), _copies(example, to_fake)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    enabled, log.disabled = log.disabled, True  # it prints a traceback where an operator has no fake kernel
+    try:
+        with fake:
+            result = _profile(copied, inputs)
+    finally:
+        log.disabled = enabled
+    known: dict[int, Tensor] = {}  # one for each: layers may read the same tensor
+
+    def to_meta(x: Tensor) -> Tensor:
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return known.setdefault(id(x), meta.requires_grad_(x.requires_grad))
+
+    arguments = [(call.args, call.kwargs) for call in result.calls.values()]
+    arguments = pytree.tree_map_only(FakeTensor, to_meta, arguments)
+    for call, (args, kwargs) in zip(result.calls.values(), arguments, strict=True):
+        call.args, call.kwargs = args, kwargs
+    return result
 
 
 def _copies(example: Example, copy_tensor: Callable[[Tensor], Tensor]) -> Example:

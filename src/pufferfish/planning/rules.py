@@ -202,26 +202,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
-class PerExpert(Rule):
-    """Apply a rule to each expert of a mixture separately, instead of one rank for all experts of a layer.
-
-    Layers without experts get the rule itself. Experts with different ranks run at the largest rank, padded with
-    zeros: this saves parameters and bytes, not MACs.
-
-    Args:
-        each: Rank or rule, as in `plan`.
-    """
-
-    each: RankLike
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "each", as_rule(self.each))
-
-    def __str__(self) -> str:
-        return f"{self.each} for each expert"
-
-
 RankLike = int | float | Rule
 
 

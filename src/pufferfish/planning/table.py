@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .candidates import DEPTHWISE
-from .folded_rows import folded_rows
+from .folded_rows import Row, folded_rows
 from .measured_times import speedup
-from .plan import LITTLE, Entry, Plan
+from .plan import LITTLE, Entry, Plan, Totals
 
 
 def plan_text(plan: Plan, width: int = 80) -> str:
@@ -18,14 +18,13 @@ def plan_text(plan: Plan, width: int = 80) -> str:
 
 
 def plan_table(plan: Plan) -> str:
-    """Format one row per layer with all columns, the totals, and remarks on what the plan does not cover."""
-    parts = [_layers(plan), str(_totals(plan)), _expected(plan), *_remarks(plan)]
-    return "\n\n".join(part for part in parts if part)
+    """Format a plan with one row per layer and all columns."""
+    return "\n\n".join(map(str, plan_parts(plan, folded=False)))
 
 
-def plan_parts(plan: Plan) -> list[str | Table]:
+def plan_parts(plan: Plan, folded: bool = True) -> list[str | Table]:
     """The tables and paragraphs of `plan_text`, for a terminal of any width."""
-    layers, notes = _folded_layers(plan)
+    layers, notes = _layers(plan, folded)
     parts: list[str | Table] = [layers, notes, _totals(plan), _expected(plan), *_remarks(plan)]
     return [part for part in parts if part]
 
@@ -89,39 +88,18 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _layers(plan: Plan) -> str:
-    entries = plan.entries
-    with_macs = plan.before.forward_macs is not None
-    with_ms = any(e.ms for e in entries)
-    with_error = any(e.error is not None for e in entries)
-    total = plan.after.gradient_bytes or 1
-    head = ["layer", "type", "shape", "rank", "weights"]
-    head += ["MACs"] * with_macs + ["ms"] * with_ms + ["error"] * with_error + ["share of bytes", "why dense"]
-    rows = [head]
-    ms = _layer_times(plan)
-    for e in entries:
-        row = [e.name, e.type, _shape(e), str(e.rule or e.rank or "–"), _arrow(e.before, e.after)]
-        if with_macs:
-            row.append(_arrow(e.macs(False)[0], e.macs(True)[0], format_count) if e.positions else "–")
-        if with_ms:
-            row.append("→".join(map(_ms, ms.pop(e.layer, ()))) or "–")
-        if with_error:
-            row.append("–" if e.error is None else f"{e.error:.3f}")
-        share = e.after * e.itemsize / total if e.trainable else 0.0
-        rows.append([*row, f"{share:.1%}", e.reason or e.note or "fused kernel" * e.fused])
-    return format_table(rows, left=(0, 1, 2, len(head) - 1))
-
-
-def _folded_layers(plan: Plan) -> tuple[Table, str]:
-    rows, times, notes = folded_rows(plan.entries), _layer_times(plan), dict[str, int]()
+def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
+    rows = folded_rows(plan.entries) if folded else [Row((e.name,), [e]) for e in plan.entries]
+    times = {e.layer: list(e.ms) for e in plan.entries if e.ms}  # shown at the first matrix of a layer
+    notes: dict[str, int] = {}
     total = plan.after.gradient_bytes or 1
     columns: dict[str, list[str]] = {
         name: []
-        for name in ("layer", "n", "shape", "rank", "weights", "MACs", "ms", "error", "bytes", "note")
+        for name in ("layer", "type", "n", "shape", "rank", "weights", "MACs", "ms", "error", "bytes", "note")
     }
     for row in rows:
         entries, e = row.entries, row.entries[0]
-        reason = e.reason or e.note or "fused kernel" * e.fused
+        reason = e.reason or e.note
         number = notes.setdefault(reason, len(notes) + 1) if reason else ""
         macs = [sum(x.macs(low_rank)[0] for x in entries if x.positions) for low_rank in (False, True)]
         layers = dict.fromkeys(x.layer for x in entries)
@@ -130,6 +108,7 @@ def _folded_layers(plan: Plan) -> tuple[Table, str]:
         sent = sum(x.after * x.itemsize for x in entries if x.trainable)
         cells = {
             "layer": row.name,
+            "type": "" if folded else e.type,
             "n": str(len(entries)) if len(rows) < len(plan.entries) else "",
             "shape": _shape(e),
             "rank": str(e.rule or e.rank or "–"),
@@ -143,19 +122,9 @@ def _folded_layers(plan: Plan) -> tuple[Table, str]:
         for name, cell in cells.items():
             columns[name].append(cell)
     shown = [[name, *column] for name, column in columns.items() if any(column)]
-    left = [i for i, column in enumerate(shown) if column[0] in ("layer", "shape")]
+    left = [i for i, column in enumerate(shown) if column[0] in ("layer", "type", "shape")]
     table = Table([*zip(*shown, strict=True)], left, spare=("MACs", "shape", "bytes", "n"))
     return table, "\n".join(f"{number}: {reason}" for reason, number in notes.items())
-
-
-def _layer_times(plan: Plan) -> dict[str, list[float]]:
-    """Times to show: of all matrices of a layer, and of all layers measured together, at the first of them."""
-    times = {e.layer: list(e.ms) for e in plan.entries if e.ms}
-    for names in plan.shared_inputs:
-        first, *others = [name for name in times if name in names] or [""]
-        for name in others:
-            times[first] = [a + b for a, b in zip(times[first], times.pop(name), strict=True)]
-    return times
 
 
 def _shape(e: Entry) -> str:
@@ -198,10 +167,15 @@ def _totals(plan: Plan) -> Table:
     add("MACs forward", before.forward_macs, after.forward_macs)
     add("MACs backward", before.backward_macs, after.backward_macs)
     add("gradient bytes (DDP)", before.gradient_bytes, after.gradient_bytes)
-    add("FSDP2 bytes", before.wire_bytes("fsdp2"), after.wire_bytes("fsdp2"))
+    add("FSDP2 bytes", _fsdp2_bytes(before), _fsdp2_bytes(after))
     add("memory, SGD momentum", before.memory(1), after.memory(1))
     add("memory, Adam", before.memory(2), after.memory(2))
     return Table(rows, left=(0, 3))
+
+
+def _fsdp2_bytes(totals: Totals) -> int:
+    """Bytes that a worker passes to collectives: it gathers the parameters twice and reduce-scatters the gradients."""
+    return 2 * totals.parameter_bytes + totals.gradient_bytes
 
 
 def _expected(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -21,17 +21,6 @@ Mode = Literal["eager", "compile", "graph"]
 Step = Callable[[], Any]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-class Together(nn.Module):
-    """Layers that are called with the same tensor, measured as one."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, input: Tensor) -> list[Any]:
-        return [layer(input) for layer in self.layers]
 
 
 def measure_layer(
@@ -158,34 +147,10 @@ def capture_cuda_graph(step: Callable[[], None], pool: Any = None) -> Callable[[
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with undo_failed_capture(graph), torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool):
         step()
 
     def replay(step: Callable[[], None] = step) -> None:  # keeps alive the tensors that the graph reads
         graph.replay()
 
     return replay
-
-
-@contextlib.contextmanager
-def undo_failed_capture(
-    graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator] = ()
-) -> Iterator[None]:
-    """Undo what a failed capture leaves behind in torch, so that eager code can go on, and raise what made it fail.
-
-    Args:
-        generators: CUDA generators that are captured, beside the default one.
-    """
-    stream: Any = torch.cuda.current_stream()
-    captured: list[Any] = [torch.cuda.default_generators[stream.device_index], *generators]
-    states = [generator.clone_state() for generator in captured]
-    try:
-        yield
-    except Exception as error:
-        # torch ends a capture before it restores the stream, the allocator and the generators; if that fails, none is.
-        torch.cuda.set_stream(stream)
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-        for generator, state in zip(captured, states, strict=True):
-            generator.graphsafe_set_state(state)
-        raise (error.__context__ or error) from None  # the end of the capture raises too, and says less

@@ -306,7 +306,7 @@ class _Advisor:
             ranks = plan(model, rank, measure=False, **arguments)
             times = plan(model, rank, measure="eager", **arguments)
             both = zip(ranks, times, strict=True)
-            return ranks.replace(replace(e, ms=t.ms, fused=t.fused) for e, t in both).to_json()
+            return ranks.replace(replace(e, ms=t.ms) for e, t in both).to_json()
 
         return Plan.from_json(self.workers.broadcast_object(self.workers.run_on_all(measure)))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...layers import FactorMap, low_rank_type, matrices_of
+from ...layers import FactorMap, low_rank_type
 from ...layers.matrix import Index, at_least_fp32
 from ...layers.names import named_modules, own_name
 from ...lowrank.rewrite import set_parameter
@@ -47,7 +47,7 @@ def find_routes(dense: nn.Module, plan: Plan) -> dict[str, Route]:
         kind = low_rank_type(type(layers[layer])) if layer in layers else None
         if kind is None:
             continue  # `reshape_` raises for it
-        mapping = FactorMap(matrices_of(kind, layers[layer], ranks), ranks, {}, {})
+        mapping = FactorMap(kind.matrices(layers[layer]), ranks, {}, {})
         for source, targets in mapping.targets.items():
             routes[f"{layer}.{source}"] = Route([f"{layer}.{target}" for target in targets])
         for x in mapping.matrices:
