@@ -45,6 +45,8 @@ class Engine:
 
     def __init__(self, settings: Settings, group: dist.ProcessGroup | Transport | None = None) -> None:
         self.machine = machine_for(settings.hierarchy, group)
+        # Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all.
+        self.leads = self.machine is None or self.machine.leads
         if self.machine is not None:
             self.transport: Transport = self.machine.between
         else:
@@ -56,11 +58,6 @@ class Engine:
         self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
         self._used_before: bool  # whether these settings have been used in a step
         self.use(settings)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all."""
-        return self.machine is None or self.machine.leads
 
     @property
     def steps(self) -> int:
@@ -296,7 +293,7 @@ class Step:
             mean, rest = self.exchange.results[self.layout.number[batch]]
             batch.watch(mean, context.state, self.engine.state.units)
             batch.commit(context.state, rest, finite, used[batch])
-        if any(batch.changes() for batch in self.contexts):
+        if any(isinstance(batch.policy, Accordion) and batch.changes() for batch in self.contexts):
             self.engine.rearrange(self.gradients)
 
     def _start(self, i: int) -> None:
