@@ -79,7 +79,7 @@ def check_table(root: Path, shown: str) -> None:
         assert "no exchange" not in page
         assert "bytes per step" not in page
         assert "bytes/step" not in page
-    assert f"| {BIRD} | {results[BIRD]['parameters']:,} |" in report([root], "markdown")
+    assert f"| {BIRD} | {results[BIRD]['parameters']:,} |" in report([root], markdown=True)
     (timings,) = rounds(root)
     assert set(timings) == set(table)
     assert all("compute_seconds" not in timing for timing in timings.values())

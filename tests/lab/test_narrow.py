@@ -146,7 +146,7 @@ def test_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first, second = (run.settings["narrow"] for run in runs[method])
         assert first == second
         assert first["note"] in " ".join(shown.split())
-        assert first["note"] in report([out], "markdown")
+        assert first["note"] in report([out], markdown=True)
     sizes = {m: runs[m][0].results["parameters"] for m in methods}
     assert sizes["narrow"] == count(built(find_task(TASK), find(TASK).width))
     assert sizes["narrow"] == pytest.approx(sizes["pufferfish"], rel=0.05)
