@@ -21,7 +21,7 @@ from pufferfish.cli.train_settings import train_settings
 from pufferfish.compression import BFloat16, Int2, Int4, LoCo, PowerSGD, SparseLoCo
 from pufferfish.lab.bench import BenchSettings
 from pufferfish.lab.report import report
-from pufferfish.lab.tasks import Task, find_task
+from pufferfish.lab.tasks import find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import RunSettings, train
@@ -430,19 +430,6 @@ def test_another_simulated_run_in_the_folder(tmp_path: Path, capsys: pytest.Capt
     assert (again.workers, again.link, again.predicted) == (first.workers, first.link, first.predicted)
 
 
-def test_another_network_before_the_first_checkpoint(tmp_path: Path) -> None:
-    """The run starts over, with times predicted for that network."""
-    words = ["train", "digits:mlp,width=64", "--device", "cpu", "--epochs", "1", "--out", str(tmp_path)]
-    words += ["--simulate", "--workers", "2", "--network"]
-    assert main([*words, "1mbit"]) == 0
-    slow = read_run(tmp_path).predicted["seconds_a_step"]
-    shutil.rmtree(tmp_path / "checkpoints")
-    about = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps(about | {"finished": None}))
-    assert main([*words, "10gbit"]) == 0
-    assert read_run(tmp_path).predicted["seconds_a_step"] < slow / 2
-
-
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert main([*SMALL, "--tensorboard", "--out", str(tmp_path)]) == 0
@@ -488,10 +475,3 @@ def test_port_in_use(
     error = capsys.readouterr().err
     assert f"127.0.0.1:{port}" in error
     assert not list(tmp_path.iterdir())
-
-
-def test_all_tasks_say_whether_graphs_fit() -> None:
-    assert all(
-        isinstance(t.task, Task) and isinstance(t.task.static_shapes, bool) for t in tiny.TINY.values()
-    )
-    assert not find_task("multi30k").static_shapes
