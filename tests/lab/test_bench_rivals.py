@@ -76,6 +76,7 @@ def check_table(root: Path, shown: str) -> None:
         assert "no exchange" not in page
         assert "bytes per step" not in page
         assert "bytes/step" not in page
+    assert '<th scope="row">mode</th><td class="">eager</td>' in (root / "report.html").read_text()
     assert f"| {BIRD} | {results[BIRD]['parameters']:,} |" in report([root], markdown=True)
     (timings,) = rounds(root)
     assert set(timings) == set(table)
