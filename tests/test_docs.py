@@ -201,25 +201,13 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def undocumented(name: str, x: Any) -> list[str]:
-    """`name`, and the public methods and properties of a class, where they have no docstring."""
-    own = {name: x}
-    if inspect.isclass(x):
-        own |= {f"{name}.{k}": v for k, v in vars(x).items() if not k.startswith("_") and k not in _fields(x)}
-    found = []
-    for full_name, value in own.items():
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        inherited = [
-            getattr(base, full_name.rpartition(".")[2], None) for base in getattr(x, "__mro__", ())[1:]
-        ]
-        if inspect.isclass(value):
-            text = vars(value).get("__doc__") or ""
-            missing = not text or text.startswith(f"{value.__name__}(")  # dataclasses get their signature
-        else:  # an override has the contract of its base
-            missing = inspect.isfunction(value) and not any(
-                x.__doc__ for x in [value, *filter(None, inherited)]
-            )
-        found += [full_name] if missing else []
-    return found
+    """`name`, and the public methods and properties of a class, where they have no docstring, own or inherited."""
+    if not inspect.isclass(x):
+        return [name] if inspect.isfunction(x) and not x.__doc__ else []
+    own = x.__dict__["__doc__"] or ""
+    missing = [name] if not own or own.startswith(f"{x.__name__}(") else []  # dataclasses get their signature
+    members = [k for k in vars(x) if not k.startswith("_") and k not in _fields(x)]
+    return missing + [f"{name}.{k}" for k in members if not inspect.getdoc(getattr(x, k))]
 
 
 def _fields(x: type) -> set[str]:
