@@ -45,12 +45,12 @@ class Engine:
 
     def __init__(self, settings: Settings, group: dist.ProcessGroup | Transport | None = None) -> None:
         self.machine = machine_for(settings.hierarchy, group)
-        # Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all.
-        self.leads = self.machine is None or self.machine.leads
         if self.machine is not None:
             self.transport: Transport = self.machine.between
         else:
             self.transport = group if isinstance(group, Transport) else Group(group)
+        #: Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all.
+        self.leads = self.machine is None or self.machine.leads
         inside = (self.machine.size, self.machine.worker) if self.machine else (1, 0)
         self.state = State(self.transport.worker, self.transport.size, *inside)
         self._layout: Layout | None = None
