@@ -4,6 +4,7 @@ A script defines its studies and calls `main`:
 
     python benchmarks/given.py minilm-0.3 --processes 2      # run what is missing; killed, the same command continues
     python benchmarks/given.py minilm-0.3 --show             # print the table
+    python benchmarks/given.py --pause                       # stop all runs, until --continue
 
 All arms are tuned alike: every rate of an arm is tried with the first seed, validation chooses, and the other seeds use
 the chosen rate. The test score of a run is in its row, and plays no part in the choice.
@@ -95,11 +96,16 @@ def main(studies: Sequence[Study], description: str | None = None) -> None:
     )
     ask.add_argument("--minutes", type=float, default=math.inf, help="start no run later than this")
     ask.add_argument("--arms", nargs="+", help="run only these arms")
+    ask.add_argument("--pause", action="store_true", help="pause all runs of --work")
+    ask.add_argument("--continue", dest="resume", action="store_true", help="continue them")
     given = ask.parse_args()
     if unknown := set(given.names) - by_name.keys():
         ask.error(f"unknown study {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
     chosen = [by_name[name] for name in given.names] or list(studies)
-    if given.show:
+    if given.pause or given.resume:
+        stopped = signal_runs(given.work, signal.SIGSTOP if given.pause else signal.SIGCONT)
+        print(f"{'paused' if given.pause else 'continued'} {stopped} processes")
+    elif given.show:
         print("\n\n".join(table(study, read_rows(study, given.results)) for study in chosen))
     else:
         run_studies(chosen, given.results, given.work, given.processes, given.minutes, given.arms)
@@ -249,6 +255,18 @@ def append_row(study: Study, results: Path, row: Row) -> None:
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def signal_runs(work: Path, number: signal.Signals) -> int:
+    """Send a signal to the processes that run jobs of `work`; return how many there are."""
+    try:
+        owner = int((work / "pid").read_text())
+        children = Path(f"/proc/{owner}/task/{owner}/children").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    for child in children:
+        os.kill(int(child), number)
+    return len(children)
 
 
 @contextmanager
