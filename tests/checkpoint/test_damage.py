@@ -163,12 +163,15 @@ def sign(checkpoint: Path, **changes: Any) -> None:
     "changes",
     [
         {"world": 10**9},
+        {"world": "1"},
+        {"files": ["model.json"]},
+        {"files": {"model.json": {"bytes": 1}}},
         {"files": {"../../../etc/passwd": {"bytes": 1, "sha256": ""}}},
         {"files": {"/etc/passwd": {"bytes": 1, "sha256": ""}}},
     ],
     ids=str,
 )
-def test_a_manifest_that_names_files_elsewhere(changes: Any, tmp_path: Path) -> None:
+def test_a_manifest_of_another_structure_or_of_files_elsewhere(changes: Any, tmp_path: Path) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
         sign(checkpoint.save(step=1), **changes)
         with pytest.raises(ValueError, match=r"000001-step-1/manifest\.json: damaged, or not written by"):

@@ -51,16 +51,20 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
             f"{path / MANIFEST}: its format is {version}, but this version of pufferfish reads format "
             f"{_VERSION}"
         )
-    if data["world"] > len(data["files"]) or any(Path(name).name != name for name in data["files"]):
+    try:
+        files = [(path / name, record["bytes"], record["sha256"]) for name, record in data["files"].items()]
+        ours = 0 < data["world"] <= len(files) and all(file.parent == path for file, _, _ in files)
+    except (KeyError, TypeError, AttributeError):
+        ours = False
+    if not ours:
         raise ValueError(f"{path / MANIFEST}: {NOT_OURS}")
-    for name, record in data["files"].items():
-        file = path / name
+    for file, expected, digest in files:
         if not file.is_file():
             raise ValueError(f"{file}: damaged, the file is missing")
         size = file.stat().st_size
-        if size != record["bytes"]:
-            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {record['bytes']:,}")
-        if contents and sha256(file) != record["sha256"]:
+        if size != expected:
+            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {expected}")
+        if contents and sha256(file) != digest:
             raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
     return data
 
@@ -68,10 +72,9 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
 def read_job(path: Path) -> str | None:
     """Return the identity of the job that saved the checkpoint at `path`; None if it is damaged."""
     try:
-        job: str = _read_intact(path)["job"]
-    except (OSError, ValueError):
+        return str(_read_intact(path)["job"])
+    except (OSError, ValueError, KeyError):
         return None
-    return job
 
 
 def _read_intact(path: Path) -> dict[str, Any]:

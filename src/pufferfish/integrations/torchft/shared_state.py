@@ -104,7 +104,13 @@ class SharedState:
             raise ValueError("pass the same optimizers, parts= and switch= to start on all replicas")
         tensors, inner = {**state["model"], **tensors}, unwrap(self.model)
         buffers = {own_name(name) for name, _ in inner.named_buffers()}  # such as a mask of infinities
-        for name, x in tensors.items():
+        moments = {
+            f"{key} of {name}": x
+            for saved in state["optimizers"]
+            for name, values in saved["state"].items()
+            for key, x in values.items()
+        }
+        for name, x in {**tensors, **moments}.items():
             if name not in buffers and isinstance(x, Tensor) and not all_finite([x]):
                 raise ValueError(f"{name} is not finite")
         if self.ranks and self.ranks != state["ranks"]:
