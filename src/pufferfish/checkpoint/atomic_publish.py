@@ -3,12 +3,8 @@
 A reader sees a checkpoint folder completely or not at all, whenever the writer is killed.
 """
 
-import os
-import re
 import secrets
 import shutil
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,19 +13,17 @@ from ..lowrank.files import sync
 from .checkpoint_folder import list_checkpoints, running_number
 from .manifest import write_manifest
 
-_HIDDEN = re.compile(r"\.writing\.(.*)\.(\d+)\.[^.]+")  # host name and process id of the writer
-_ABANDONED_AFTER = 3600.0  # seconds without a change after which a writer on another host counts as dead
+_HIDDEN = ".writing."
 
 
 def create_hidden_folder(folder: Path) -> Path:
-    """Create a hidden folder in `folder` to write a checkpoint into.
+    """Create a hidden folder in `folder` to write a checkpoint into. This process owns `folder` (`FolderOwner`).
 
-    Folders that dead writers left behind are removed first, to free their disk space.
+    Hidden folders that are there are of dead writers. They are removed first, to free their disk space.
     """
-    for path in folder.iterdir():
-        if _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-    hidden = folder / f"{_hidden_prefix()}{secrets.token_hex(8)}"
+    for path in folder.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    hidden = folder / f"{_HIDDEN}{secrets.token_hex(8)}"
     hidden.mkdir()  # not mkdtemp: its folders do not follow the umask
     return hidden
 
@@ -56,30 +50,7 @@ def publish_by_rename(
     hidden.rename(published)  # atomic: from here on the checkpoint exists
     sync(published.parent)
     for path in older[: max(len(older) + 1 - keep, 0)] if keep else []:
-        renamed = path.with_name(f"{_hidden_prefix()}{path.name}")
+        renamed = path.with_name(f"{_HIDDEN}{path.name}")
         path.rename(renamed)  # first, so that nobody reads a half-removed checkpoint
         shutil.rmtree(renamed, ignore_errors=True)
     return published
-
-
-def _hidden_prefix() -> str:
-    return f".writing.{socket.gethostname()}.{os.getpid()}."
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Whether `path` is a hidden folder whose writer no longer runs."""
-    match = _HIDDEN.fullmatch(path.name)
-    if not match:
-        return False
-    host, process = match[1], int(match[2])
-    try:
-        if host != socket.gethostname():
-            return time.time() - path.stat().st_mtime > _ABANDONED_AFTER
-        if process == os.getpid():
-            return True  # a process writes one checkpoint at a time: this is from an earlier one with our id
-        os.kill(process, 0)
-    except PermissionError:
-        return False  # the process runs, under another user
-    except (OSError, OverflowError):  # no such process, or a number that none can have
-        return True
-    return False
