@@ -94,7 +94,7 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
         with Checkpoint(folder, model) as second:
             for _ in range(2):
                 refused = (
-                    rf"new: in use by another job, process {first.process.pid} on .*, since .*; stop that"
+                    rf"new: in use by another job .*, process {first.process.pid} on .*, since .*; stop or close"
                 )
                 with pytest.raises(ValueError, match=refused):
                     second.resume()
@@ -151,7 +151,7 @@ def test_a_second_checkpoint_of_the_same_process_is_refused(tmp_path: Path) -> N
     first = Checkpoint(tmp_path, nn.Linear(2, 2))
     second = Checkpoint(tmp_path / "a" / "..", nn.Linear(2, 2))
     first.save(step=10)
-    with pytest.raises(ValueError, match="in use by another Checkpoint of this process; close that one"):
+    with pytest.raises(ValueError, match=f"or another Checkpoint of this one, process {os.getpid()} on .*; stop or close that one"):
         second.save(step=4)
     first.save(step=11)
     first.close()
@@ -171,7 +171,7 @@ def test_a_restart_in_the_same_process_takes_the_folder(tmp_path: Path) -> None:
     assert again.resume() is not None
     assert model.weight.equal(before.model.weight)
     for use in (before.save, before.resume):
-        with pytest.raises(ValueError, match="in use by another Checkpoint of this process"):
+        with pytest.raises(ValueError, match=f"another job or Checkpoint has taken it, process {os.getpid()} on"):
             use()
     before.close()
     with other_job(tmp_path) as other:
@@ -213,7 +213,7 @@ def test_a_job_that_lost_its_folder_stops(tmp_path: Path) -> None:
         (tmp_path / OWNER).unlink()  # and the lock with it
         with other_job(tmp_path) as second:
             assert second.tell("save") == "000001-step-1"
-            lost = rf"another job has taken it, process {second.process.pid} on"
+            lost = rf"another job or Checkpoint has taken it, process {second.process.pid} on"
             with pytest.raises(ValueError, match=lost):
                 first.save(step=9)
             with pytest.raises(ValueError, match=lost):

@@ -22,14 +22,14 @@ _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQ
 
 
 class FolderOwner:
-    """The right of this process to save into a folder. Worker 0 takes it for its job.
+    """The right of a `Checkpoint` to save into a folder. Worker 0 takes it for its job.
 
-    A lock refuses a second job while the first one lives. The kernel releases it when the process ends, however it ends,
-    so a killed job blocks nobody. Where a file system does not pass locks on to other hosts, the second job gets the
-    folder, and `check` stops the first one before its next save.
+    A lock refuses a second one, of this process or another, while the first one lives. The kernel releases it when the
+    process ends, however it ends, so a killed job blocks nobody. Where a file system does not pass locks on to other
+    hosts, the second job gets the folder, and `check` stops the first one before its next save.
 
-    A second `Checkpoint` of the same process counts as another job until the first one drops its owner. If it
-    resumes, as a restart in the process does, the first one loses the folder.
+    If a second `Checkpoint` of the same process resumes, as a restart in the process does, the first one loses the
+    folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -77,19 +77,12 @@ class FolderOwner:
             raise OSError(
                 f"{folder}: cannot create this folder for checkpoints ({error.strerror}); choose another one"
             ) from None
-        folder = folder.resolve()
-        owner = cls._of_process.get(folder)
-        if owner is not None and not (owner._release.alive and owner._file.exists()):
-            owner = None
-        if owner is not None and owner is not mine:
-            raise ValueError(
-                f"{folder}: in use by another Checkpoint of this process; close that one, or give each its "
-                "own folder"
-            )
         if mine is not None and mine._file.exists():
             mine.check()
-        if owner is None:
-            owner = cls._of_process[folder] = cls(folder)
+            if mine._release.alive:
+                return mine
+        folder = folder.resolve()
+        owner = cls._of_process[folder] = cls(folder)
         return owner
 
     @classmethod
@@ -119,8 +112,8 @@ class FolderOwner:
         holder = self._file.read_text(encoding="utf-8", errors="replace")
         if holder != self._text:
             raise ValueError(
-                f"{self.folder}: another job has taken it, {_readable(holder)}; to keep their checkpoints apart, "
-                "this job no longer uses it. Give each job its own folder"
+                f"{self.folder}: another job or Checkpoint has taken it, {_readable(holder)}; to keep their checkpoints "
+                "apart, this one no longer uses it. Give each its own folder"
             )
 
     @classmethod
@@ -139,8 +132,8 @@ def _lock(file: Path, descriptor: int) -> None:
     except BlockingIOError:
         holder = _readable(file.read_text(encoding="utf-8", errors="replace"))
         raise ValueError(
-            f"{file.parent}: in use by another job, {holder}; stop that job, or give this one its own folder. To "
-            "read checkpoints of a running job, copy them to another folder"
+            f"{file.parent}: in use by another job or another Checkpoint of this one, {holder}; stop or close that one, or "
+            "give this one its own folder. To read checkpoints of a running job, copy them to another folder"
         ) from None
     except OSError as error:
         warnings.warn(
