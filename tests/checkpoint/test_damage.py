@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_named(harm: Callable[[Path], Any], tmp_path: Pa
 
 
 def test_one_flipped_bit_of_a_manifest_is_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """Wherever it is; in the identity of the job, too."""
+    """Wherever it is."""
     with Checkpoint(tmp_path, nn.Linear(2, 2), keep=None) as checkpoint:
         checkpoint.save(step=1)
         file = checkpoint.save(step=2) / "manifest.json"

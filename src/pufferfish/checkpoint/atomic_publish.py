@@ -29,21 +29,20 @@ def create_hidden_folder(folder: Path) -> Path:
 
 
 def publish_by_rename(
-    hidden: Path, files: Mapping[str, Any], world_size: int, job: str, step: int | None, keep: int | None
+    hidden: Path, files: Mapping[str, Any], world_size: int, step: int | None, keep: int | None
 ) -> Path:
     """Write the manifest, make the checkpoint visible by renaming `hidden`, and remove old checkpoints.
 
     Args:
         hidden: a folder from `create_hidden_folder` with all `files` in it.
         files: manifest entry (`file_record`) of every file, by file name.
-        job: identity of the job.
         step: number of updates, becomes part of the folder name.
         keep: number of checkpoints to keep, including this one; None keeps all.
 
     Returns:
         The folder of the checkpoint.
     """
-    write_manifest(hidden, files, world_size, job)
+    write_manifest(hidden, files, world_size)
     older = list_checkpoints(hidden.parent)
     number = 1 + running_number(older[-1]) if older else 1
     published = hidden.with_name(f"{number:06d}" if step is None else f"{number:06d}-step-{step}")

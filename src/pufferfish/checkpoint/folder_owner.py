@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..planning.json_file import errors_name
-from .checkpoint_folder import job_of
 
 #: The file that is locked. Its text names the process that took the folder last.
 OWNER = ".owner"
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderOwner:
@@ -50,8 +47,6 @@ class FolderOwner:
         self._release = weakref.finalize(self, os.close, descriptor)  # closing the file releases the lock
         try:
             _lock(self._file, descriptor)
-            #: Identity of the job: that of the folder's checkpoints, or a new one.
-            self.job = job_of(folder) or secrets.token_hex(8)
             now = datetime.now().astimezone().isoformat(" ", "seconds")
             self._text = (
                 f"process {os.getpid()} on {socket.gethostname()}, since {now} ({secrets.token_hex(8)})"
@@ -86,26 +81,12 @@ class FolderOwner:
         return owner
 
     @classmethod
-    def take_to_resume(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner | None:
-        """Take the folder as `take`; ValueError if another job has put checkpoints into it.
-
-        None if this process can read the folder, but not write to it; `take` raises the reason before a save.
-        """
+    def take_to_resume(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner:
+        """Take the folder as `take`, also from another `Checkpoint` of this process if the caller has not taken it yet."""
         before = cls._of_process.get(folder.resolve())
         if before is not None and mine is None:
             before._release()  # a restart: a traceback may still hold the Checkpoint of the run before
-        try:
-            owner = cls.take(folder, mine)
-        except OSError as error:
-            if error.errno in _NOT_WRITABLE and folder.is_dir():
-                return None
-            raise
-        job = job_of(folder)
-        if job not in (None, owner.job):
-            raise ValueError(
-                f"{folder}: its checkpoints belong to job {job}, but this is job {owner.job}; use another folder"
-            )
-        return owner
+        return cls.take(folder, mine)
 
     def check(self) -> None:
         """Raise ValueError if another process has taken the folder since."""
