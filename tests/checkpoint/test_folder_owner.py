@@ -239,13 +239,3 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert checkpoint.resume() is None
         checkpoint.save(step=1)
         assert checkpoint.resume() is not None
-
-
-def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
-        checkpoint = Checkpoint(path, nn.Linear(2, 2))
-        with pytest.raises(
-            OSError, match=f"{path.name}: cannot create .* \\({reason}\\); choose another one"
-        ):
-            checkpoint.resume()

@@ -118,7 +118,6 @@ def test_accelerate_recognizes_the_handler() -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
     assert accelerator.ddp_handler is kwargs
     assert kwargs.to_kwargs() == {"find_unused_parameters": True}
-    assert HookKwargs(comm_hook="bf16").to_kwargs() == {}
     with pytest.raises(ValueError, match="only pass one"):
         Accelerator(cpu=True, kwargs_handlers=[kwargs, DistributedDataParallelKwargs()])
 

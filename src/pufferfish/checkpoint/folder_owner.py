@@ -66,12 +66,7 @@ class FolderOwner:
         Args:
             mine: the result of the caller's last call.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"{folder}: cannot create this folder for checkpoints ({error.strerror}); choose another one"
-            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
         if mine is not None and mine._file.exists():
             mine.check()
             if mine._release.alive:
