@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import runpy
 from pathlib import Path
 from typing import Any
@@ -120,15 +119,6 @@ def test_accelerate_recognizes_the_handler() -> None:
     assert kwargs.to_kwargs() == {"find_unused_parameters": True}
     with pytest.raises(ValueError, match="only pass one"):
         Accelerator(cpu=True, kwargs_handlers=[kwargs, DistributedDataParallelKwargs()])
-
-
-def test_the_package_does_not_import_these_libraries() -> None:
-    libraries = {"accelerate", "transformers", "lightning", "pytorch_lightning"}
-    code = f"import sys, pufferfish; sys.exit(sorted({libraries} & {{*sys.modules}}) or None)"
-    process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
 
 
 def trains_and_resumes(rank: int, size: int, folder: str, port: int) -> None:
