@@ -528,7 +528,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
 
 def test_malformed_bytes_of_a_state_are_a_value_error() -> None:
     data = encode({"w": torch.zeros(2)})
-    tree = b'{"tensor": "w", "shape": [2], "dtype": "save", "dims": [0]}'  # torch.save is no dtype
+    tree = b'{"tensor": "w", "shape": [2], "dtype": "save"}'  # torch.save is no dtype
     no_dtype = len(tree).to_bytes(8, "big") + tree + data[8 + data[7] :]
     for wrong in (data[:7], data[:-1], data.replace(b'{"dict"', b'{"list"'), no_dtype):
         with pytest.raises(ValueError, match="the state of a replica is malformed"):
