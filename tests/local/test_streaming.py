@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -32,28 +31,24 @@ def depths(names: list[str]) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks")})
 
 
-def test_equal_blocks_are_strided_or_in_runs() -> None:
+def test_equal_blocks_are_dealt_out_in_turn() -> None:
     assert [depths(f) for f in split_by_depth(blocks(8), 4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [depths(f) for f in split_by_depth(blocks(8), 4, "sequential")] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_large_tensor_gets_fewer_blocks() -> None:
-    strided = split_by_depth(blocks(6, **{"embed.weight": 16}), 4)
-    assert strided[0] == ["embed.weight"]
-    assert [len(depths(f)) for f in strided] == [0, 2, 2, 2]
-    runs = split_by_depth(blocks(6, **{"embed.weight": 16}), 4, "sequential")
-    assert [depths(f) for f in runs] == [[], [0, 1], [2, 3], [4, 5]]
+    split = split_by_depth(blocks(6, **{"embed.weight": 16}), 4)
+    assert split[0] == ["embed.weight"]
+    assert [len(depths(f)) for f in split] == [0, 2, 2, 2]
 
 
-@pytest.mark.parametrize("pattern", ["strided", "sequential"])
-def test_finer_parts_where_blocks_are_too_few_or_too_unequal(pattern: Any) -> None:
+def test_finer_parts_where_blocks_are_too_few_or_too_unequal() -> None:
     nested = {f"0.layers.{i}.weight": 10 for i in range(4)} | {"1.weight": 1}
-    assert sorted(map(len, split_by_depth(nested, 2, pattern))) == [2, 3]
+    assert sorted(map(len, split_by_depth(nested, 2))) == [2, 3]
     one = {"rnn.weight_ih": 10, "rnn.weight_hh": 10, "rnn.bias": 1}
-    assert sorted(map(len, split_by_depth(one, 2, pattern))) == [1, 2]
+    assert sorted(map(len, split_by_depth(one, 2))) == [1, 2]
     for k in range(1, 8):
         sizes = {f"layers.{i}.w": (i * 7919) % 13 for i in range(7)}
-        split = split_by_depth(sizes, k, pattern)
+        split = split_by_depth(sizes, k)
         assert all(split)
         assert sorted(name for names in split for name in names) == sorted(sizes)
 
@@ -196,7 +191,6 @@ def refused() -> Iterator[tuple[Callable[[], object], str]]:
     yield lambda: LocalSteps(4, delay=4), "delay=4 must be at least 0 and below h=4"
     yield lambda: LocalSteps(4, delay=1, mixing=1.0), "mixing=1.0 must be at least 0 and below 1"
     yield lambda: LocalSteps(4, mixing=0.5), "0 without a delay"
-    yield lambda: LocalSteps(4, pattern="random"), "pattern='random' is neither"  # type: ignore[arg-type]
     yield lambda: LocalSteps(4, fragments=3).start(nn.Linear(2, 2)), "the model has only 2 tensors"
 
 
