@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, MessageGenerator, Method, StepContext
+from ..method import Gather, MessageGenerator, Method, StepContext, check_whole
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Atomo(Method):
     kind = "unbiased"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Atomo: rank={self.rank!r} is not an integer ≥ 1")
+        check_whole(self, "rank")
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         m, n = shape[0], torch.Size(shape[1:]).numel()

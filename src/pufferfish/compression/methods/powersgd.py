@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..method import MessageGenerator, Method, StepContext, Sum
+from ..method import MessageGenerator, Method, StepContext, Sum, check_whole
 from .casts import NoCompression
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
@@ -23,8 +23,7 @@ class _PowerIteration(Method):
     exchanges = ("all_reduce",)
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"{type(self).__name__}: rank={self.rank!r} is not an integer ≥ 1")
+        check_whole(self, "rank")
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         m, n = shape[0], torch.Size(shape[1:]).numel()
@@ -54,8 +53,7 @@ class PowerSGD(_PowerIteration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
-            raise ValueError(f"PowerSGD: start={self.start!r} is not an integer ≥ 0")
+        check_whole(self, "start", least=0)
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         if ctx.step < self.start:
