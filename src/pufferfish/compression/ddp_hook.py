@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -83,11 +83,8 @@ def compress(
     chosen = workers.run_on_all(settings)
     # Before groups are made: making one waits for all its workers.
     local = os.environ.get("LOCAL_WORLD_SIZE") if hierarchy == "node" else None
-    groups = hierarchy if isinstance(hierarchy, str) else "groups"
-    workers.agree(
-        repr((replace(chosen, hierarchy="flat"), groups, local)), 0,
-        "method, LOCAL_WORLD_SIZE or other settings; make the same call on all workers",
-    )  # fmt: skip
+    about = "method, LOCAL_WORLD_SIZE or other settings; make the same call on all workers"
+    workers.agree(repr((chosen, local)), 0, about)
     hook = DDPHook(
         ddp.module, workers, workers.run_on_all(lambda: Engine(chosen, ddp.process_group)), optimizer, scaler
     )
@@ -107,8 +104,6 @@ def _check_ddp(ddp: DistributedDataParallel, optimizer: Optimizers, scaler: Any)
 
 def check_optimizer_and_scaler(model: nn.Module, optimizer: Optimizers, scaler: Any) -> None:
     """Raise if an optimizer trains another model, or if an argument is not an optimizer or a scaler."""
-    if optimizer is not None and not isinstance(optimizer, optim.Optimizer | Iterable):
-        raise TypeError(f"compress: optimizer is a {type(optimizer).__name__}, not an optimizer")
     optimizers = as_list(optimizer)
     check_optimizers(optimizers)
     parameters = {id(p) for p in model.parameters()}
@@ -153,9 +148,6 @@ class DDPHook(AtLastBucket):
         self._strided: set[int] = set()  # ids of those with another element order, such as channels-last
         self._parameters: list[weakref.ref[Tensor]] = []  # those that the ids belong to
 
-    def __repr__(self) -> str:
-        return f"DDPHook({self.method!r}, {self.engine.steps} steps)"
-
     @property
     def method(self) -> Methods:
         """The current method or methods."""
@@ -181,13 +173,8 @@ class DDPHook(AtLastBucket):
         settings = self.workers.run_on_all(
             lambda: checked_settings(engine.settings, method, error_feedback, named, self.optimizers)
         )
-        inside = engine.machine.size if engine.machine else 1
-        facts = (replace(settings, hierarchy="flat"), inside, engine.steps, list(named))
-        self.workers.agree(
-            repr(facts),
-            0,
-            "the compression's method, settings or parameters; make the same call on all workers",
-        )
+        about = "the compression's method, settings or parameters; make the same call on all workers"
+        self.workers.agree(repr((settings, engine.steps, list(named))), 0, about)
         engine.use(settings)
         self._names = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,7 @@ class Engine:
 
         Call it on all workers, each time with all parameters: the state of a missing one is dropped. Names, shapes and
         dtypes must be the same on all of them: they are compared whenever they change, in messages that are not metered.
+        Where they change on some workers only, all of them end with an error at the time-out of the process group.
 
         Args:
             gradients: This worker's, by parameter name.
@@ -314,10 +315,7 @@ class Step:
                 x.masked_fill_(bad, 0)
         generators = {}
         for batch, x in xs.items():
-            steps = batch.method.compress(x, self.contexts[batch])
-            if not isinstance(steps, Generator):
-                raise TypeError(f"{type(batch.method).__name__}.compress must yield the messages it sends")
-            generators[self.layout.number[batch]] = steps
+            generators[self.layout.number[batch]] = batch.method.compress(x, self.contexts[batch])
         if self.missing:
             self.exchange.start(generators)
             return

@@ -52,13 +52,13 @@ def _flat(tensors: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Te
         yield some, torch.cat([x.reshape(-1) for x in some.values()])
 
 
-def machine_for(chosen: HierarchyLike, group: dist.ProcessGroup | Transport | None) -> Machine | None:
-    """The machine that `Settings.hierarchy` chooses; None for a flat one."""
-    if chosen == "flat":
+def machine_for(hierarchy: HierarchyLike, group: dist.ProcessGroup | Transport | None) -> Machine | None:
+    """The machine of this worker with `hierarchy="node"`; None for a flat one."""
+    if hierarchy == "flat":
         return None
     if isinstance(group, Transport):
-        raise ValueError(f"hierarchy={chosen!r} needs process groups; {type(group).__name__} is flat")
-    machine = machine_of(group) if isinstance(chosen, str) else Machine(*chosen)
+        raise ValueError(f'hierarchy="node" needs process groups; {type(group).__name__} is flat')
+    machine = machine_of(group)
     if machine.between.size == 1 and machine.size > 1 and machine.leads:
         warnings.warn(
             f"hierarchy: all {machine.size} workers are on one machine, so nothing is compressed; "
@@ -74,15 +74,10 @@ def machine_of(group: dist.ProcessGroup | None) -> Machine:
         raise ValueError('hierarchy="node" needs torch.distributed; start the job with torchrun')
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     world = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if not text:
-        raise ValueError(
-            'hierarchy="node": LOCAL_WORLD_SIZE is not set; start the job with torchrun, or pass two groups: '
-            "hierarchy=(inside, between)"
-        )
     if not text.isdigit() or int(text) < 1 or len(world) % int(text):
         raise ValueError(
-            f'hierarchy="node": LOCAL_WORLD_SIZE={text} does not divide {len(world)} workers; '
-            "start the job with torchrun, or pass two groups: hierarchy=(inside, between)"
+            f'hierarchy="node": LOCAL_WORLD_SIZE is {text or "not set"}, which does not divide {len(world)} workers; '
+            "start the job with torchrun, or set it to the number of workers on each machine"
         )
     local, rank = int(text), dist.get_rank(group)
     machines = [world[i : i + local] for i in range(0, len(world), local)]

@@ -50,11 +50,6 @@ class Simulated:
         """Number of steps so far."""
         return self.engines[0].steps
 
-    @property
-    def posted_bytes(self) -> int:
-        """Bytes that worker 0 sent, counted apart from its meter."""
-        return self._workers[0].posted_bytes
-
     def use(self, settings: Settings) -> None:
         """See `Engine.use`."""
         for engine in self.engines:
@@ -117,14 +112,11 @@ class SimulatedTransport(Transport):
         super().__init__()
         self.mail, self.worker, self.size = mail, worker, size
         self.posted = 0  # collectives in this step
-        self.posted_bytes = 0  # in all steps, independent of the meter
 
     def _post(self, data: Any) -> _Collective:
         collective = self.mail.setdefault(self.posted, _Collective())
         collective.buffers[self.worker] = data
         self.posted += 1
-        tensors = data if isinstance(data, list) else [data]
-        self.posted_bytes += sum(x.numel() * x.element_size() for x in tensors)
         return collective
 
     def _all(self, collective: _Collective) -> list[Any]:
