@@ -59,7 +59,7 @@ def test_another_number_of_workers_keeps_shared_state_only() -> None:
         warnings.simplefilter("error")
         again.load_state_dict(now)
         again.load_state_dict(two.state_dict())
-    assert two.steps == again.steps == 3
+    assert two.engines[0].steps == again.engines[0].steps == 3
     with pytest.raises(
         ValueError, match="not a state of compression: it lacks format, inside, methods, own, scale"
     ):

@@ -212,14 +212,10 @@ def _keeps_its_kind(method: Method, draws: int, device: str) -> None:
         assert error < 1e-2, f"{method}: rounds too coarsely; off by {error:.2g}"
     elif method.kind == "vote":
         assert (mean.abs() == 1).all(), f"{method}: a vote is not ±1"
-        agree = _agreeing(given, batches, method)
+        agree = _vector({n: (given[0][n] * given[1][n]) for n in _SHAPES}, batches, method) > 0
         assert (mean[-1][agree] == target[-1][agree].sign()).all(), (
             f"{method}: unanimous votes are not followed"
         )
-
-
-def _agreeing(given: Gradients, batches: list[Batch], method: Method) -> Tensor:
-    return _vector({n: (given[0][n] * given[1][n]) for n in _SHAPES}, batches, method) > 0
 
 
 def _vector(named: dict[str, Tensor], batches: list[Batch], method: Method) -> Tensor:

@@ -45,11 +45,6 @@ class Simulated:
         """The current settings, the same for all workers."""
         return self.engines[0].settings
 
-    @property
-    def steps(self) -> int:
-        """Number of steps so far."""
-        return self.engines[0].steps
-
     def use(self, settings: Settings) -> None:
         """See `Engine.use`."""
         for engine in self.engines:
