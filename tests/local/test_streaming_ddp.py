@@ -319,18 +319,6 @@ def sharded_replicas_are_checkpointed(rank: int, size: int, folder: str) -> None
     equal(ends[0], ends[1])
 
 
-def wrong_groups_are_refused(rank: int, size: int, folder: str) -> None:
-    model, mesh = two_replicas(rank)
-    shard(model, mesh)
-    with pytest.raises(
-        TypeError, match=r"0\.weight is a DTensor .* pass the workers that hold the same shard"
-    ):
-        LocalSteps(2).start(model)
-    ddp = DDP(build())
-    with pytest.raises(TypeError, match="already averages every gradient"):
-        LocalSteps(2, group=mesh["replica"].get_group()).start(ddp)
-
-
 CASES = [
     equals_a_sequential_implementation,
     compression_equals_simulated_workers,
@@ -349,7 +337,6 @@ REPLICAS = [
     a_shard_that_is_not_finite_is_discarded_everywhere,
     sharded_replicas_are_checkpointed,
     sharded_replicas_switch,
-    wrong_groups_are_refused,
 ]
 
 
