@@ -162,9 +162,9 @@ def test_random_k_draws_every_element_equally_often(coordinates: str) -> None:
     assert both == 2000 if coordinates == "shared" else 350 < both < 650  # a chance of 1/16 for each
 
 
-def test_qsgd_gives_levels_of_its_norms() -> None:
+@pytest.mark.parametrize("s", [2, 5, 12, 25, 50, 100])  # in 3 to 8 bits
+def test_qsgd_gives_levels_of_its_norms(s: int) -> None:
     x = gradients(1)[0]["a.weight"].flatten()[:64]
-    s = 5
     engine = Engine(Settings(QSGD(levels=s, bucket=64), smallest=0))
     norms = []
     for _ in range(20):
