@@ -160,11 +160,6 @@ def test_times_and_bytes_add_up() -> None:
             "overlap=True: scope=.global. and hierarchy",
         ),
         (lambda: Settings(TopK(), nonfinite="skip"), "nonfinite='skip' is neither"),  # type: ignore[arg-type]
-        (lambda: Simulated(Settings(TopK()), 0), "workers=0 must be at least 1"),
-        (
-            lambda: Simulated(Settings(TopK()), 2).average([{"w": torch.ones(2)}]),
-            "gradients of 1 workers, but there are 2",
-        ),
         (
             lambda: Engine(Settings(TopK())).average({"w": torch.ones(2, dtype=torch.int)}),
             "w: its gradient is torch.int32",

@@ -30,8 +30,6 @@ class Simulated:
     """
 
     def __init__(self, settings: Settings, workers: int) -> None:
-        if workers < 1:
-            raise ValueError(f"Simulated: workers={workers} must be at least 1")
         self._workers = simulated_transports(workers)
         self.engines = [Engine(settings, worker) for worker in self._workers]
 
@@ -57,8 +55,6 @@ class Simulated:
         scale: float = 1.0,
     ) -> list[dict[str, Tensor]]:
         """`Engine.average` for all workers: one mapping of gradients, and one of means, for each."""
-        if len(gradients) != len(self.engines):
-            raise ValueError(f"gradients of {len(gradients)} workers, but there are {len(self.engines)}")
         means = [{name: torch.empty_like(g) for name, g in own.items()} for own in gradients]
         if any(g.numel() for g in gradients[0].values()):
             self._workers[0].mail.clear()

@@ -14,8 +14,8 @@ SHIFTS = 1024
 
 
 @dataclass(frozen=True)
-class _PowerIteration(Method):
-    """Common base of both variants: a rank, and which shapes become smaller."""
+class TwoFactors(Method):
+    """Common base of methods that send two thin factors of each matrix: their rank, and which shapes become smaller."""
 
     rank: int = 4
 
@@ -31,7 +31,7 @@ class _PowerIteration(Method):
 
 
 @dataclass(frozen=True)
-class PowerSGD(_PowerIteration):
+class PowerSGD(TwoFactors):
     """M ≈ P Qᵀ of rank r by one power iteration per step: two all-reduces, of r·m and r·n numbers.
 
     P = Σ M Q, orthonormalised; Q = mean Mᵀ P; all workers apply P Qᵀ. Each worker keeps M − P (Mᵀ P)ᵀ, the part of its own
@@ -75,7 +75,7 @@ class PowerSGD(_PowerIteration):
 
 
 @dataclass(frozen=True)
-class AlternatingPowerSGD(_PowerIteration):
+class AlternatingPowerSGD(TwoFactors):
     """M ≈ P Qᵀ of rank r, one factor per step: half a power iteration and one all-reduce.
 
     The other factor is that of the step before, orthonormalised. Even steps: P = mean M Q, of r·m numbers. Odd steps:
