@@ -11,8 +11,7 @@ from torch import Tensor, nn, optim
 
 import pufferfish as pf
 from nested import equal
-from pufferfish.compression import PowerSGD, TopK
-from pufferfish.local.flight import Flight
+from pufferfish.compression import TopK
 from pufferfish.local.local_steps import LocalSteps
 from pufferfish.local.split_by_depth import split_by_depth
 
@@ -116,22 +115,6 @@ def test_error_feedback_follows_tensors_to_other_fragments() -> None:
     assert any(train_further)
 
 
-def test_autocast_does_not_reach_the_averages() -> None:
-    ends = []
-    for enabled in (False, True):
-        model = build()
-        local = LocalSteps(3, fragments=2, delay=1, outer=diloco, method=PowerSGD(2))
-        local.start(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            for step in range(8):
-                with torch.autocast("cpu", enabled=False), torch.no_grad():
-                    for i, p in enumerate(model.parameters()):
-                        p += torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i))
-                local.step(model)
-        ends.append(dict(model.state_dict()))
-    equal(ends[0], ends[1])
-
-
 def test_a_model_in_bf16_keeps_its_anchor_in_fp32() -> None:
     """Outer steps below the resolution of bf16 add up; the mixture is computed in fp32."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
@@ -151,17 +134,6 @@ def test_a_model_in_bf16_keeps_its_anchor_in_fp32() -> None:
         local.step(model)
         assert model.weight.item() == x.item()
     assert local.state_dict()["anchor"]["weight"].item() == pytest.approx(anchor.item())
-
-
-def test_the_error_of_a_flight_is_raised_where_it_is_awaited() -> None:
-    def fail() -> dict[str, Tensor]:
-        raise RuntimeError("lost contact")
-
-    first = Flight.send(fail, 1)
-    second = Flight.send(lambda: {"w": torch.ones(1)}, 1, after=first)
-    with pytest.raises(RuntimeError, match="lost contact"):
-        first.wait()
-    equal(second.state_dict(), {"means": {"w": torch.ones(1)}, "remaining": 1})
 
 
 @pytest.mark.gpu
