@@ -39,7 +39,8 @@ def error(engine: Engine, name: str) -> Tensor:
 
 
 def use(engine: Engine | Simulated, method: Method) -> None:
-    engine.use(replace(engine.settings, method=method))
+    settings = (engine.engines[0] if isinstance(engine, Simulated) else engine).settings
+    engine.use(replace(settings, method=method))
 
 
 def test_global_scope_chooses_among_all_elements() -> None:

@@ -38,11 +38,6 @@ class Simulated:
         """Bytes and times of worker 0."""
         return self.engines[0].meter
 
-    @property
-    def settings(self) -> Settings:
-        """The current settings, the same for all workers."""
-        return self.engines[0].settings
-
     def use(self, settings: Settings) -> None:
         """See `Engine.use`."""
         for engine in self.engines:

@@ -165,7 +165,7 @@ def orthonormal_rows(rows: Tensor, step: int = 0) -> Tensor:
     noise = _noise(r, n, rows.device)[begin : begin + r * n].view(r, n)
     length = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64).clamp_min_(1e-150)
     noisy = torch.addcdiv(noise, rows, length)  # rows of length 1 or 0, and noise, in fp64
-    one = _identity(r, rows.device)
+    one = torch.eye(r, dtype=torch.float64, device=rows.device)
     products = torch.bmm(noisy, noisy.mT).add_(one, alpha=1e-14)  # never singular, even by chance
     L = torch.linalg.cholesky_ex(products).L
     inverse: Tensor = torch.linalg.solve_triangular(L, one.expand_as(L), upper=False)
@@ -178,8 +178,3 @@ def _noise(r: int, n: int, device: torch.device) -> Tensor:
     rng = torch.Generator(device).manual_seed(0)
     noise = torch.randn(r * n + SHIFTS, dtype=torch.float64, device=device, generator=rng)
     return noise.mul_(3e-7 * n**-0.5)
-
-
-@cache
-def _identity(r: int, device: torch.device) -> Tensor:
-    return torch.eye(r, dtype=torch.float64, device=device)
