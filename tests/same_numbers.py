@@ -389,7 +389,7 @@ def local_steps(text: str) -> Values:
 SCHEDULES = {
     "plain": {"h": 3},
     "streaming": {"h": 2, "fragments": 2, "delay": 1},
-    "sequential": {"h": 4, "fragments": 3, "pattern": "sequential"},
+    "three fragments": {"h": 4, "fragments": 3},
 }
 
 

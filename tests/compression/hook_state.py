@@ -86,6 +86,10 @@ def through_the_switch(rank: int, size: int, folder: Path) -> None:
     assert same_everywhere(weights(ddp))
 
 
+class Named(torch.optim.SGD):
+    """With SGD's own `step`."""
+
+
 class Normalised(torch.optim.SGD):
     """Like LARS, it has a `step` of its own."""
 
@@ -95,10 +99,11 @@ class Normalised(torch.optim.SGD):
 
 def error_feedback_follows_the_units(rank: int, size: int, folder: Path) -> None:
     """Learning rate ÷ 10: error feedback × 10. Loss scale × 4: × 4. Where the update has a size of its own, the latter."""
-    for kind, factor in ((torch.optim.SGD, 40.0), (torch.optim.Adam, 4.0), (Normalised, 4.0)):
+    for kind, factor in ((torch.optim.SGD, 40.0), (Named, 40.0), (torch.optim.Adam, 4.0), (Normalised, 4.0)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         ddp = DDP(build())
         optimizer = kind(ddp.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 9)  # wraps its step
         hook = compress(ddp, TopK(0.05), optimizer=optimizer, scaler=scaler, smallest=0)
         scaler.scale(loss(ddp, 0, rank)).backward()
         before = hook.state_dict()["own"]["middle.weight"]["error"]

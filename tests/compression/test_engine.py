@@ -159,16 +159,7 @@ def test_times_and_bytes_add_up() -> None:
             lambda: Settings(TopK(), scope="global", overlap=True),
             "overlap=True: scope=.global. and hierarchy",
         ),
-        (lambda: Settings(TopK(), seed="a"), "seed='a'"),  # type: ignore[arg-type]
-        (lambda: Settings(TopK(), smallest=-1), "smallest=-1"),
-        (lambda: Settings(TopK(), overlap="yes"), "overlap='yes'"),  # type: ignore[arg-type]
         (lambda: Settings(TopK(), nonfinite="skip"), "nonfinite='skip' is neither"),  # type: ignore[arg-type]
-        (lambda: Settings({}), "needs at least one pattern"),
-        (lambda: Simulated(Settings(TopK()), 0), "workers=0 must be at least 1"),
-        (
-            lambda: Simulated(Settings(TopK()), 2).average([{"w": torch.ones(2)}]),
-            "gradients of 1 workers, but there are 2",
-        ),
         (
             lambda: Engine(Settings(TopK())).average({"w": torch.ones(2, dtype=torch.int)}),
             "w: its gradient is torch.int32",
@@ -193,13 +184,6 @@ def test_patterns_hidden_by_earlier_ones_are_refused() -> None:
         hidden.average(gradients(1)[0])
 
 
-def test_compress_without_messages_is_refused() -> None:
-    @dataclass(frozen=True)
-    class Silent(Method):
-        def compress(self, x, ctx):  # type: ignore[no-untyped-def]
-            return x, None
-
-    with pytest.raises(TypeError, match="must yield the messages it sends"):
-        Engine(Settings(Silent(), smallest=0)).average({"w": torch.ones(2)})
+def test_a_message_of_one_tensor_is_a_tuple() -> None:
     with pytest.raises(TypeError, match=r"Gather\(\(x,\)\)"):
         Gather(torch.ones(2))  # type: ignore[arg-type]

@@ -137,23 +137,11 @@ def one_machine_compresses_nothing(rank: int, size: int) -> None:
     assert engine.meter.wire_bytes == 0
 
 
-def two_process_groups(rank: int, size: int) -> None:
-    """Ranks that alternate between two machines."""
-    inside, between = (
-        next(dist.new_group(ranks, use_local_synchronization=True) for ranks in sides if rank in ranks)
-        for sides in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-    )
-    given = gradients(4)
-    means = Engine(Settings(NoCompression(), hierarchy=(inside, between))).average(given[rank])
-    for name, mean in Simulated(Settings(NoCompression()), 4).average(given)[0].items():
-        torch.testing.assert_close(means[name], mean)
-
-
 def local_world_size_is_checked(rank: int, size: int) -> None:
     for local, message in (
-        ("3", "3 does not divide 4 workers"),
-        ("", "is not set"),
-        ("0", "0 does not divide"),
+        ("3", "LOCAL_WORLD_SIZE is 3, which does not divide 4 workers"),
+        ("", "LOCAL_WORLD_SIZE is not set"),
+        ("0", "LOCAL_WORLD_SIZE is 0"),
     ):
         os.environ["LOCAL_WORLD_SIZE"] = local
         with pytest.raises(ValueError, match=message):
@@ -182,7 +170,6 @@ def bad_steps_leave_no_trace(rank: int, size: int) -> None:
         (
             bytes_inside_a_machine_are_counted_apart,
             one_machine_compresses_nothing,
-            two_process_groups,
             local_world_size_is_checked,
             a_different_model_on_one_worker_raises_on_all,
             workers_that_disagree_do_not_hang,

@@ -23,7 +23,6 @@ from pufferfish.compression import (
     TopK,
 )
 from pufferfish.compression.check_compressor import gradients
-from pufferfish.compression.state import updates_by_rate
 
 
 def test_state_follows_parameters_by_name() -> None:
@@ -59,7 +58,7 @@ def test_another_number_of_workers_keeps_shared_state_only() -> None:
         warnings.simplefilter("error")
         again.load_state_dict(now)
         again.load_state_dict(two.state_dict())
-    assert two.steps == again.steps == 3
+    assert two.engines[0].steps == again.engines[0].steps == 3
     with pytest.raises(
         ValueError, match="not a state of compression: it lacks format, inside, methods, own, scale"
     ):
@@ -208,22 +207,3 @@ def test_state_that_does_not_depend_on_the_number_of_workers_stays(method: Metho
     for part in ("own", "shared"):
         for name, tensors in before[part].items():
             assert all(torch.equal(x, after[part][name][key]) for key, x in tensors.items())
-
-
-def test_a_subclass_of_sgd_with_its_own_step_is_not_sgd() -> None:
-    """Such as LARS. One that only adds something around `step` is."""
-
-    class Named(torch.optim.SGD):
-        pass
-
-    class Normalised(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            """Divides the size of the gradient out."""
-
-    p = [torch.nn.Parameter(torch.ones(2, 2))]
-    scheduled = torch.optim.SGD(p, lr=0.1, momentum=0.9)
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)  # wraps its step
-    assert updates_by_rate(Named(p, lr=0.1))
-    assert updates_by_rate(scheduled)
-    for other in (Normalised(p, lr=0.1), torch.optim.Muon(p), torch.optim.AdamW(p)):
-        assert not updates_by_rate(other), other

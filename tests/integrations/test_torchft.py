@@ -39,7 +39,7 @@ from integrations.elastic import (
     train_without,
 )
 from processes import forked, in_processes
-from pufferfish.compression import BlockInt8, PowerSGD, SparseLoCo, TopK
+from pufferfish.compression import Accordion, BlockInt8, PowerSGD, SparseLoCo, TopK
 from pufferfish.compression.settings import Methods
 from pufferfish.integrations.torchft import (
     ElasticGradients,
@@ -162,7 +162,13 @@ def test_too_few_replicas_end_the_job_with_one_line() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [PowerSGD(2), pytest.param(BlockInt8(), marks=SLOW), pytest.param(SparseLoCo(), marks=SLOW)],
+    [
+        PowerSGD(2),
+        *(
+            pytest.param(m, marks=SLOW)
+            for m in (BlockInt8(), SparseLoCo(), Accordion(PowerSGD(2), PowerSGD(1), every=2))
+        ),
+    ],
     ids=lambda m: type(m).__name__,
 )
 def test_compressed_averages_survive_a_change_of_the_members(method: Methods) -> None:

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import pufferfish as pf
 from nested import equal
 from processes import in_processes, same_everywhere
-from pufferfish.compression import BlockInt8, TopK
+from pufferfish.compression import Accordion, BlockInt8, Int2, PowerSGD, SparseLoCo, TopK
 from pufferfish.local.local_steps import LocalSteps
 
 
@@ -69,12 +69,17 @@ def starts_from_rank_zero(rank: int, size: int, folder: str) -> None:
 
 def compression_equals_simulated_workers(rank: int, size: int, folder: str) -> None:
     """Real workers average to the same result as simulated ones with the same method."""
-    for method in (TopK(0.05), BlockInt8(64), {"3": TopK(0.05), "*": BlockInt8(64)}):
-        local = LocalSteps(2, outer=diloco, method=method)
+    nesterov = {"lr": 0.7, "momentum": 0.9}
+    for method, outer, settings in (
+        (TopK(0.05), diloco, nesterov), (BlockInt8(64), diloco, nesterov), (Int2(64), diloco, nesterov),
+        ({"3": TopK(0.05), "*": BlockInt8(64)}, diloco, nesterov), (SparseLoCo(k=4, chunk=64), None, {}),
+        (Accordion(PowerSGD(2), PowerSGD(1), every=1), diloco, nesterov),
+    ):  # fmt: skip
+        local = LocalSteps(2, outer=outer, method=method)
         model, optimizer = started(local)
         train(local, model, optimizer, range(6), rank)
         workers_agree(model)
-        close(model, sequential(size, 2, 6, sgd, lr=0.7, momentum=0.9, method=method))
+        close(model, sequential(size, 2, 6, sgd, **settings, method=method))
 
 
 def a_round_that_is_not_finite_is_discarded(rank: int, size: int, folder: str) -> None:

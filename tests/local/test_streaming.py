@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn, optim
 
 import pufferfish as pf
 from nested import equal
-from pufferfish.compression import PowerSGD, TopK
-from pufferfish.local.flight import Flight
+from pufferfish.compression import TopK
 from pufferfish.local.local_steps import LocalSteps
 from pufferfish.local.split_by_depth import split_by_depth
 
@@ -32,28 +30,24 @@ def depths(names: list[str]) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks")})
 
 
-def test_equal_blocks_are_strided_or_in_runs() -> None:
+def test_equal_blocks_are_dealt_out_in_turn() -> None:
     assert [depths(f) for f in split_by_depth(blocks(8), 4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [depths(f) for f in split_by_depth(blocks(8), 4, "sequential")] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_large_tensor_gets_fewer_blocks() -> None:
-    strided = split_by_depth(blocks(6, **{"embed.weight": 16}), 4)
-    assert strided[0] == ["embed.weight"]
-    assert [len(depths(f)) for f in strided] == [0, 2, 2, 2]
-    runs = split_by_depth(blocks(6, **{"embed.weight": 16}), 4, "sequential")
-    assert [depths(f) for f in runs] == [[], [0, 1], [2, 3], [4, 5]]
+    split = split_by_depth(blocks(6, **{"embed.weight": 16}), 4)
+    assert split[0] == ["embed.weight"]
+    assert [len(depths(f)) for f in split] == [0, 2, 2, 2]
 
 
-@pytest.mark.parametrize("pattern", ["strided", "sequential"])
-def test_finer_parts_where_blocks_are_too_few_or_too_unequal(pattern: Any) -> None:
+def test_finer_parts_where_blocks_are_too_few_or_too_unequal() -> None:
     nested = {f"0.layers.{i}.weight": 10 for i in range(4)} | {"1.weight": 1}
-    assert sorted(map(len, split_by_depth(nested, 2, pattern))) == [2, 3]
+    assert sorted(map(len, split_by_depth(nested, 2))) == [2, 3]
     one = {"rnn.weight_ih": 10, "rnn.weight_hh": 10, "rnn.bias": 1}
-    assert sorted(map(len, split_by_depth(one, 2, pattern))) == [1, 2]
+    assert sorted(map(len, split_by_depth(one, 2))) == [1, 2]
     for k in range(1, 8):
         sizes = {f"layers.{i}.w": (i * 7919) % 13 for i in range(7)}
-        split = split_by_depth(sizes, k, pattern)
+        split = split_by_depth(sizes, k)
         assert all(split)
         assert sorted(name for names in split for name in names) == sorted(sizes)
 
@@ -121,22 +115,6 @@ def test_error_feedback_follows_tensors_to_other_fragments() -> None:
     assert any(train_further)
 
 
-def test_autocast_does_not_reach_the_averages() -> None:
-    ends = []
-    for enabled in (False, True):
-        model = build()
-        local = LocalSteps(3, fragments=2, delay=1, outer=diloco, method=PowerSGD(2))
-        local.start(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            for step in range(8):
-                with torch.autocast("cpu", enabled=False), torch.no_grad():
-                    for i, p in enumerate(model.parameters()):
-                        p += torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i))
-                local.step(model)
-        ends.append(dict(model.state_dict()))
-    equal(ends[0], ends[1])
-
-
 def test_a_model_in_bf16_keeps_its_anchor_in_fp32() -> None:
     """Outer steps below the resolution of bf16 add up; the mixture is computed in fp32."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
@@ -156,17 +134,6 @@ def test_a_model_in_bf16_keeps_its_anchor_in_fp32() -> None:
         local.step(model)
         assert model.weight.item() == x.item()
     assert local.state_dict()["anchor"]["weight"].item() == pytest.approx(anchor.item())
-
-
-def test_the_error_of_a_flight_is_raised_where_it_is_awaited() -> None:
-    def fail() -> dict[str, Tensor]:
-        raise RuntimeError("lost contact")
-
-    first = Flight.send(fail, 1)
-    second = Flight.send(lambda: {"w": torch.ones(1)}, 1, after=first)
-    with pytest.raises(RuntimeError, match="lost contact"):
-        first.wait()
-    equal(second.state_dict(), {"means": {"w": torch.ones(1)}, "remaining": 1})
 
 
 @pytest.mark.gpu
@@ -196,7 +163,6 @@ def refused() -> Iterator[tuple[Callable[[], object], str]]:
     yield lambda: LocalSteps(4, delay=4), "delay=4 must be at least 0 and below h=4"
     yield lambda: LocalSteps(4, delay=1, mixing=1.0), "mixing=1.0 must be at least 0 and below 1"
     yield lambda: LocalSteps(4, mixing=0.5), "0 without a delay"
-    yield lambda: LocalSteps(4, pattern="random"), "pattern='random' is neither"  # type: ignore[arg-type]
     yield lambda: LocalSteps(4, fragments=3).start(nn.Linear(2, 2)), "the model has only 2 tensors"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.bucket_hook import AtLastBucket, as_real, check_hookable, ddp_of, gradients_in, register
 from ..distributed.job import find_ddp
@@ -79,36 +78,34 @@ def compress(
         raise ValueError("compress: replicas= is for models sharded by FSDP2; leave it out for a DDP model")
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
-    workers.run_on_all(lambda: _check_ddp(ddp, optimizer, scaler))
-    chosen = workers.run_on_all(settings)
+    named = _trained(ddp.module)
+
+    def checked() -> Settings:
+        check_optimizer_and_scaler(ddp.module, optimizer, scaler)
+        if find_hook(ddp) is not None:
+            raise ValueError(
+                "compress: this DDP model is already compressed; call use() of its hook to change the method"
+            )
+        check_hookable(ddp, "compress")
+        return checked_settings(settings(), named, as_list(optimizer))
+
+    chosen = workers.run_on_all(checked)
     # Before groups are made: making one waits for all its workers.
     local = os.environ.get("LOCAL_WORLD_SIZE") if hierarchy == "node" else None
-    groups = hierarchy if isinstance(hierarchy, str) else "groups"
-    workers.agree(
-        repr((replace(chosen, hierarchy="flat"), groups, local)), 0,
-        "method, LOCAL_WORLD_SIZE or other settings; make the same call on all workers",
-    )  # fmt: skip
-    hook = DDPHook(
-        ddp.module, workers, workers.run_on_all(lambda: Engine(chosen, ddp.process_group)), optimizer, scaler
-    )
-    hook._use(chosen.method, error_feedback)
+    about = "method, LOCAL_WORLD_SIZE, parameters or other settings; make the same call on all workers"
+    workers.agree(repr((chosen, local, list(named))), 0, about)
+    engine = workers.run_on_all(lambda: Engine(chosen, ddp.process_group))
+    hook = DDPHook(ddp.module, workers, engine, optimizer, scaler)
     register(ddp, hook)
     return hook
 
 
-def _check_ddp(ddp: DistributedDataParallel, optimizer: Optimizers, scaler: Any) -> None:
-    check_optimizer_and_scaler(ddp.module, optimizer, scaler)
-    if find_hook(ddp) is not None:
-        raise ValueError(
-            "compress: this DDP model is already compressed; call use() of its hook to change the method"
-        )
-    check_hookable(ddp, "compress")
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def check_optimizer_and_scaler(model: nn.Module, optimizer: Optimizers, scaler: Any) -> None:
     """Raise if an optimizer trains another model, or if an argument is not an optimizer or a scaler."""
-    if optimizer is not None and not isinstance(optimizer, optim.Optimizer | Iterable):
-        raise TypeError(f"compress: optimizer is a {type(optimizer).__name__}, not an optimizer")
     optimizers = as_list(optimizer)
     check_optimizers(optimizers)
     parameters = {id(p) for p in model.parameters()}
@@ -153,9 +150,6 @@ class DDPHook(AtLastBucket):
         self._strided: set[int] = set()  # ids of those with another element order, such as channels-last
         self._parameters: list[weakref.ref[Tensor]] = []  # those that the ids belong to
 
-    def __repr__(self) -> str:
-        return f"DDPHook({self.method!r}, {self.engine.steps} steps)"
-
     @property
     def method(self) -> Methods:
         """The current method or methods."""
@@ -173,22 +167,15 @@ class DDPHook(AtLastBucket):
         the next gradient. Other state of the old method is dropped.
         """
         self.workers.operation = "hook.use"
-        self._use(method, error_feedback)
-
-    def _use(self, method: Methods, error_feedback: bool | None) -> None:
-        engine = self.engine
-        named = {own_name(name): p for name, p in self.module.named_parameters() if p.requires_grad}
+        named, before = _trained(self.module), self.engine.settings
         settings = self.workers.run_on_all(
-            lambda: checked_settings(engine.settings, method, error_feedback, named, self.optimizers)
+            lambda: checked_settings(
+                replace(before, method=method, error_feedback=error_feedback), named, self.optimizers
+            )
         )
-        inside = engine.machine.size if engine.machine else 1
-        facts = (replace(settings, hierarchy="flat"), inside, engine.steps, list(named))
-        self.workers.agree(
-            repr(facts),
-            0,
-            "the compression's method, settings or parameters; make the same call on all workers",
-        )
-        engine.use(settings)
+        about = "the compression's method, settings or parameters; make the same call on all workers"
+        self.workers.agree(repr((settings, self.engine.steps, list(named))), 0, about)
+        self.engine.use(settings)
         self._names = {}
 
     def arrived(self, bucket: Any) -> None:
@@ -265,14 +252,9 @@ class DDPHook(AtLastBucket):
 
 
 def checked_settings(
-    settings: Settings,
-    method: Methods,
-    error_feedback: bool | None,
-    named: Mapping[str, nn.Parameter],
-    optimizers: Sequence[optim.Optimizer],
+    settings: Settings, named: Mapping[str, nn.Parameter], optimizers: Sequence[optim.Optimizer]
 ) -> Settings:
-    """`settings` with another method, checked against the model's parameters and the optimizers."""
-    settings = replace(settings, method=method, error_feedback=error_feedback)
+    """`settings`, checked against the model's parameters and the optimizers."""
     settings.check_patterns(named)
     batches = make_batches(settings, {name: as_real(p) for name, p in named.items()})
     for batch in batches:
@@ -290,7 +272,7 @@ def _refuse_momentum(
         warnings.warn(
             f"{method} has its own momentum, which an optimizer's momentum would multiply; pass optimizer= to compress to "
             "have that checked",
-            stacklevel=8,
+            stacklevel=7,
         )
     for optimizer in optimizers:
         for group in optimizer.param_groups:

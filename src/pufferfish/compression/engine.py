@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..distributed.workers import Workers
 from .batch import Batch, Layout, make_batches, make_buckets
 from .exchange import Exchange, Group, Transport
-from .hierarchy import machine_for
+from .hierarchy import Machine
 from .meter import Meter
 from .method import MessageGenerator, StepContext, Sum
 from .methods.accordion import Accordion
@@ -44,7 +44,7 @@ class Engine:
     """
 
     def __init__(self, settings: Settings, group: dist.ProcessGroup | Transport | None = None) -> None:
-        self.machine = machine_for(settings.hierarchy, group)
+        self.machine = None if settings.hierarchy == "flat" else Machine(group)
         if self.machine is not None:
             self.transport: Transport = self.machine.between
         else:
@@ -96,6 +96,7 @@ class Engine:
 
         Call it on all workers, each time with all parameters: the state of a missing one is dropped. Names, shapes and
         dtypes must be the same on all of them: they are compared whenever they change, in messages that are not metered.
+        Where they change on some workers only, all of them end with an error at the time-out of the process group.
 
         Args:
             gradients: This worker's, by parameter name.
@@ -123,28 +124,21 @@ class Engine:
         if layout == self._agreed:
             return
         device = next((g.device for g in gradients.values()), torch.device("cpu"))
-
-        def compare(transport: Transport) -> None:
-            if transport.group is None:  # a single process, or simulated workers
-                return
-            for theirs in Workers(transport.group, device, "Engine.average").gather(lambda: layout):
-                for name in [*layout, *theirs]:
-                    if layout.get(name) != theirs.get(name):
-                        here, there = (
-                            "{} of shape {}".format(*x[name]) if name in x else "missing"
-                            for x in (layout, theirs)
-                        )
-                        raise ValueError(
-                            f"Engine.average: {name} is {here} on this worker and {there} on another; average the same "
-                            "model, with the same parameter names, on all workers"
-                        )
-
-        if self.machine is None:
-            compare(self.transport)
-        else:
-            inside = Workers(self.machine.inside.group, device, "Engine.average")
-            inside.run_on_all(lambda: compare(self.transport))
-            compare(self.machine.inside)
+        group = self.transport.group if self.machine is None else self.machine.everyone
+        everyone = Workers(group, device, "Engine.average").gather(
+            lambda: layout
+        )  # of simulated workers, this one
+        for theirs in everyone:
+            for name in [*layout, *theirs]:
+                if layout.get(name) != theirs.get(name):
+                    here, there = (
+                        "{} of shape {}".format(*x[name]) if name in x else "missing"
+                        for x in (layout, theirs)
+                    )
+                    raise ValueError(
+                        f"Engine.average: {name} is {here} on this worker and {there} on another; average the same "
+                        "model, with the same parameter names, on all workers"
+                    )
         self._agreed = layout
 
     def arrange(self, like: Mapping[str, Tensor], bucket_bytes: int | None = None) -> None:
@@ -311,10 +305,7 @@ class Step:
                 x.masked_fill_(bad, 0)
         generators = {}
         for batch, x in xs.items():
-            steps = batch.method.compress(x, self.contexts[batch])
-            if not isinstance(steps, Generator):
-                raise TypeError(f"{type(batch.method).__name__}.compress must yield the messages it sends")
-            generators[self.layout.number[batch]] = steps
+            generators[self.layout.number[batch]] = batch.method.compress(x, self.contexts[batch])
         if self.missing:
             self.exchange.start(generators)
             return

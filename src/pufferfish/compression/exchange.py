@@ -165,12 +165,12 @@ class Exchange:
         if messages[Sum]:
             self._in_flight += _send_sums({i: m.tensor for i, m in messages[Sum].items()}, self.transport)
         if messages[Gather]:
-            self._in_flight += _send_gathers(
-                {i: m.tensors for i, m in messages[Gather].items()}, self.transport
+            self._in_flight += _send_tuples(
+                {i: (m.tensors,) for i, m in messages[Gather].items()}, self.transport, owners=False
             )
         if messages[Scatter]:
-            self._in_flight += _send_scatters(
-                {i: m.pieces for i, m in messages[Scatter].items()}, self.transport
+            self._in_flight += _send_tuples(
+                {i: m.pieces for i, m in messages[Scatter].items()}, self.transport, owners=True
             )
 
 
@@ -189,33 +189,19 @@ def _send_sums(tensors: Mapping[int, Tensor], transport: Transport) -> list[Pend
     return in_flight
 
 
-def _send_gathers(
-    tuples: Mapping[int, tuple[Tensor, ...]], transport: Transport
+def _send_tuples(
+    pieces: Mapping[int, tuple[tuple[Tensor, ...], ...]], transport: Transport, *, owners: bool
 ) -> list[Pending[dict[int, Any]]]:
-    """All-gather tuples of tensors of any dtypes, as bytes."""
-    tensors = {(i, j): x for i, xs in tuples.items() for j, x in enumerate(xs)}
-    answers: dict[int, list[tuple[Tensor, ...]]] = {i: [()] * transport.size for i in tuples}
-
-    def send(some: list[tuple[int, int]]) -> Pending[dict[int, Any]]:
-        pending = transport.gather(_as_bytes([tensors[key] for key in some]))
-        return lambda: _unpacked(pending(), some, [tensors[key] for key in some], answers)
-
-    return [send(some) for some in _packed([(key, x.nbytes) for key, x in tensors.items()])]
-
-
-def _send_scatters(
-    pieces: Mapping[int, tuple[tuple[Tensor, ...], ...]], transport: Transport
-) -> list[Pending[dict[int, Any]]]:
-    """All-to-all of tuples of tensors of any dtypes, as bytes."""
-    #: (generator, place in its tuple) → a tensor for each owner
+    """Send tuples of tensors of any dtypes, as bytes: one to each owner (all-to-all), or one to all (all-gather)."""
+    #: (generator, place in its tuple) → a tensor for each owner, or for all
     tensors = {(i, j): xs for i, piece in pieces.items() for j, xs in enumerate(zip(*piece, strict=True))}
     answers: dict[int, list[tuple[Tensor, ...]]] = {i: [()] * transport.size for i in pieces}
 
     def send(some: list[tuple[int, int]]) -> Pending[dict[int, Any]]:
-        pending = transport.scatter(
-            [_as_bytes([tensors[key][owner] for key in some]) for owner in range(transport.size)]
-        )
-        return lambda: _unpacked(pending(), some, [tensors[key][transport.worker] for key in some], answers)
+        sent = [_as_bytes(list(mine)) for mine in zip(*(tensors[key] for key in some), strict=True)]
+        pending = transport.scatter(sent) if owners else transport.gather(sent[0])
+        like = [tensors[key][transport.worker if owners else 0] for key in some]
+        return lambda: _unpacked(pending(), some, like, answers)
 
     sizes = [(key, sum(x.nbytes for x in xs)) for key, xs in tensors.items()]
     return [send(some) for some in _packed(sizes)]

@@ -187,7 +187,7 @@ class FSDP2Hook:
             used |= rows.compressed
             parts[name] = _ModuleHook(self, name, layouts[name], module, engine, rows)
             if name in known:
-                parts[name].numel, parts[name].unreduced = known[name].numel, known[name].unreduced
+                parts[name].numel = known[name].numel
             module.set_all_reduce_hook(parts[name])
         self.settings, self._parts, self._paths = settings, parts, paths
         settings.warn_unused(used, stacklevel=5)
@@ -248,7 +248,7 @@ class FSDP2Hook:
         for name, part in self._parts.items():
             saved = state["modules"].get(name)
             fits = saved is not None and saved["layout"] == part.layout
-            if same and fits and saved.get("matrix", False) == part.rows.matrix:
+            if same and fits and saved["matrix"] == part.rows.matrix:
                 part.engine.load_state_dict(saved["state"])
             else:
                 dropped.append(name)
@@ -275,7 +275,6 @@ class _ModuleHook:
     engine: Engine
     rows: Rows
     numel: int | None = None  # of the last shard
-    unreduced: Tensor | None = None  # sum of passes that were not to be averaged yet
     step: Step | None = None  # averaged, not committed yet
     stream: torch.cuda.Stream | None = None
 
@@ -284,14 +283,6 @@ class _ModuleHook:
         self.stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         if self.stream is not None:  # FSDP may free it before this stream is done
             flat.record_stream(self.stream)
-        # set_requires_all_reduce(False): on a 1-D mesh FSDP itself ignores it
-        if not group_of(self.module).all_reduce_grads:
-            self.unreduced = flat.clone() if self.unreduced is None else self.unreduced + flat
-            flat.zero_()
-            return
-        if self.unreduced is not None:
-            flat += self.unreduced
-            self.unreduced = None
         numel = self.rows.numel if self.rows.matrix else self.numel if self.engine.state.has_tensors else None
         if numel not in (None, flat.numel()):
             why = "after one of {:,}: other parameters were used than before, so the state does not fit"

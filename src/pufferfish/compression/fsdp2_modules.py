@@ -116,8 +116,6 @@ def check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None
     wanted = 'pass replicas=mesh["replicate"].get_group(), the ranks that hold the same shard'
     if not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(f"compress: replicas={replicas!r} is not a process group; {wanted}")
-    if dist.get_rank(replicas) < 0:
-        raise ValueError(f"compress: this rank is not one of the replicas; {wanted}")
     here = set(dist.get_process_group_ranks(mesh.get_group()))
     others = here & set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
     if others:

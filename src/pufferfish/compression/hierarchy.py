@@ -11,7 +11,6 @@ from torch._utils import _unflatten_dense_tensors
 
 from .exchange import Group, Transport
 from .meter import Meter
-from .settings import HierarchyLike
 
 
 class Machine:
@@ -19,14 +18,40 @@ class Machine:
 
     The first worker of a machine exchanges the machine's means with those of the other machines, and gives the result
     to its own. It alone has error feedback and the method's state.
+
+    Args:
+        group: All workers (default: the whole job). torchrun started LOCAL_WORLD_SIZE of them on each machine, with
+            consecutive ranks.
     """
 
-    def __init__(self, inside: dist.ProcessGroup, between: dist.ProcessGroup) -> None:
-        meter = Meter()
-        self.inside, self.between = Group(inside, meter), Group(between, meter)
+    def __init__(self, group: dist.ProcessGroup | Transport | None) -> None:
+        if isinstance(group, Transport):
+            raise ValueError(f'hierarchy="node" needs process groups; {type(group).__name__} is flat')
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError('hierarchy="node" needs torch.distributed; start the job with torchrun')
+        self.everyone = group or dist.group.WORLD
+        world = dist.get_process_group_ranks(self.everyone)
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not text.isdigit() or int(text) < 1 or len(world) % int(text):
+            raise ValueError(
+                f'hierarchy="node": LOCAL_WORLD_SIZE is {text or "not set"}, which does not divide {len(world)} workers; '
+                "start the job with torchrun, or set it to the number of workers on each machine"
+            )
+        local, rank, meter = int(text), dist.get_rank(group), Meter()
+        machines = [world[i : i + local] for i in range(0, len(world), local)]
+        mine, across = machines[rank // local], [machine[rank % local] for machine in machines]
+        self.inside, self.between = (
+            Group(dist.new_group(ranks, use_local_synchronization=True), meter) for ranks in (mine, across)
+        )
         self.inside.inside = True
         self.worker, self.size = self.inside.worker, self.inside.size
         self.leads = self.worker == 0
+        if self.between.size == 1 and self.size > 1 and self.leads:
+            warnings.warn(
+                f"hierarchy: all {self.size} workers are on one machine, so nothing is compressed; "
+                'hierarchy="flat" compresses between them',
+                stacklevel=3,
+            )
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The machine's means, uncompressed."""
@@ -50,42 +75,3 @@ def _flat(tensors: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Te
     for dtype in sorted({x.dtype for x in tensors.values()}, key=str):
         some = {name: tensors[name] for name in sorted(tensors) if tensors[name].dtype == dtype}
         yield some, torch.cat([x.reshape(-1) for x in some.values()])
-
-
-def machine_for(chosen: HierarchyLike, group: dist.ProcessGroup | Transport | None) -> Machine | None:
-    """The machine that `Settings.hierarchy` chooses; None for a flat one."""
-    if chosen == "flat":
-        return None
-    if isinstance(group, Transport):
-        raise ValueError(f"hierarchy={chosen!r} needs process groups; {type(group).__name__} is flat")
-    machine = machine_of(group) if isinstance(chosen, str) else Machine(*chosen)
-    if machine.between.size == 1 and machine.size > 1 and machine.leads:
-        warnings.warn(
-            f"hierarchy: all {machine.size} workers are on one machine, so nothing is compressed; "
-            'hierarchy="flat" compresses between them',
-            stacklevel=3,
-        )
-    return machine
-
-
-def machine_of(group: dist.ProcessGroup | None) -> Machine:
-    """The machine of this worker in a job that torchrun started: LOCAL_WORLD_SIZE workers on each, with consecutive ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError('hierarchy="node" needs torch.distributed; start the job with torchrun')
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    world = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if not text:
-        raise ValueError(
-            'hierarchy="node": LOCAL_WORLD_SIZE is not set; start the job with torchrun, or pass two groups: '
-            "hierarchy=(inside, between)"
-        )
-    if not text.isdigit() or int(text) < 1 or len(world) % int(text):
-        raise ValueError(
-            f'hierarchy="node": LOCAL_WORLD_SIZE={text} does not divide {len(world)} workers; '
-            "start the job with torchrun, or pass two groups: hierarchy=(inside, between)"
-        )
-    local, rank = int(text), dist.get_rank(group)
-    machines = [world[i : i + local] for i in range(0, len(world), local)]
-    mine = machines[rank // local]
-    across = [machine[rank % local] for machine in machines]
-    return Machine(*(dist.new_group(ranks, use_local_synchronization=True) for ranks in (mine, across)))

@@ -38,10 +38,6 @@ class Scatter:
 
     pieces: tuple[tuple[Tensor, ...], ...]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.pieces, tuple) or not all(isinstance(piece, tuple) for piece in self.pieces):
-            raise TypeError("Scatter takes a tuple with one tuple of tensors for each worker")
-
 
 Message = Sum | Gather | Scatter
 #: A tensor, or two thin ones, (b, m, r) and (b, r, n), that the engine multiplies where their product is to be.
@@ -209,6 +205,15 @@ def count(k: float | int, d: int) -> int:
     (10, 1, 20)
     """
     return min(d, max(1, math.ceil(k * d) if isinstance(k, float) else k))
+
+
+def check_whole(of: object, name: str, least: int = 1, most: float = math.inf, multiple: int = 1) -> None:
+    """Raise ValueError if the setting `name` is not an integer in these limits, and a multiple of `multiple`."""
+    value = getattr(of, name)
+    if type(value) is not int or not least <= value <= most or value % multiple:
+        limits = f"an integer ≥ {least}" if most == math.inf else f"an integer from {least} to {most}"
+        also = f" and a multiple of {multiple}" if multiple > 1 else ""
+        raise ValueError(f"{type(of).__name__}: {name}={value!r} is not {limits}{also}")
 
 
 def check_count(method: str, k: float | int) -> None:

@@ -30,8 +30,6 @@ class Simulated:
     """
 
     def __init__(self, settings: Settings, workers: int) -> None:
-        if workers < 1:
-            raise ValueError(f"Simulated: workers={workers} must be at least 1")
         self._workers = simulated_transports(workers)
         self.engines = [Engine(settings, worker) for worker in self._workers]
 
@@ -39,21 +37,6 @@ class Simulated:
     def meter(self) -> Meter:
         """Bytes and times of worker 0."""
         return self.engines[0].meter
-
-    @property
-    def settings(self) -> Settings:
-        """The current settings, the same for all workers."""
-        return self.engines[0].settings
-
-    @property
-    def steps(self) -> int:
-        """Number of steps so far."""
-        return self.engines[0].steps
-
-    @property
-    def posted_bytes(self) -> int:
-        """Bytes that worker 0 sent, counted apart from its meter."""
-        return self._workers[0].posted_bytes
 
     def use(self, settings: Settings) -> None:
         """See `Engine.use`."""
@@ -67,8 +50,6 @@ class Simulated:
         scale: float = 1.0,
     ) -> list[dict[str, Tensor]]:
         """`Engine.average` for all workers: one mapping of gradients, and one of means, for each."""
-        if len(gradients) != len(self.engines):
-            raise ValueError(f"gradients of {len(gradients)} workers, but there are {len(self.engines)}")
         means = [{name: torch.empty_like(g) for name, g in own.items()} for own in gradients]
         if any(g.numel() for g in gradients[0].values()):
             self._workers[0].mail.clear()
@@ -117,14 +98,11 @@ class SimulatedTransport(Transport):
         super().__init__()
         self.mail, self.worker, self.size = mail, worker, size
         self.posted = 0  # collectives in this step
-        self.posted_bytes = 0  # in all steps, independent of the meter
 
     def _post(self, data: Any) -> _Collective:
         collective = self.mail.setdefault(self.posted, _Collective())
         collective.buffers[self.worker] = data
         self.posted += 1
-        tensors = data if isinstance(data, list) else [data]
-        self.posted_bytes += sum(x.numel() * x.element_size() for x in tensors)
         return collective
 
     def _all(self, collective: _Collective) -> list[Any]:

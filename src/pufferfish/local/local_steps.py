@@ -27,7 +27,7 @@ from .flight import separate_group
 from .fragment import Fragment, move_engine_states
 from .rounds import UPDATES, Rounds
 from .schedule import Schedule
-from .split_by_depth import Pattern, split_by_depth
+from .split_by_depth import split_by_depth
 
 T = TypeVar("T")
 
@@ -74,7 +74,6 @@ class LocalSteps:
             of the group create the object together: averages have a process group of their own.
         mixing: share of the worker's own parameters that it keeps when a delayed average is applied.
             Default: 0.5 with a delay, 0 without.
-        pattern: "strided": every fragment has blocks of all depths. "sequential": neighbouring blocks.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -101,10 +100,9 @@ class LocalSteps:
         fragments: int = 1,
         delay: int = 0,
         mixing: float | None = None,
-        pattern: Pattern = "strided",
     ) -> None:
         mixing = (0.5 if delay else 0.0) if mixing is None else mixing
-        self.schedule = Schedule(h=h, fragments=fragments, delay=delay, mixing=mixing, pattern=pattern)
+        self.schedule = Schedule(h=h, fragments=fragments, delay=delay, mixing=mixing)
         self.method: Methods = NoCompression() if method is None else method
         self._settings = Settings(self.method)
         for one in self._settings.by_pattern.values():
@@ -294,7 +292,7 @@ class LocalSteps:
     def _split(self, model: nn.Module) -> list[list[str]]:
         tensors = {**trainable_parameters(model), **averaged_buffers(model)}
         sizes = {name: x.numel() for name, x in tensors.items()}  # of a DTensor, that of all shards
-        return split_by_depth(sizes, self.schedule.fragments, self.schedule.pattern)
+        return split_by_depth(sizes, self.schedule.fragments)
 
     def _make_fragments(self, model: nn.Module, anchor: Anchor, resumed: Mapping[str, Any] | None) -> None:
         """Divide the model. Error feedback goes along with tensors that move to another fragment."""

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from .split_by_depth import Pattern
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -18,7 +16,6 @@ class Schedule:
     fragments: int = 1  #: their number
     delay: int = 0  #: updates from sending a fragment to applying its average
     mixing: float = 0.0  #: share of its own parameters that a worker keeps
-    pattern: Pattern = "strided"  #: which blocks a fragment consists of
 
     def __post_init__(self) -> None:
         h, fragments, delay, mixing = self.h, self.fragments, self.delay, self.mixing
@@ -37,8 +34,6 @@ class Schedule:
             raise ValueError(
                 f"LocalSteps: mixing={mixing!r} must be at least 0 and below 1, and 0 without a delay"
             )
-        if self.pattern not in ("strided", "sequential"):
-            raise ValueError(f'LocalSteps: pattern={self.pattern!r} is neither "strided" nor "sequential"')
 
     def due(self, update: int) -> list[int]:
         """Return the fragments that are averaged after this update, counted from 1."""

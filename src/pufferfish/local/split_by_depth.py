@@ -1,27 +1,23 @@
 """`split_by_depth`: the tensors of a model in fragments of about equal size, made of whole blocks where that is possible."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 from ..distributed.shared_svd import balance
 
-#: Which blocks a fragment consists of.
-Pattern = Literal["strided", "sequential"]
 #: A finer division is tried if the largest fragment exceeds the mean by more than this factor.
 _TOLERANCE = 1.25
 
 
-def split_by_depth(sizes: Mapping[str, int], fragments: int, pattern: Pattern = "strided") -> list[list[str]]:
+def split_by_depth(sizes: Mapping[str, int], fragments: int) -> list[list[str]]:
     """Split tensors into fragments of about equal size.
 
     A fragment consists of whole blocks, the numbered modules of a model. If blocks are too few or too unequal, it
-    consists of inner blocks, of layers or of single tensors. A tensor is never divided.
+    consists of inner blocks, of layers or of single tensors. A tensor is never divided. The blocks are dealt out in
+    turn, so that every fragment has blocks of all depths.
 
     Args:
         sizes: number of elements of each tensor by name, in the order of depth.
         fragments: their number.
-        pattern: "strided": the blocks are dealt out in turn, so that every fragment has blocks of all depths.
-            "sequential": a fragment is a run of neighbouring blocks.
 
     Returns:
         The names in each fragment, in the order of depth.
@@ -29,8 +25,6 @@ def split_by_depth(sizes: Mapping[str, int], fragments: int, pattern: Pattern = 
     >>> sizes = {"embed.weight": 4, "blocks.0.a": 2, "blocks.0.b": 2, "blocks.1.a": 4, "blocks.2.a": 4}
     >>> split_by_depth(sizes, 2)
     [['embed.weight', 'blocks.1.a'], ['blocks.0.a', 'blocks.0.b', 'blocks.2.a']]
-    >>> split_by_depth(sizes, 2, "sequential")
-    [['embed.weight', 'blocks.0.a', 'blocks.0.b'], ['blocks.1.a', 'blocks.2.a']]
     """
     if fragments > len(sizes):
         raise ValueError(
@@ -47,9 +41,8 @@ def split_by_depth(sizes: Mapping[str, int], fragments: int, pattern: Pattern = 
         if len(units) < fragments:
             continue
         costs = [max(sum(sizes[name] for name in names), 1) for names in units.values()]
-        owners = balance(costs, fragments) if pattern == "strided" else _runs(costs, fragments)
         split = [[] for _ in range(fragments)]
-        for names, owner in zip(units.values(), owners, strict=True):
+        for names, owner in zip(units.values(), balance(costs, fragments), strict=True):
             split[owner] += names
         if max(sum(sizes[name] for name in names) for names in split) <= _TOLERANCE * share:
             break
@@ -61,16 +54,3 @@ def _unit(name: str, level: int) -> str:
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
     return ".".join(parts[: numbers[level - 1] + 1] if level <= len(numbers) else parts[:-1])
-
-
-def _runs(costs: Sequence[int], parts: int) -> list[int]:
-    """Assign neighbouring tasks to `parts` parts of about equal cost, none of them empty."""
-    owners: list[int] = []
-    part, load, rest = 0, 0, sum(costs)
-    for i, cost in enumerate(costs):
-        needed = len(costs) - i <= parts - 1 - part  # by the parts that are still empty
-        if load and part < parts - 1 and (needed or load + cost / 2 > rest / (parts - part)):
-            part, load, rest = part + 1, 0, rest - load
-        owners.append(part)
-        load += cost
-    return owners

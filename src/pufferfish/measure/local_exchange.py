@@ -46,7 +46,7 @@ class LocalExchange:
     ) -> LocalExchange:
         """The exchange of tensors like these among `size` workers, from dry runs of the method on `device`."""
         sizes = {name: x.numel() for name, x in like.items()}
-        split = split_by_depth(sizes, schedule.fragments, schedule.pattern)
+        split = split_by_depth(sizes, schedule.fragments)
         runs = [dry_run(method, {n: like[n] for n in names}, size, device=device) for names in split]
         return cls(schedule, tuple(runs))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression.exchange import Group
-from ..compression.hierarchy import machine_of
+from ..compression.hierarchy import Machine
 from ..distributed.workers import Workers
 from .clock import elapsed, pause, timestamp, trimmed_mean
 from .link import WIRE_FACTOR, AlphaBeta, Link
@@ -64,7 +64,7 @@ def probe(
     per_node = int(local) if local.isdigit() else 1
     if not 1 < per_node < size or size % per_node:
         return replace(link, per_node=size if per_node == size else 1)
-    machine = machine_of(group)
+    machine = Machine(group)
     # The groups are not destroyed: torch reuses the name for a later group of the same workers, which would then look
     # for its peers at the addresses of the destroyed one.
     scopes = [measure(machine.inside.group), measure(machine.between.group, machine.leads)]

@@ -1,11 +1,10 @@
-"""TopK: the largest elements, found by a sample. RandomK: elements drawn without a full permutation."""
+"""TopK: the largest elements, found by a sample."""
 
 import pytest
 import torch
 
 from driver import drive, normal
 from pufferfish.compression import TopK
-from pufferfish.compression.methods.sparse import draw_indices
 
 
 def test_a_sample_finds_the_largest_by_and_large() -> None:
@@ -51,14 +50,3 @@ def test_small_samples_are_made_large_enough() -> None:
     xs = normal(2, 500, workers=1)
     given, exact = (drive(TopK(k=0.1, sample=s), xs).mean for s in (0.01, 1.0))
     assert torch.equal(given, exact)
-
-
-@pytest.mark.parametrize(("d", "k"), [(10, 1), (10, 3), (10, 7), (10, 10), (1, 1)])
-def test_drawn_without_repeats_and_equally_often(d: int, k: int) -> None:
-    b = 5000
-    i = draw_indices(b, d, k, torch.Generator().manual_seed(0))
-    assert i.shape == (b, k)
-    hits = torch.zeros(b, d).scatter_add_(1, i, torch.ones(b, k))
-    assert hits.max() == 1
-    p = k / d
-    assert ((hits.mean(0) - p).abs() <= 5 * (p * (1 - p) / b) ** 0.5).all()

@@ -29,8 +29,6 @@ from pufferfish.compression import (
     SignSGD,
     Signum,
     SparseLoCo,
-    StepContext,
-    Sum,
     TernGrad,
     Threshold,
     TopK,
@@ -191,45 +189,3 @@ def test_methods_use_the_chosen_collective(method: Method) -> None:
             key for key, n in drive(method, shaped, exchange=exchange).meter.collective_bytes.items() if n
         }
         assert used == ({"all_to_all", "all_gather"} if exchange == "all_to_all" else {exchange})
-
-
-@pytest.mark.parametrize("method", ALL, ids=repr)
-def test_state_does_not_share_memory_with_the_step(method: Method) -> None:
-    """x, scratch memory and sums are overwritten by the next step."""
-
-    def spoil(x: Tensor) -> None:
-        x.fill_(float("nan") if x.is_floating_point() else 1)
-
-    state: State = {}
-    for step in range(3):
-        (x,) = normal(2, 8, 9, workers=1, seed=step)
-        lent = [x]
-
-        def empty(shape: tuple[int, ...], dtype: torch.dtype, lent: list[Tensor] = lent) -> Tensor:
-            lent.append(torch.empty(shape, dtype=dtype))
-            return lent[-1]
-
-        ctx = StepContext(0, 1, step, ("t0", "t1"), state=dict(state), empty=empty)
-        steps = method.compress(x if method.matrix else x.flatten(1), ctx)
-        answer = None
-        try:
-            while True:
-                message = steps.send(answer)
-                if isinstance(message, Sum):
-                    answer = message.tensor.clone()
-                    spoil(message.tensor)
-                else:
-                    answer = [message.tensors if hasattr(message, "tensors") else message.pieces[0]]
-        except StopIteration as end:
-            mean, rest = end.value
-        mean = torch.bmm(*mean) if isinstance(mean, tuple) else mean
-        assert mean.isfinite().all()
-        assert rest is None or rest.isfinite().all()
-        assert rest is None or rest.data_ptr() != mean.data_ptr()
-        kept = {key: value.clone() for key, value in ctx.state.items()}
-        sums = [] if answer is None or isinstance(answer, list) else [answer]
-        for used in (*lent, mean, *sums):
-            spoil(used if used.is_contiguous() else used.contiguous())
-        for key, value in ctx.state.items():
-            assert torch.equal(value, kept[key]), key
-        state = ctx.state

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Method
+from ..method import Method, check_whole
 
 #: Relative change of the norm from which the light method is used, as in the paper.
 _CHANGE = 0.5
@@ -52,8 +52,7 @@ class Accordion(Method):
             raise ValueError(
                 "Accordion: votes and averages have different magnitudes; use two votes or two averages"
             )
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"Accordion: every={self.every!r} is not an integer number of steps ≥ 1")
+        check_whole(self, "every")
 
     @property
     def kind(self) -> str:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import Gather, MessageGenerator, Method, StepContext
+from ..method import Gather, MessageGenerator, StepContext
+from .powersgd import TwoFactors
 
 
 @dataclass(frozen=True)
-class Atomo(Method):
+class Atomo(TwoFactors):
     """M = Σ σᵢ uᵢ vᵢᵀ; term i is sent with probability pᵢ, divided by pᵢ, all-gathered.
 
     pᵢ = min(1, c·σᵢ) with Σ pᵢ = r, which minimises the variance. Systematic sampling: one random number u draws all terms;
@@ -28,17 +29,8 @@ class Atomo(Method):
 
     rank: int = 3
 
-    matrix = True
     exchanges = ("all_gather",)
     kind = "unbiased"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Atomo: rank={self.rank!r} is not an integer ≥ 1")
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        m, n = shape[0], torch.Size(shape[1:]).numel()
-        return self.rank * (m + n) < m * n
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         U, sigma, Vt = torch.linalg.svd(M, full_matrices=False)

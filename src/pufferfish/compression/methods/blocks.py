@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..method import StepContext
+from ..method import StepContext, check_whole
 from .twostage import TwoStage, even
 
 #: Value of every byte.
@@ -14,29 +14,42 @@ _FP8 = torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
-class _Blocks(TwoStage):
+class Blocks(TwoStage):
+    """Common base of methods that cut a shard into blocks of equal sizes."""
+
     block: int = 256
 
-    number: ClassVar[torch.dtype]
+    multiple: ClassVar[int] = 1  # what the size of a block is a multiple of
     largest: ClassVar[int]  # value of a block's largest element
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"{type(self).__name__}: block={self.block!r} is not an integer ≥ 1")
+        check_whole(self, "block", multiple=self.multiple)
 
     def shard(self, d: int, shards: int) -> int:
-        many, size = even(-(-d // shards), self.block)
+        many, size = even(-(-d // shards), self.block, self.multiple)
         return many * size
 
-    def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
-        v = x.unflatten(-1, even(x.shape[-1], self.block))
+    def cut(self, x: Tensor) -> Tensor:
+        """x (…, s) as blocks (…, blocks, size)."""
+        return x.view(*x.shape[:-1], *even(x.shape[-1], self.block, self.multiple))
+
+    def scaled(self, x: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """x divided by a scale for each block, so that its largest element becomes `largest`; and the scales."""
+        v = self.cut(x)
         size = torch.maximum(v.amax(-1, keepdim=True), -v.amin(-1, keepdim=True))
         scale = (size / self.largest).clamp_min(torch.finfo(x.dtype).tiny)
-        q = torch.div(v, scale, out=spare.view(v.shape))
+        return torch.div(v, scale, out=spare.view(v.shape)).view(x.shape), scale.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class _Bytes(Blocks):
+    number: ClassVar[torch.dtype]
+
+    def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
+        q, scale = self.scaled(x, spare)
         if not self.number.is_floating_point:
             q.round_()
-        numbers = ctx.empty(x.shape, self.number).copy_(q.view(x.shape))
-        return numbers.view(torch.uint8), scale.squeeze(-1)
+        return ctx.empty(x.shape, self.number).copy_(q).view(torch.uint8), scale
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
         q, scale = sent
@@ -49,7 +62,7 @@ class _Blocks(TwoStage):
 
 
 @dataclass(frozen=True)
-class BlockInt8(_Blocks):
+class BlockInt8(_Bytes):
     """Rounds each block to integers from −127 to 127, times a scale: 3.94 times fewer bytes than fp32.
 
     Shards are averaged by their owners (all-to-all), rounded again and sent to all (all-gather). The error of the first
@@ -67,7 +80,7 @@ class BlockInt8(_Blocks):
 
 
 @dataclass(frozen=True)
-class BlockFP8(_Blocks):
+class BlockFP8(_Bytes):
     """`BlockInt8` in fp8 (e4m3): finer for a block's small elements, coarser for its large ones.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import MessageGenerator, Method, StepContext
+from ..method import MessageGenerator, Method, StepContext, check_whole
 from .sparse import gather_sparse, largest_indices
 
 
@@ -42,8 +42,7 @@ class DGC(Method):
         for name in ("sparsity", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"DGC: {name}={getattr(self, name)!r} is not in [0, 1)")
-        if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 0:
-            raise ValueError(f"DGC: warm_up={self.warm_up!r} is not an integer number of steps ≥ 0")
+        check_whole(self, "warm_up", least=0)
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         return state.get("v")

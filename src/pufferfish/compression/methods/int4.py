@@ -7,29 +7,11 @@ from torch import Tensor
 
 from ..method import StepContext
 from .bits import pack, unpack
-from .twostage import TwoStage, even
+from .blocks import Blocks
 
 
 @dataclass(frozen=True)
-class _PackedBlocks(TwoStage):
-    """Common base: blocks of equal sizes, multiples of 8, whose elements are packed into bytes."""
-
-    block: int = 256
-
-    def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 8 or self.block % 8:
-            raise ValueError(f"{type(self).__name__}: block={self.block!r} is not a multiple of 8")
-
-    def shard(self, d: int, shards: int) -> int:
-        many, size = even(-(-d // shards), self.block, multiple=8)
-        return many * size
-
-    def _blocks(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], *even(x.shape[-1], self.block, multiple=8))
-
-
-@dataclass(frozen=True)
-class Int4(_PackedBlocks):
+class Int4(Blocks):
     """Rounds each block to integers from −7 to 7, times a scale: 7.76 times fewer bytes than fp32.
 
     Shards are averaged by their owners (all-to-all), rounded again and sent to all (all-gather). The error of the first
@@ -42,13 +24,12 @@ class Int4(_PackedBlocks):
     Int4(block=256)
     """
 
+    multiple = 8  # elements are packed into bytes
+    largest = 7
+
     def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
-        v = self._blocks(x)
-        size = torch.maximum(v.amax(-1, keepdim=True), -v.amin(-1, keepdim=True))
-        scale = (size / 7).clamp_min(torch.finfo(x.dtype).tiny)
-        level = torch.div(v, scale, out=spare.view(v.shape)).round_().add_(7)
-        numbers = ctx.empty(x.shape, torch.uint8).copy_(level.view(x.shape))
-        return pack(numbers, 4), scale.squeeze(-1)
+        q, scale = self.scaled(x, spare)
+        return pack(ctx.empty(x.shape, torch.uint8).copy_(q.round_().add_(7)), 4), scale
 
     def decode(self, sent: tuple[Tensor, ...], out: Tensor) -> Tensor:
         packed, scale = sent
@@ -58,7 +39,7 @@ class Int4(_PackedBlocks):
 
 
 @dataclass(frozen=True)
-class Int2(_PackedBlocks):
+class Int2(Blocks):
     """Sends a sign and one of two magnitudes for each element: 15.1 times fewer bytes than fp32.
 
     The magnitudes of a block are the means of those below its root mean square and of the others, so that the error is never
@@ -72,8 +53,10 @@ class Int2(_PackedBlocks):
     Int2(block=64)
     """
 
+    multiple = 8
+
     def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
-        v = self._blocks(x)
+        v = self.cut(x)
         large, low, high = two_levels(torch.abs(v, out=spare.view(v.shape)), square=True)
         code = torch.lt(v, 0, out=ctx.empty(v.shape, torch.bool)).view(torch.uint8).mul_(2).add_(large)
         return pack(code.view(x.shape), 2), torch.cat([low, high], -1).bfloat16()

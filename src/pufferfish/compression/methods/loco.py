@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import MessageGenerator, StepContext
+from ..method import MessageGenerator, StepContext, check_whole
 from .int4 import Int4
 from .twostage import even
 
@@ -36,8 +36,7 @@ class LoCo(Int4):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ValueError(f"LoCo: beta={self.beta!r} is not in [0, 1)")
-        if isinstance(self.reset, bool) or not isinstance(self.reset, int) or self.reset < 1:
-            raise ValueError(f"LoCo: reset={self.reset!r} is not an integer number of steps ≥ 1")
+        check_whole(self, "reset")
 
     @property
     def in_units(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..method import MessageGenerator, Method, StepContext, Sum
+from ..method import MessageGenerator, Method, StepContext, Sum, check_whole
 from .casts import NoCompression
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
@@ -14,8 +14,8 @@ SHIFTS = 1024
 
 
 @dataclass(frozen=True)
-class _PowerIteration(Method):
-    """Common base of both variants: a rank, and which shapes become smaller."""
+class TwoFactors(Method):
+    """Common base of methods that send two thin factors of each matrix: their rank, and which shapes become smaller."""
 
     rank: int = 4
 
@@ -23,8 +23,7 @@ class _PowerIteration(Method):
     exchanges = ("all_reduce",)
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"{type(self).__name__}: rank={self.rank!r} is not an integer ≥ 1")
+        check_whole(self, "rank")
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         m, n = shape[0], torch.Size(shape[1:]).numel()
@@ -32,7 +31,7 @@ class _PowerIteration(Method):
 
 
 @dataclass(frozen=True)
-class PowerSGD(_PowerIteration):
+class PowerSGD(TwoFactors):
     """M ≈ P Qᵀ of rank r by one power iteration per step: two all-reduces, of r·m and r·n numbers.
 
     P = Σ M Q, orthonormalised; Q = mean Mᵀ P; all workers apply P Qᵀ. Each worker keeps M − P (Mᵀ P)ᵀ, the part of its own
@@ -54,8 +53,7 @@ class PowerSGD(_PowerIteration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
-            raise ValueError(f"PowerSGD: start={self.start!r} is not an integer ≥ 0")
+        check_whole(self, "start", least=0)
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         if ctx.step < self.start:
@@ -77,7 +75,7 @@ class PowerSGD(_PowerIteration):
 
 
 @dataclass(frozen=True)
-class AlternatingPowerSGD(_PowerIteration):
+class AlternatingPowerSGD(TwoFactors):
     """M ≈ P Qᵀ of rank r, one factor per step: half a power iteration and one all-reduce.
 
     The other factor is that of the step before, orthonormalised. Even steps: P = mean M Q, of r·m numbers. Odd steps:
@@ -167,7 +165,7 @@ def orthonormal_rows(rows: Tensor, step: int = 0) -> Tensor:
     noise = _noise(r, n, rows.device)[begin : begin + r * n].view(r, n)
     length = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64).clamp_min_(1e-150)
     noisy = torch.addcdiv(noise, rows, length)  # rows of length 1 or 0, and noise, in fp64
-    one = _identity(r, rows.device)
+    one = torch.eye(r, dtype=torch.float64, device=rows.device)
     products = torch.bmm(noisy, noisy.mT).add_(one, alpha=1e-14)  # never singular, even by chance
     L = torch.linalg.cholesky_ex(products).L
     inverse: Tensor = torch.linalg.solve_triangular(L, one.expand_as(L), upper=False)
@@ -180,8 +178,3 @@ def _noise(r: int, n: int, device: torch.device) -> Tensor:
     rng = torch.Generator(device).manual_seed(0)
     noise = torch.randn(r * n + SHIFTS, dtype=torch.float64, device=device, generator=rng)
     return noise.mul_(3e-7 * n**-0.5)
-
-
-@cache
-def _identity(r: int, device: torch.device) -> Tensor:
-    return torch.eye(r, dtype=torch.float64, device=device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import StepContext
+from ..method import StepContext, check_whole
 from .bits import pack, unpack
 from .twostage import TwoStage, even
 
@@ -32,10 +32,8 @@ class QSGD(TwoStage):
     kind = "unbiased"
 
     def __post_init__(self) -> None:
-        if type(self.levels) is not int or not 1 <= self.levels <= 127:
-            raise ValueError(f"QSGD: levels={self.levels!r} is not an integer from 1 to 127")
-        if type(self.bucket) is not int or self.bucket < 8 or self.bucket % 8:
-            raise ValueError(f"QSGD: bucket={self.bucket!r} is not a multiple of 8")
+        check_whole(self, "levels", most=127)
+        check_whole(self, "bucket", multiple=8)
 
     @property
     def bits(self) -> int:

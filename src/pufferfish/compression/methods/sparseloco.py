@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, MessageGenerator, Method, StepContext
+from ..method import Gather, MessageGenerator, Method, StepContext, check_whole
 from .bits import pack, unpack
 from .int4 import signed_levels, two_levels
 from .twostage import even
@@ -44,10 +44,8 @@ class SparseLoCo(Method):
     has_momentum = True
 
     def __post_init__(self) -> None:
-        for name, most in (("chunk", 2**16), ("k", self.chunk)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"SparseLoCo: {name}={value!r} is not an integer from 1 to {most}")
+        check_whole(self, "chunk", most=2**16)
+        check_whole(self, "k", most=self.chunk)
         if not 0 < self.decay <= 1:
             raise ValueError(f"SparseLoCo: decay={self.decay!r} is not in (0, 1]")
 

@@ -68,8 +68,7 @@ class ElasticGradients(ElasticExchange):
         return self._replicas.round
 
     def _begin(self, state: SharedState) -> None:
-        settings, params = self._settings, _trained(state.model)
-        checked_settings(settings, settings.method, settings.error_feedback, params, state.optimizers)
+        checked_settings(self._settings, _trained(state.model), state.optimizers)
 
     @torch.no_grad()
     def average(self, model: nn.Module) -> None:

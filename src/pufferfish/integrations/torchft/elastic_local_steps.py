@@ -19,7 +19,6 @@ from ...local.anchor import Outer
 from ...local.flight import Flight, Means
 from ...local.fragment import Fragment
 from ...local.local_steps import LocalSteps
-from ...local.split_by_depth import Pattern
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
 from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
@@ -88,12 +87,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         fragments: int = 1,
         delay: int = 0,
         mixing: float | None = None,
-        pattern: Pattern = "strided",
     ) -> None:
         self._replicas = replicas
-        super().__init__(
-            h, outer=outer, method=method, fragments=fragments, delay=delay, mixing=mixing, pattern=pattern
-        )
+        super().__init__(h, outer=outer, method=method, fragments=fragments, delay=delay, mixing=mixing)
         if delay >= h // fragments:
             raise ValueError(
                 f"ElasticLocalSteps: delay={delay} must be below h/fragments={h // fragments}: only one average is on its way"

@@ -54,7 +54,7 @@ class SimulatedDDP:
         if seeds is not None:
             self.generators = WorkerGenerators(seeds, next(model.parameters()).device)
         # the same checks as for real workers
-        checked_settings(settings, settings.method, settings.error_feedback, self._params(), self.optimizers)
+        checked_settings(settings, self._params(), self.optimizers)
         self.simulated = Simulated(settings, size)
 
     @property

@@ -140,7 +140,7 @@ class SimulatedLocalSteps:
             sizes = {
                 n: x.numel() for n, x in {**trainable_parameters(model), **averaged_buffers(model)}.items()
             }
-            split = split_by_depth(sizes, self.schedule.fragments, self.schedule.pattern)
+            split = split_by_depth(sizes, self.schedule.fragments)
         before, self._fragments = self._fragments, []
         for i, names in enumerate(split):
             engines = Simulated(settings_for(names, self.settings, anchor.buffers), self.size)
