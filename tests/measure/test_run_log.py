@@ -112,9 +112,11 @@ def test_the_commit_and_whether_files_have_changed(tmp_path: Path, monkeypatch: 
     git("add", "a.txt")
     git("-c", "user.name=somebody", "-c", "user.email=somebody@example.com", "commit", "-q", "-m", "first")
     head = git("rev-parse", "HEAD")
+    git("config", "core.fsmonitor", f"touch {tmp_path}/ran; false")
     assert logged(tmp_path / "one") == head
     Path("a.txt").write_text("b\n")
     assert logged(tmp_path / "two") == f"{head}+"
+    assert not (tmp_path / "ran").exists()  # a program of the repository
 
 
 def test_damage_and_what_is_no_run_is_named(tmp_path: Path) -> None:
