@@ -183,13 +183,11 @@ def _expected(plan: Plan) -> str:
     measured, before, after = plan.measured, plan.before.gradient_bytes, plan.after.gradient_bytes
     if not measured or not plan.resolved:
         return ""
-    mode, step_mode = measured["mode"], measured.get("step_mode", measured["mode"])
     gains = [] if plan.speedup is None else [f"{plan.speedup:.2f}× as fast"]
     if gains and (link := measured.get("link")):
         gains.append(f"{speedup(plan, link):.2f}× with gradients sent at {format_count(link)}B/s")
     gains += [f"{before / after:.2f}× fewer bytes"] if after else []
-    apart = "" if step_mode == mode else f" (whole step: {step_mode})"
-    return f"expected on {measured['device']}, {mode}{apart}: {', '.join(gains)}"
+    return f"expected on {measured['device']}, {measured['mode']}: {', '.join(gains)}"
 
 
 def obstacles(plan: Plan) -> str:
