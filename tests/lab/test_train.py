@@ -502,7 +502,7 @@ def test_all_tasks_say_whether_graphs_fit() -> None:
 
 def test_json_lines_name_their_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for line in ("oops", "[", "[1]", '{"step": "1"}'):
+    for line in ("oops", "[1]", '{"loss": 1}'):
         path.write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2:.* not "):
             JsonLines(tmp_path, resume=1)

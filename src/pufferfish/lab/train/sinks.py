@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...planning.json_file import errors_name, parse_json, write_text
+from ...planning.json_file import errors_name, write_text
 
 JSONL = "metrics.jsonl"
 
@@ -59,10 +59,10 @@ class JsonLines:
 
 
 def _step(line: str, source: str) -> int:
-    row = parse_json(line, source)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError(f"{source}: not a row of {JSONL}; delete the file, or restore it")
-    return int(row["step"])
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{source}: not a row of {JSONL}; delete the file, or restore it") from None
 
 
 class TensorBoard:
