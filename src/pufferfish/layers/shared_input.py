@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -76,12 +75,7 @@ class SharedInput:
     def _clear(self, gradient: Tensor) -> None:
         self._waiting = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        copied = memo[id(self)] = SharedInput(())  # outputs that are waiting cannot be copied
-        copied.layers = copied.active = copy.deepcopy(self.layers, memo)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # for copies and files: outputs that are waiting can be in neither
         return {"layers": self.layers, "active": self.layers, "_waiting": None}
 
 
