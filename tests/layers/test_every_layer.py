@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pufferfish as pf
-from pufferfish import layers
 
 
 def conv1d_of_transformers(dtype, device="cpu", **_):
@@ -216,13 +215,6 @@ def test_the_dense_weight_is_freed():
     pf.factorize_(model, pf.plan(model, rank=2))
     gc.collect()
     assert weight() is None
-
-
-def test_a_replaced_forward_is_refused():
-    dense = nn.Linear(6, 5)
-    dense.forward = lambda x: 2 * nn.functional.linear(x, dense.weight)
-    with pytest.raises(ValueError, match="forward was replaced"):
-        layers.LowRankLinear(dense, {"": 2})
 
 
 def test_repr():

@@ -75,7 +75,8 @@ class SharedInput:
     def _clear(self, gradient: Tensor) -> None:
         self._waiting = None
 
-    def __getstate__(self) -> dict[str, Any]:  # for copies and files: outputs that are waiting can be in neither
+    def __getstate__(self) -> dict[str, Any]:
+        # Of copies and files: outputs that are waiting can be in neither.
         return {"layers": self.layers, "active": self.layers, "_waiting": None}
 
 
