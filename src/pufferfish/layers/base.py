@@ -171,6 +171,13 @@ def any_requires_grad(values: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(values))
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the active autocast on a device, or None."""
+    # torch raises for the meta device, which has no autocast.
+    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
 #: Attributes of `nn.Module` with the hooks that see inputs and outputs. These hooks mean the same for the
 #: low-rank layer, so they move to it.
 CALL_HOOKS = (

@@ -15,10 +15,11 @@ from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
 from ..distributed.bucket_hook import AtLastBucket
 from ..distributed.job import find_ddp
 from ..distributed.workers import Workers
+from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
 from ..optim.carry import Optimizers
 from ..planning.plan import Plan
-from ..planning.profile import autocast_context, autocast_dtype
+from ..planning.profile import autocast_context
 from .breakdown import Breakdown
 from .cost_model import CostModel, Work
 from .diagnosis import Diagnosis
