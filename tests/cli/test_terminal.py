@@ -22,9 +22,8 @@ from pufferfish.cli import main
 from pufferfish.cli.terminal import progress_bars, show
 from pufferfish.compression.parse_method import method_classes
 from pufferfish.lab.models import REFERENCES
-from pufferfish.planning.folded_rows import folded_rows
 from pufferfish.planning.progress import track
-from pufferfish.planning.table import Table, plan_parts, plan_table
+from pufferfish.planning.table import Table, folded_rows, plan_parts, plan_table
 
 
 def on_terminal(*parts: str | Table, width: int = 80, colour: bool = False) -> str:
@@ -50,7 +49,7 @@ def test_plans_fit_and_add_up(name: str) -> None:
     assert max(map(len, tables)) <= 80
     assert numbers(text, "parameters") == numbers(plan_table(plan), "parameters")
     rows = folded_rows(plan.entries)
-    assert sorted(e.name for row in rows for e in row.entries) == sorted(e.name for e in plan.entries)
+    assert sorted(e.name for row in rows.values() for e in row) == sorted(e.name for e in plan.entries)
 
 
 def test_equal_blocks_are_one_row() -> None:
@@ -61,20 +60,19 @@ def test_equal_blocks_are_one_row() -> None:
 
     model = nn.ModuleDict({"blocks": nn.ModuleList([block(32), block(32), block(48), block(32), block(32)])})
     plan = pf.plan(model, 8, keep=["blocks.4.q"])
-    rows = {row.name: len(row.entries) for row in folded_rows(plan.entries)}
-    assert rows == {
-        "blocks.0–1.q": 2, "blocks.0–1.experts.0–2": 6, "blocks.2.q": 1, "blocks.2.experts.0–2": 3,
-        "blocks.3.q": 1, "blocks.3.experts.0–2": 3, "blocks.4.q": 1, "blocks.4.experts.0–2": 3,
+    rows = folded_rows(plan.entries)
+    assert {name: len(row) for name, row in rows.items()} == {
+        "blocks.0–3.q": 4, "blocks.0…4.experts.0–2": 12, "blocks.2.experts.0–2": 3, "blocks.4.q": 1,
     }  # fmt: skip
     table, notes, *_ = map(str, plan_parts(plan))
     head, first, second, *_ = (line.split() for line in table.splitlines())
     assert head == ["layer", "n", "shape", "rank", "weights", "bytes", "note"]
-    assert first[:5] == ["blocks.0–1.q", "2", "64×64", "8", "8.19"]  # 2 × 4,096 weights
-    assert second[:2] == ["blocks.0–1.experts.0–2", "6"]
+    assert first[:5] == ["blocks.0–3.q", "4", "64×64", "8", "16.4"]  # 4 × 4,096 weights
+    assert second[:2] == ["blocks.0…4.experts.0–2", "12"]
     assert notes == "1: kept by pattern 'blocks.4.q'"
     shares = [float(x) for x in re.findall(r"([\d.]+)%", table)]
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    assert weights == sum(e.before for row in folded_rows(plan.entries) for e in row.entries)
+    assert weights == sum(e.before for row in rows.values() for e in row)
     assert sum(shares) == pytest.approx(100 * sum(e.after for e in plan) / plan.after.parameters, abs=0.5)
 
 

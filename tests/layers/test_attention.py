@@ -145,13 +145,6 @@ def test_only_some_matrices(only, kdim):
     assert_same(low_rank, dense, queries_keys_values(dense))
 
 
-def test_every_matrix_has_its_own_rank():
-    dense = attention()
-    low_rank = factorized(dense, 2, overrides={"0.v": 4, "0.out": 1})
-    assert low_rank.ranks == {"q": 2, "k": 2, "v": 4, "out": 1}
-    assert_same(low_rank, dense, queries_keys_values(dense))
-
-
 def test_dropped_weights_are_torchs():
     """The same random numbers, for torch draws them in the same order: with need_weights both call F.dropout."""
     dense = attention(dropout=0.5)

@@ -31,10 +31,3 @@ def test_flags_named_like_hooks_stay() -> None:
     assert copied.training is copied.layer.training is copied.layer._seen_hooks_ is True
     assert not any(getattr(module, name) for module in copied.modules() for name in HOOKS)
     assert all(getattr(model.layer, name) for name in HOOKS)
-
-
-def test_a_flag_does_not_keep_a_layer_dense() -> None:
-    model = Flagged()
-    pf.factorize_(model, pf.plan(model, 8))
-    assert isinstance(model.layer, pf.layers.LowRankLinear)
-    assert pf.plan_of(model).ranks == {"layer": {"": 8}}

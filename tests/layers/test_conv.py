@@ -108,16 +108,3 @@ def test_channels_last():
     low_rank = factorized(dense)
     assert low_rank(x).is_contiguous(memory_format=torch.channels_last)
     assert_same(low_rank, dense, [x])
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_the_stride_is_on_down(kernel):
-    """So that `up` works on the smaller image; the other way round for transposed convolutions."""
-    low_rank = factorized(nn.Conv2d(4, 6, kernel, stride=2, padding=kernel // 2))
-    assert (low_rank.down.stride, low_rank.up.stride) == ((2, 2), (1, 1))
-    assert (low_rank.down.kernel_size, low_rank.up.kernel_size) == ((kernel, kernel), (1, 1))
-    assert low_rank.down(torch.randn(1, 4, 8, 8)).shape == (1, 2, 4, 4)
-
-    low_rank = factorized(nn.ConvTranspose2d(4, 6, kernel, stride=2))
-    assert (low_rank.down.stride, low_rank.up.stride) == ((1, 1), (2, 2))
-    assert low_rank.down(torch.randn(1, 4, 8, 8)).shape == (1, 2, 8, 8)

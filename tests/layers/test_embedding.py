@@ -179,19 +179,6 @@ def test_an_embedding_that_is_a_head_too() -> None:
     )
 
 
-class Scaled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return 8 * super().forward(input)
-
-
-def test_subclasses_are_offered_to_be_registered() -> None:
-    model = nn.Sequential(Scaled(200, 32))
-    assert pf.plan(model)["0"].reason == "embedding: a lookup, not a product"
-    e = pf.plan(model, embed=4)["0"]
-    assert e.reason == "no low-rank form is registered for Scaled"
-    assert e.note.endswith(f'pf.register("{__name__}.Scaled", pf.layers.LowRankEmbedding)')
-
-
 def test_wrong_ranks() -> None:
     with pytest.raises(TypeError, match="embed=True: give a float"):
         pf.plan(Text(), embed=True)

@@ -6,12 +6,11 @@ import weakref
 
 import pytest
 import torch
-from reference import assert_close, factorized, multiplied_out, reference, tensors
+from reference import assert_close, factorized, reference, tensors
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pufferfish as pf
-from pufferfish import layers
 
 
 def conv1d_of_transformers(dtype, device="cpu", **_):
@@ -144,19 +143,6 @@ def test_attributes_are_those_of_the_dense_layer(name):
     assert {key: getattr(low_rank, key) for key in public} == public
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("Linear", "Conv"))])
-@pytest.mark.parametrize("bias", [True, False])
-def test_weight_is_the_product_and_cannot_be_set(name, bias):
-    low_rank = factorized(build(name, bias=bias)[0])
-    dense = multiplied_out(low_rank)
-    torch.testing.assert_close(low_rank.weight, dense["weight"])
-    assert low_rank.bias is dense.get("bias")
-    assert low_rank.weight.requires_grad
-    for value in (dense["weight"].detach(), nn.Parameter(dense["weight"].detach())):
-        with pytest.raises(RuntimeError, match=r"weight of a low-rank layer .* cannot be changed"):
-            low_rank.weight = value
-
-
 @every_layer
 def test_copies_are_independent(name):
     dense, inputs = build(name)
@@ -216,29 +202,6 @@ def test_the_dense_weight_is_freed():
     pf.factorize_(model, pf.plan(model, rank=2))
     gc.collect()
     assert weight() is None
-
-
-def test_a_replaced_forward_is_refused():
-    dense = nn.Linear(6, 5)
-    dense.forward = lambda x: 2 * nn.functional.linear(x, dense.weight)
-    with pytest.raises(ValueError, match="forward was replaced"):
-        layers.LowRankLinear(dense, {"": 2})
-
-
-def test_repr():
-    assert repr(factorized(nn.Conv2d(4, 6, 3, stride=2, padding=1))) == (
-        "LowRankConv(\n"
-        "  rank=2\n"
-        "  (down): Conv2d(4, 2, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), bias=False)\n"
-        "  (up): Conv2d(2, 6, kernel_size=(1, 1), stride=(1, 1))\n"
-        ")"
-    )
-    lines = repr(factorized(nn.RNN(5, 6))).splitlines()
-    assert lines[:3] == [
-        "LowRankRNN(",
-        "  ranks={'weight_ih_l0': 2, 'weight_hh_l0': 2}",
-        "  (weight_ih_l0): GateFactors(",
-    ]
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if not name.endswith(("LSTM", "GRU", "RNN"))])

@@ -12,7 +12,6 @@ from reference import factorized, multiplied_out
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import pufferfish as pf
 from pufferfish.layers.product_weight import ProductWeight
 
 
@@ -233,17 +232,3 @@ def test_assignment_raises(layer: Any) -> None:
     assert torch.equal(plain(layer), before)
     layer.register_parameter("scale", nn.Parameter(torch.ones(5)))  # other parameters may be added
     assert {name for name, _ in layer.named_parameters(recurse=False)} == {"scale"}
-
-
-def test_rescaled_weights_of_rwkv() -> None:
-    """In evaluation mode it divides the weights of deeper blocks in place."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.RwkvConfig(
-        vocab_size=32, hidden_size=32, num_hidden_layers=2, rescale_every=1, use_cache=False
-    )
-    model = transformers.RwkvForCausalLM(config)
-    pf.factorize_(model, pf.plan(model, 4, multiple=1))
-    tokens = torch.arange(8)[None]
-    assert model.train()(tokens).logits.isfinite().all()
-    with pytest.raises(RuntimeError, match="cannot be changed"):
-        model.eval()(tokens)

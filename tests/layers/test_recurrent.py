@@ -85,14 +85,6 @@ def test_only_some_matrices(only):
     assert_same(low_rank, dense, [torch.randn(TIME, BATCH, IN, dtype=torch.float64)])
 
 
-def test_every_matrix_has_its_own_rank():
-    torch.manual_seed(0)
-    dense = nn.GRU(IN, HIDDEN, dtype=torch.float64)
-    low_rank = factorized(dense, 2, overrides={"0.weight_hh_l0": 4})
-    assert low_rank.ranks == {"weight_ih_l0": 2, "weight_hh_l0": 4}
-    assert_same(low_rank, dense, [torch.randn(TIME, BATCH, IN, dtype=torch.float64)])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_is_between_layers_and_in_training_only(kind):
     torch.manual_seed(0)

@@ -70,12 +70,6 @@ def test_types_match_exactly():
     assert low_rank_type(conv1d) is LowRankConv1D
 
 
-def test_an_unregistered_subclass_stays_dense():
-    made = pf.plan(nn.Sequential(Subclass(4, 4)), rank=2, min_saving=-1)
-    assert made["0"].rank is None
-    assert "Subclass" in made["0"].reason
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_register(by_name):
     pf.register(f"{__name__}.Doubled" if by_name else Doubled, LowRankDoubled)

@@ -119,20 +119,3 @@ def test_decoder(which, mode, batch_first):
     with torch.no_grad():
         ours, theirs = (tensors(call(model, *inputs)) for model in (low_rank, reference(low_rank, dense)))
     assert_close(ours, theirs, 1e-10)
-
-
-@pytest.mark.parametrize("which", FACTORIZED)
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_transformer(which, mode):
-    torch.manual_seed(0)
-    dense = nn.Transformer(**SETTINGS, num_encoder_layers=2, num_decoder_layers=2, batch_first=True)
-    dense = perturbed(dense).train(mode == "train")
-    low_rank = factorized(dense, **FACTORIZED[which])
-    call = lambda model, src, tgt: model(  # noqa: E731
-        src, tgt, tgt_mask=CAUSAL, src_key_padding_mask=PADDING, memory_key_padding_mask=PADDING
-    )
-    inputs = [random_input(), random_input()]
-    assert_same(low_rank, dense, inputs, call)
-    with torch.no_grad():
-        ours, theirs = (tensors(call(model, *inputs)) for model in (low_rank, reference(low_rank, dense)))
-    assert_close(ours, theirs, 1e-10)

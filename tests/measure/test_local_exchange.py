@@ -86,7 +86,7 @@ def test_streaming_hides_what_the_delay_allows() -> None:
 def test_compressed_averages_are_those_of_the_method() -> None:
     schedule = Schedule(h=30)
     sizes = [
-        LocalExchange.of(schedule, m, LIKE, 4).wire_bytes(4)
+        wire_bytes(with_local_exchange(COMPUTE, schedule, m, LIKE, 4), 4)
         for m in (NoCompression(), BFloat16(), SparseLoCo())
     ]
     assert sizes[0] == pytest.approx(2 * sizes[1], rel=1e-3)

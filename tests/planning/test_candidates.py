@@ -25,31 +25,6 @@ def in_sequence(*layers: nn.Module) -> nn.Sequential:
 # Why layers stay.
 
 
-def test_every_kind_of_layer_has_a_rank() -> None:
-    model = nn.ModuleDict(
-        {
-            "linear": nn.Linear(64, 64),
-            "conv1d": nn.Conv1d(32, 32, 3),
-            "conv2d": nn.Conv2d(64, 64, 3, groups=2),
-            "conv3d": nn.Conv3d(32, 32, 3),
-            "up": nn.ConvTranspose2d(64, 32, 4),
-            "lstm": nn.LSTM(64, 64, proj_size=32),
-            "gru": nn.GRU(64, 64, bidirectional=True),
-            "rnn": nn.RNN(64, 64),
-            "attention": nn.MultiheadAttention(64, 4, kdim=48),
-        }
-    )
-    plan = pf.plan(model, 4)
-    assert all(e.rank == 4 for e in plan)
-    assert [e.name for e in plan if e.layer in ("lstm", "attention")] == [
-        *("lstm.weight_ih_l0", "lstm.weight_hh_l0", "lstm.weight_hr_l0"),
-        *("attention.q", "attention.k", "attention.v", "attention.out"),
-    ]
-    assert plan["conv2d"].shape == (64, 32, 3, 3)
-    assert plan["conv2d"].matrix.blocks == 2
-    assert plan["attention.k"].shape == (64, 48)
-
-
 def test_not_smaller() -> None:
     model = nn.Sequential(nn.Linear(64, 10), nn.Linear(1, 64), nn.Conv2d(3, 4, 1))
     assert reasons(model) == {
@@ -138,17 +113,6 @@ def test_a_shared_bias_that_would_be_taken_apart() -> None:
 )
 def test_depthwise(layer: nn.Module) -> None:
     assert reasons(in_sequence(layer)) == {"0": "depthwise", "1": ""}
-
-
-def test_kept_and_only() -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    assert reasons(model, keep=["1", "[12]"]) == {
-        "0": "",
-        "1": "kept by pattern '1'",
-        "2": "kept by pattern '[12]'",
-    }
-    assert reasons(model, only=["1"], keep=["1"])["1"] == "kept by pattern '1'"
-    assert reasons(model, only=["1", "0"])["2"] == "not matched by `only`"
 
 
 class Special(nn.Linear):

@@ -15,9 +15,9 @@ from pufferfish.planning.json_file import read_json, write_text
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (b'{"a": 1,\n oops}', r"x\.json:2: not valid JSON: Expecting property name"),
-        (b"", r"x\.json:1: not valid JSON: Expecting value"),
-        (b"\xff\xfe\x00PK", r"x\.json is not a text file"),
+        (b'{"a": 1,\n oops}', r"x\.json: not valid JSON: Expecting property name .*line 2"),
+        (b"", r"x\.json: not valid JSON: Expecting value"),
+        (b"\xff\xfe\x00PK", r"x\.json: not valid JSON: "),
     ],
     ids=["syntax", "empty", "binary"],
 )

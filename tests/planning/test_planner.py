@@ -104,13 +104,6 @@ def test_a_rank_is_not_a_plan(function: str) -> None:
             TAKES_A_PLAN[function](wrong)
 
 
-@pytest.mark.parametrize("example", [3, "batch", {1, 2}, object()], ids=lambda x: type(x).__name__)
-def test_an_example_of_the_wrong_type(example: Any) -> None:
-    message = f"example is of type {type(example).__name__}; pass a tensor, a tuple of arguments, a dict"
-    with pytest.raises(TypeError, match=f"^{message}"):
-        pf.plan(blocks(), example=example)
-
-
 # Wrappers.
 
 

@@ -82,24 +82,11 @@ def test_a_tenth_is_enough(rank: Any) -> None:
     assert warned(plan, model) == []
 
 
-def test_keeping_everything_warns_and_does_not_fail() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    (text,) = warned(pf.plan(model, keep=["*"]), model)
-    assert text.startswith("The plan changes nothing. What stays dense: 98% in Linear: kept by pattern '*'")
-
-
 def test_a_model_without_matrices() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
     assert warned(pf.plan(model), model) == [
         "The plan changes nothing. What stays dense: the model has no matrices."
     ]
-
-
-def test_frozen_models_are_told_what_to_pass() -> None:
-    model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-    (text,) = warned(pf.plan(model), model)
-    assert "98% in Linear: frozen: " in text
-    assert "frozen=True (--frozen) factorizes it" in text
 
 
 def test_loading_a_dense_model_does_not_warn() -> None:

@@ -8,7 +8,6 @@ from . import (
     hf_recurrent,
     hf_vision,
     image,
-    mlp,
     recurrent,
     structure,
 )
@@ -19,7 +18,6 @@ ZOO: dict[str, Case] = {
     **dense_prediction.CASES,
     **attention.CASES,
     **recurrent.CASES,
-    **mlp.CASES,
     **structure.CASES,
     **hf.CASES,
     **hf_vision.CASES,

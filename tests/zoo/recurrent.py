@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .case import Case, Inputs, all_tensors, generator, normal, tokens
+from .case import Case, Inputs, all_tensors, generator, tokens
 
 
 class BiLSTMTagger(nn.Module):
@@ -79,21 +79,6 @@ def _words_and_state() -> Inputs:
     return (torch.randint(128, (10, 3), generator=g),), {"state": (h, c)}
 
 
-class ProjectedLSTM(nn.Module):
-    """Acoustic model: LSTM with proj_size (hidden and cell of unequal widths), sequence first, CTC output."""
-
-    def __init__(self, mels: int = 64) -> None:
-        super().__init__()
-        self.stack = nn.Sequential(nn.Linear(2 * mels, 64), nn.ReLU())
-        self.lstm = nn.LSTM(64, 128, 2, proj_size=64)
-        self.out = nn.Linear(64, 32)
-
-    def forward(self, mel: Tensor) -> Tensor:
-        steps, batch, mels = mel.shape
-        pairs = mel.view(steps // 2, 2, batch, mels).transpose(1, 2).flatten(2)
-        return F.log_softmax(self.out(self.lstm(self.stack(pairs))[0]), -1)
-
-
 class CharRNN(nn.Module):
     """Elman tanh network on one unbatched stream of one-hot characters, returning its state too."""
 
@@ -112,6 +97,5 @@ CASES = {
     "bilstm_tagger": Case(build=BiLSTMTagger, inputs=_sentences),
     "gru_seq2seq": Case(build=GRUSeq2Seq, inputs=tokens(80, (3, 9), (3, 6))),
     "lstm_tied": Case(build=TiedLSTM, inputs=_words_and_state, output=all_tensors),
-    "lstm_projected": Case(build=ProjectedLSTM, inputs=normal((12, 3, 64))),
     "char_rnn": Case(build=CharRNN, inputs=tokens(64, (20,))),
 }

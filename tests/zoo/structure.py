@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from .case import Case, all_tensors, normal, tokens
+from .case import Case, normal, tokens
 
 
 class TiedAutoencoder(nn.Module):
@@ -79,28 +79,6 @@ class MoE(nn.Module):
         return self.out(self.layers(self.embed(words)))
 
 
-class MultiTask(nn.Module):
-    """Shared trunk, heads of several kinds in a ModuleDict chosen by name, dict output."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(
-            *(nn.Conv2d(3, width, 3, 2, 1), nn.GroupNorm(8, width), nn.ReLU()),
-            *(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.GroupNorm(8, 2 * width), nn.ReLU()),
-        )
-        self.heads = nn.ModuleDict(
-            {
-                "label": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10)),
-                "depth": nn.Sequential(nn.Conv2d(2 * width, width, 1), nn.ReLU(), nn.Conv2d(width, 1, 1)),
-                "mask": nn.Sequential(nn.Conv2d(2 * width, 16 * width // 4, 1), nn.PixelShuffle(4)),
-            }
-        )
-
-    def forward(self, x: Tensor, tasks: tuple[str, ...] = ("label", "depth", "mask")) -> dict[str, Tensor]:
-        shared = self.trunk(x)
-        return {task: self.heads[task](shared) for task in tasks}
-
-
 class TemporalBlock(nn.Module):
     """Two causal, dilated, weight-normalized convolutions with a plain residual projection."""
 
@@ -136,6 +114,5 @@ CASES = {
     "tied_autoencoder": Case(build=TiedAutoencoder, inputs=normal((8, 196))),
     "siamese": Case(build=Siamese, inputs=normal((3, 1, 16, 16), (3, 1, 16, 16))),
     "moe": Case(build=MoE, inputs=tokens(96, (3, 12))),
-    "multi_task": Case(build=MultiTask, inputs=normal((2, 3, 24, 24)), output=all_tensors),
     "weight_norm_tcn": Case(build=WeightNormTCN, inputs=normal((3, 64, 30))),
 }

@@ -37,10 +37,6 @@ class LowRank(nn.Module, ABC):
 
     def __init__(self, dense: nn.Module, ranks: Mapping[str, int]) -> None:
         super().__init__()
-        if "forward" in vars(dense):
-            # Copied below like any attribute, it would still compute with the dense weights.
-            kind = type(dense).__name__
-            raise ValueError(f"{kind}: its forward was replaced; restore it before factorizing")
         # The dense layer without its tensors, which `merge_` fills again. In a tuple, so that it is not a child.
         self._dense = (meta_copy(dense),)
         self.ranks = dict(ranks)
@@ -151,7 +147,7 @@ def low_rank_type(dense: type[nn.Module]) -> type[LowRank] | None:
 
 def unfit_reason(module: nn.Module) -> str:
     """Reason why a layer of a registered type cannot be factorized as it is; "" if it can."""
-    if "forward" in vars(module):
+    if "forward" in vars(module):  # copied like any attribute, it would still compute with the dense weights
         return "unsupported: its forward was replaced"
     for child in module.modules():
         if hasattr(child, "parametrizations"):
@@ -173,6 +169,13 @@ def unfit_reason(module: nn.Module) -> str:
 def any_requires_grad(values: Any) -> bool:
     """Whether any tensor in nested containers requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(values))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the active autocast on a device, or None."""
+    # torch raises for the meta device, which has no autocast.
+    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
 
 
 #: Attributes of `nn.Module` with the hooks that see inputs and outputs. These hooks mean the same for the

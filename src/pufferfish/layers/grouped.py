@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from .base import autocast_dtype
+
 
 class GroupedLinear(nn.Module):
     """`y = W_e x + b_e` for every row x of expert e.
@@ -63,9 +65,7 @@ class GroupedLinear(nn.Module):
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply sorted rows by the weights (experts, n, m) of their experts."""
-    device = rows.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not cover `grouped_mm`
-        dtype = torch.get_autocast_dtype(device)
+    if dtype := autocast_dtype(rows.device):  # autocast does not cover `grouped_mm`
         rows, weight = rows.to(dtype), weight.to(dtype)
     # torch's kernel takes no fp64, and its shape inference (meta device, compile, export) takes only bf16.
     inferred = rows.is_meta or torch.compiler.is_compiling()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .base import autocast_dtype
 from .linear import LowRankLinear, is_plain
 
 
@@ -76,12 +76,8 @@ class SharedInput:
     def _clear(self, gradient: Tensor) -> None:
         self._waiting = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        copied = memo[id(self)] = SharedInput(())  # outputs that are waiting cannot be copied
-        copied.layers = copied.active = copy.deepcopy(self.layers, memo)
-        return copied
-
     def __getstate__(self) -> dict[str, Any]:
+        # Of copies and files: outputs that are waiting can be in neither.
         return {"layers": self.layers, "active": self.layers, "_waiting": None}
 
 
@@ -94,18 +90,14 @@ class _Waiting(NamedTuple):
 
 
 def _product(input: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    device = input.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if dtype := autocast_dtype(input.device):
         weights = [w.to(dtype) for w in weights]  # before they are joined: half of the bytes to copy
     return F.linear(input, torch.cat(list(weights)))
 
 
 def _mode(input: Tensor, weights: Sequence[Tensor]) -> tuple[Any, ...]:
     """Everything that the product and its graph depend on besides the objects `input` and `weights`."""
-    device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    mode = torch.is_grad_enabled(), torch.get_autocast_dtype(device) if autocast else None
+    mode = torch.is_grad_enabled(), autocast_dtype(input.device)
     if torch.compiler.is_compiling():
         return mode  # versions are not known, and one compiled graph contains all calls
     versions = [x._version for x in (input, *weights)]

@@ -58,7 +58,6 @@ class Prediction:
     decode: float
     optimizer: float
     hidden: float  # exchange that overlaps with backward; not part of the step
-    extrapolated: bool  # whether the number of workers or the link differs from the measured one
 
     @property
     def utilisation(self) -> float:
@@ -113,19 +112,14 @@ class CostModel:
             decode=work.decode,
             optimizer=work.optimizer,
             hidden=hidden,
-            extrapolated=self.link.extrapolated or size != self.link.size,
         )
 
     def _predict_local(self, work: Work, local: LocalExchange, size: int) -> Prediction:
         """Predict the mean step of local steps."""
         h, fragments = local.schedule.h, local.fragments
         messages = [sum(self.link.seconds(kind, n, size) for kind, n in f.messages) for f in fragments]
-        encode, decode, sent = (
-            sum(f.encode for f in fragments),
-            sum(f.decode for f in fragments),
-            sum(messages),
-        )
-        waited = sent
+        encode, decode = sum(f.encode for f in fragments), sum(f.decode for f in fragments)
+        waited = sent = sum(messages)
         if local.schedule.delay:
             whole = [f.encode + seconds + f.decode for f, seconds in zip(fragments, messages, strict=True)]
             compute = work.data + work.forward + work.backward + work.optimizer
@@ -139,7 +133,6 @@ class CostModel:
             decode=decode / h,
             optimizer=work.optimizer,
             hidden=(sent - waited) / h,
-            extrapolated=self.link.extrapolated or size != self.link.size,
         )
 
     def _overlapped(self, work: Work, times: Sequence[float], size: int) -> tuple[float, float]:

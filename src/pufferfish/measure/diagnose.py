@@ -15,10 +15,11 @@ from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
 from ..distributed.bucket_hook import AtLastBucket
 from ..distributed.job import find_ddp
 from ..distributed.workers import Workers
+from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
 from ..optim.carry import Optimizers
 from ..planning.plan import Plan
-from ..planning.profile import autocast_context, autocast_dtype
+from ..planning.profile import autocast_context
 from .breakdown import Breakdown
 from .cost_model import CostModel, Work
 from .diagnosis import Diagnosis
@@ -28,7 +29,7 @@ from .link import Link
 from .low_rank_shapes import example_from_call, plan_for_example
 from .option_builder import OptionBuilder, TrainingOption
 from .probe import probe
-from .speedup_estimate import SpeedupEstimate, SpeedupEstimator, wire_bytes
+from .speedup_estimate import SpeedupEstimate, estimate, wire_bytes
 from .step_messages import probe_bytes, trainable_parameters, with_ddp_messages
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
@@ -206,23 +207,21 @@ def _fill(
     seconds = diagnosis.parts["step"]
     diagnosis.hours = seconds * total_steps / 3600 if total_steps else None
     current, waiting = _mean_work(builder.work, workers), diagnosis.waiting
-    estimator = SpeedupEstimator(
-        costs=costs, current=current, size=size, waiting=waiting, hours=diagnosis.hours
-    )
-    diagnosis.predicted = estimator.step(current)
+    diagnosis.predicted = costs.predict(current, size).step + waiting
     diagnosis.ceiling = seconds / (seconds - diagnosis.exposed + waiting)
 
-    def estimate(option: TrainingOption) -> SpeedupEstimate:
+    def estimated(option: TrainingOption) -> SpeedupEstimate:
         warm_up = option.warm_up and _mean_work(option.warm_up, workers)
-        return estimator.estimate(replace(option, work=_mean_work(option.work, workers), warm_up=warm_up))
+        mean = replace(option, work=_mean_work(option.work, workers), warm_up=warm_up)
+        return estimate(mean, current, costs, size, waiting=waiting, hours=diagnosis.hours)
 
-    estimates = [estimate(option) for option in options]
+    estimates = [estimated(option) for option in options]
     compressed = [(e.speedup, o) for e, o in zip(estimates, options, strict=True) if o.method is not None]
     if (
         compressed and builder.plan.ranks
     ):  # speed-ups are equal on all workers, so all combine the same method
         best = max(compressed, key=lambda pair: pair[0])[1]
-        estimates.append(estimate(workers.run_on_all(lambda: builder.combined_option(best))))
+        estimates.append(estimated(workers.run_on_all(lambda: builder.combined_option(best))))
     diagnosis.options = _reported(estimates)
 
 

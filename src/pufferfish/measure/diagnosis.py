@@ -1,8 +1,7 @@
 """`Diagnosis`: the result of `diagnose`, to print or to save."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from .estimate_table import estimate_table, format_seconds
 from .link import Link
@@ -11,7 +10,10 @@ from .speedup_estimate import MIN_SPEEDUP, SpeedupEstimate
 
 @dataclass(kw_only=True)
 class Diagnosis:
-    """Result of `diagnose`, filled when its block ends. Means over all workers, so equal on all of them."""
+    """Result of `diagnose`, filled when its block ends. Means over all workers, so equal on all of them.
+
+    `dataclasses.asdict` makes a dict of it that JSON can hold.
+    """
 
     workers: int = 1
     steps: int = 0  # timed steps
@@ -35,10 +37,6 @@ class Diagnosis:
     def error(self) -> float:
         """Relative error of the cost model's prediction for the current step."""
         return self.predicted / self.parts["step"] - 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that JSON can hold."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if not self.parts:

@@ -27,11 +27,6 @@ class Traffic:
     overlaps: bool = False  # whether messages are sent during the backward pass
     intra_node_bytes: int = 0  # averaged inside each machine first
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes passed to collectives in total."""
-        return sum(nbytes for _, nbytes in self.messages)
-
 
 def dry_run(
     method: Methods | Settings,

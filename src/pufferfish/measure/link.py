@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 #: Sequential messages in a collective of p workers, for ring algorithms (broadcast: a tree).
 HOPS: Mapping[str, Callable[[int], float]] = {
@@ -37,7 +36,6 @@ class AlphaBeta:
 
     alpha: float  # seconds
     beta: float  # seconds per byte
-    error: float = 0.0  # mean relative deviation of the fit
     #: Measurements (bytes, seconds), by size: real links are faster than the fit for small messages, TCP slower for large ones.
     points: tuple[tuple[int, float], ...] = ()
 
@@ -47,7 +45,7 @@ class AlphaBeta:
 
     @staticmethod
     def fit(kind: str, size: int, times: Sequence[tuple[int, float]]) -> AlphaBeta:
-        """Fit α and β to `times`, pairs (bytes, seconds). Neither is negative.
+        """Fit α and β to `times`, at least two pairs (bytes, seconds). Neither is negative.
 
         β is the least-squares fit, dominated by large messages; α then minimizes the relative deviations, dominated by
         small ones.
@@ -58,10 +56,6 @@ class AlphaBeta:
         >>> f"{fit.alpha:.1e} {fit.beta:.1e}"
         '1.0e-04 8.0e-09'
         """
-        if size < 2 or len(times) < 2:
-            raise ValueError(
-                f"AlphaBeta.fit needs at least 2 message sizes and 2 workers, got {len(times)} and {size}"
-            )
         # Plain Python arithmetic, so that all workers compute bit-identical results.
         hops, n = HOPS[kind](size), len(times)
         wires = [WIRE_FACTOR[kind](size) * nbytes for nbytes, _ in times]
@@ -74,10 +68,9 @@ class AlphaBeta:
         alpha = _dot(shares, left) / _dot(shares, shares)
         if alpha < 0:
             alpha, beta = 0.0, _dot(wires, seconds) / _dot(wires, wires)
-        error = sum(abs(hops * alpha + beta * x - t) / t for x, t in zip(wires, seconds, strict=True)) / n
         monotone = list(accumulate(reversed(seconds), min))  # a smaller message never takes longer
         points = tuple(zip((nbytes for nbytes, _ in times), reversed(monotone), strict=True))
-        return AlphaBeta(alpha=alpha, beta=beta, error=error, points=points)
+        return AlphaBeta(alpha=alpha, beta=beta, points=points)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +162,6 @@ class Link:
 
         inter_node = slower(self.inter_node) if self.inter_node else None
         return replace(self, collectives=slower(self.collectives), inter_node=inter_node, extrapolated=True)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that JSON can hold."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ..compression.settings import Methods
 from ..local.schedule import Schedule
-from ..local.split_by_depth import split_by_depth
-from .dry_run import Traffic, dry_run
+from .dry_run import Traffic
 from .link import WIRE_FACTOR
 
 #: Rounds after which the waits of each round are the same.
@@ -34,21 +29,6 @@ class LocalExchange:
 
     schedule: Schedule
     fragments: tuple[Traffic, ...]
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        method: Methods,
-        like: Mapping[str, Tensor],
-        size: int,
-        device: torch.device | None = None,
-    ) -> LocalExchange:
-        """The exchange of tensors like these among `size` workers, from dry runs of the method on `device`."""
-        sizes = {name: x.numel() for name, x in like.items()}
-        split = split_by_depth(sizes, schedule.fragments)
-        runs = [dry_run(method, {n: like[n] for n in names}, size, device=device) for names in split]
-        return cls(schedule, tuple(runs))
 
     def wire_bytes(self, size: int) -> float:
         """Bytes that one of `size` workers sends for an update, on average."""

@@ -25,7 +25,7 @@ def _commit() -> str | None:
     """Commit of the working directory, followed by + if files have changed since; None without git."""
 
     def git(*arguments: str) -> str:
-        command = ["git", *arguments]
+        command = ["git", "-c", "core.fsmonitor=false", *arguments]  # a program that a repository may name
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:

@@ -11,7 +11,7 @@ from ..planning.plan import Plan
 from .cost_model import Work
 from .dry_run import dry_run
 from .low_rank_shapes import RANK_RATIO, low_rank_shapes
-from .step_messages import trainable_parameters, with_compressed_messages, with_ddp_messages
+from .step_messages import trainable_parameters, with_ddp_messages
 
 _BUCKET_CAPS = (1, 5, 10, 25, 50, 100)  # MiB
 _ACCUMULATED_BATCHES = (2, 4)
@@ -67,7 +67,7 @@ class OptionBuilder:
     def compressed_option(self, method: Method, per_node: int = 1) -> TrainingOption:
         """Compression by `method` instead of the current one; only between machines if `per_node` is above 1."""
         traffic = dry_run(method, self.parameters, self.size, per_node=per_node)
-        work = with_compressed_messages(with_ddp_messages(self.compute, self.parameters), traffic)
+        work = replace(with_ddp_messages(self.compute, self.parameters), **vars(traffic))
         hierarchy = ', hierarchy="node"' if per_node > 1 else ""
         name = f"pf.compress(ddp, {as_code(method)}{hierarchy})"
         return TrainingOption(kind="compression", name=name, work=work, method=method)
@@ -78,7 +78,7 @@ class OptionBuilder:
         assert method is not None
         traffic = dry_run(method, self.low_rank_parameters, self.size, device=self.device, per_node=per_node)
         plain = with_ddp_messages(self.low_rank_work, self.low_rank_parameters)
-        work, name = with_compressed_messages(plain, traffic), f"low rank with {as_code(method)}"
+        work, name = replace(plain, **vars(traffic)), f"low rank with {as_code(method)}"
         return TrainingOption(
             kind="both", name=name, work=work, method=method, warm_up=compressed.work, note=self.note
         )

@@ -82,7 +82,7 @@ class RunLog:
             "versions": versions(),
             "hardware": hardware(),
             "seed": seed,
-            "workers": workers or (dist.get_world_size() if _in_job() else 1),
+            "workers": workers or (dist.get_world_size() if dist.is_initialized() else 1),
             "hosts": hosts,
             "link": link and dict(link),
             "started": _time(),
@@ -202,13 +202,9 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _in_job() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _rank() -> int:
     rank = os.environ.get("RANK", "0")  # set by torchrun, before the process group exists
-    return dist.get_rank() if _in_job() else int(rank) if rank.isdigit() else 0
+    return dist.get_rank() if dist.is_initialized() else int(rank) if rank.isdigit() else 0
 
 
 def _time() -> str:

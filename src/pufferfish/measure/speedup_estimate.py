@@ -1,4 +1,4 @@
-"""`SpeedupEstimate`: how much shorter a training option makes a step and a run; `SpeedupEstimator` predicts it."""
+"""`SpeedupEstimate`: how much shorter a training option makes a step and a run; `estimate` predicts it."""
 
 from dataclasses import dataclass
 
@@ -27,46 +27,50 @@ class SpeedupEstimate:
     utilisation: float | None = None  # predicted computing time over the time of a step
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedupEstimator:
-    """Predicts the speed-up of training options over the current step.
+def estimate(
+    option: TrainingOption,
+    current: Work,
+    costs: CostModel,
+    size: int,
+    *,
+    waiting: float = 0.0,
+    warm_up: float = WARM_UP_FRACTION,
+    hours: float | None = None,
+) -> SpeedupEstimate:
+    """Predict step time, speed-ups and bytes of `option`.
+
+    Args:
+        current: the current step, which the speed-ups are over.
+        size: number of workers.
+        waiting: seconds of a step spent waiting for the slowest worker.
+        warm_up: fraction of the run, for options with a warm-up.
+        hours: of the whole run at the current speed.
 
     >>> from pufferfish.measure import Link
     >>> current = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 10**7),))
     >>> half = Work(forward=0.1, backward=0.2, messages=(("all_reduce", 5 * 10**6),))
     >>> costs = CostModel(link=Link.nominal(bandwidth=1e9, latency=0, size=2, goodput=1))
-    >>> estimator = SpeedupEstimator(costs=costs, current=current, size=2)
-    >>> round(estimator.estimate(TrainingOption(kind="free", name="half", work=half)).speedup, 2)
+    >>> round(estimate(TrainingOption(kind="free", name="half", work=half), current, costs, 2).speedup, 2)
     1.12
     """
 
-    costs: CostModel
-    current: Work
-    size: int  # number of workers
-    waiting: float = 0.0  # seconds of a step spent waiting for the slowest worker
-    warm_up: float = WARM_UP_FRACTION  # of the run, for options with a warm-up
-    hours: float | None = None  # of the whole run at the current speed
+    def step(work: Work) -> float:
+        return costs.predict(work, size).step + waiting
 
-    def step(self, work: Work) -> float:
-        """Predicted seconds of a step."""
-        return self.costs.predict(work, self.size).step + self.waiting
-
-    def estimate(self, option: TrainingOption) -> SpeedupEstimate:
-        """Predict step time, speed-ups and bytes of `option`."""
-        current, seconds = self.step(self.current), self.step(option.work) / option.batches
-        warm_up = self.step(option.warm_up) if option.warm_up else seconds
-        run_speedup = current / (self.warm_up * warm_up + (1 - self.warm_up) * seconds)
-        return SpeedupEstimate(
-            kind=option.kind,
-            name=option.name,
-            step=seconds,
-            speedup=current / seconds,
-            run_speedup=run_speedup,
-            hours=None if self.hours is None else self.hours / run_speedup,
-            wire_bytes=wire_bytes(option.work, self.size, self.costs.link.per_node) / option.batches,
-            note=option.note,
-            utilisation=self.costs.predict(option.work, self.size).utilisation,
-        )
+    before, after = step(current), step(option.work) / option.batches
+    first = step(option.warm_up) if option.warm_up else after
+    run_speedup = before / (warm_up * first + (1 - warm_up) * after)
+    return SpeedupEstimate(
+        kind=option.kind,
+        name=option.name,
+        step=after,
+        speedup=before / after,
+        run_speedup=run_speedup,
+        hours=None if hours is None else hours / run_speedup,
+        wire_bytes=wire_bytes(option.work, size, costs.link.per_node) / option.batches,
+        note=option.note,
+        utilisation=costs.predict(option.work, size).utilisation,
+    )
 
 
 def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:

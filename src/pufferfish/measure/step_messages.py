@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ..compression.settings import Methods
 from ..layers.names import own_name
 from ..local.schedule import Schedule
+from ..local.split_by_depth import split_by_depth
 from .cost_model import Work
-from .dry_run import Traffic
+from .dry_run import dry_run
 from .local_exchange import LocalExchange
 
 MIB = 2**20
@@ -28,11 +29,6 @@ def with_ddp_messages(work: Work, parameters: Mapping[str, Tensor], cap: int = 2
     return replace(work, messages=messages, overlaps=True, bucket_bytes=sizes)
 
 
-def with_compressed_messages(work: Work, traffic: Traffic) -> Work:
-    """Return `work` with the messages and the encode and decode times of a dry run."""
-    return replace(work, **vars(traffic))
-
-
 def with_local_exchange(
     work: Work,
     schedule: Schedule,
@@ -41,7 +37,7 @@ def with_local_exchange(
     size: int,
     device: torch.device | None = None,
 ) -> Work:
-    """Return `work` with the averages of local steps among `size` workers instead of other messages.
+    """Return `work` with the averages of local steps among `size` workers, from dry runs, instead of other messages.
 
     >>> import torch
     >>> from pufferfish.compression import NoCompression
@@ -49,10 +45,12 @@ def with_local_exchange(
     >>> work.local.fragments[0].messages  # 8 bytes say whether all values are finite
     (('all_reduce', 40),)
     """
-    local = LocalExchange.of(schedule, method, parameters, size, device)
+    sizes = {name: x.numel() for name, x in parameters.items()}
+    split = split_by_depth(sizes, schedule.fragments, schedule.pattern)
+    runs = [dry_run(method, {n: parameters[n] for n in names}, size, device=device) for names in split]
     return replace(
         work,
-        local=local,
+        local=LocalExchange(schedule, tuple(runs)),
         messages=(),
         overlaps=False,
         bucket_bytes=(),

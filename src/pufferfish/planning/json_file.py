@@ -8,31 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def parse_json(text: str, source: str = "text") -> Any:
-    """Parse JSON; text that is not JSON is a ValueError.
-
-    Args:
-        source: source of the text, for the error.
-
-    >>> parse_json('{"rank": 8}')
-    {'rank': 8}
-    >>> parse_json("[8")
-    Traceback (most recent call last):
-    ValueError: text:1: not valid JSON: Expecting ',' delimiter
-    """
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
-
-
 def read_json(path: Path) -> Any:
     """Read a JSON file; ValueError with the file's name if its contents are not JSON."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file") from None
-    return parse_json(text, str(path))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
 
 
 def write_text(path: Path, text: str) -> None:

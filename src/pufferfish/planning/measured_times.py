@@ -42,7 +42,7 @@ def with_measured_times(
     device = next(model.parameters()).device
     ranks = {layer: r for layer, r in _ranks(plan).items() if layer in profiled.calls}
     entries: dict[str, Entry] = {}
-    known: dict[str, tuple[Times, Mode] | None] = {}  # equal layers are measured once
+    known: dict[str, Times | None] = {}  # equal layers are measured once
     with torch.random.fork_rng(devices={p.device for p in model.parameters() if p.is_cuda}):
         for layer in track(ranks, "measuring layers"):
             dense, call = modules[layer], profiled.calls[layer]
@@ -51,10 +51,10 @@ def with_measured_times(
                 kind = low_rank_type(type(dense))
                 assert kind is not None
                 measure = partial(measure_layer, dense, kind(dense, ranks[layer]), call)
-                known[key] = _in_mode_or_eager(layer, measure, mode, device)
-            if (found := known[key]) is not None:
+                known[key] = _measured(layer, measure, mode)
+            if (times := known[key]) is not None:
                 group = [e for e in plan.entries if e.layer == layer]
-                ms = found[0][0] * call.count, found[0][1] * call.count
+                ms = times[0] * call.count, times[1] * call.count
                 entries |= {e.name: e for e in _decide(group, ranks[layer], ms, link)}
         if not entries:
             return plan
@@ -62,10 +62,8 @@ def with_measured_times(
         measured: dict[str, Any] = {"device": name, "mode": mode} | ({} if link is None else {"link": link})
         if not _waits_for_others(model):
             with progress("measuring a step", None):
-                step = _in_mode_or_eager(
-                    "the whole step", partial(measure_step, model, example), mode, device
-                )
-            measured |= {} if step is None else {"step_ms": step[0], "step_mode": step[1]}
+                step = _measured("the whole step", partial(measure_step, model, example), mode)
+            measured |= {} if step is None else {"step_ms": step}
     return dataclasses.replace(
         plan, entries=tuple(entries.get(e.name, e) for e in plan.entries), measured=measured
     )
@@ -110,22 +108,17 @@ def _what_is_measured(dense: nn.Module, ranks: Mapping[str, int], call: Call) ->
     return repr((dense, kind, weights, ranks, inputs, call.autocast))
 
 
-def _in_mode_or_eager(
-    name: str, measure: Callable[[Mode], T], mode: Mode, device: torch.device
-) -> tuple[T, Mode] | None:
-    """The times in a mode, or eager ones if that raises, and the mode that they are of; None if both raise."""
-    modes: tuple[Mode, ...] = (mode,) if mode == "eager" else (mode, "eager")
-    for each in modes:
-        try:
-            return measure(each), each
-        except Exception as error:  # a layer that cannot be captured or compiled may raise anything
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
-            text = f"{name}: cannot be measured in mode {each!r} ({text})"
-            if each != "eager" and device.type == "cuda":
-                # A failed capture leaves torch on its stream, where eager code fails too.
-                raise RuntimeError(f'{text}; keep it dense with keep=, or give measure="eager"') from error
-            warnings.warn(text, stacklevel=4)
-    return None
+def _measured(name: str, measure: Callable[[Mode], T], mode: Mode) -> T | None:
+    """What `measure` returns; None, with a warning, where it raises in eager mode. There, nobody need have asked for it."""
+    try:
+        return measure(mode)
+    except Exception as error:  # a layer that runs alone may raise anything
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        text = f"{name}: cannot be measured in mode {mode!r} ({text})"
+        if mode != "eager":
+            raise RuntimeError(f'{text}; give measure="eager", or keep the layer dense with keep=') from error
+        warnings.warn(text, stacklevel=4)
+        return None
 
 
 def _decide(group: Sequence[Entry], ranks: Mapping[str, int], ms: Times, link: float | None) -> list[Entry]:

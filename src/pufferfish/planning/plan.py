@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ..layers import Matrix
 from ..layers.names import unwrap
-from .json_file import parse_json, write_text
+from .json_file import write_text
 from .profile import Profile
 from .rules import Rule
 
@@ -252,9 +252,9 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Parse the text of `to_json`. Ranks may have been edited and are checked."""
         try:
-            data = parse_json(text)
+            data = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"not a plan: {error}") from None
+            raise ValueError(f"not a plan: not valid JSON: {error}") from None
         return Plan.from_data(data)
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LowRank, low_rank_type
+from ..layers.base import autocast_dtype
 from ..layers.names import named_modules, unwrap
 from ..layers.product_weight import asks_metadata
 from .flop_formulas import flop_formulas
@@ -231,13 +232,6 @@ def run_example(model: nn.Module, example: Example) -> Any:
     if callable(example):
         return example(model)
     return model(*example)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of the active autocast on a device, or None."""
-    # torch raises for the meta device, which has no autocast.
-    enabled = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None
 
 
 def autocast_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:

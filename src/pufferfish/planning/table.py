@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .candidates import DEPTHWISE
-from .folded_rows import Row, folded_rows
 from .measured_times import speedup
 from .plan import LITTLE, Entry, Plan, Totals
 
@@ -89,7 +89,7 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
 
 
 def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
-    rows = folded_rows(plan.entries) if folded else [Row((e.name,), [e]) for e in plan.entries]
+    rows = folded_rows(plan.entries) if folded else {e.name: [e] for e in plan.entries}
     times = {e.layer: list(e.ms) for e in plan.entries if e.ms}  # shown at the first matrix of a layer
     notes: dict[str, int] = {}
     total = plan.after.gradient_bytes or 1
@@ -97,8 +97,8 @@ def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
         name: []
         for name in ("layer", "type", "n", "shape", "rank", "weights", "MACs", "ms", "error", "bytes", "note")
     }
-    for row in rows:
-        entries, e = row.entries, row.entries[0]
+    for row, entries in rows.items():
+        e = entries[0]
         reason = e.reason or e.note
         number = notes.setdefault(reason, len(notes) + 1) if reason else ""
         macs = [sum(x.macs(low_rank)[0] for x in entries if x.positions) for low_rank in (False, True)]
@@ -107,7 +107,7 @@ def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
         errors = sorted({f"{x.error:.3f}" for x in entries if x.error is not None})
         sent = sum(x.after * x.itemsize for x in entries if x.trainable)
         cells = {
-            "layer": row.name,
+            "layer": row,
             "type": "" if folded else e.type,
             "n": str(len(entries)) if len(rows) < len(plan.entries) else "",
             "shape": _shape(e),
@@ -125,6 +125,39 @@ def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
     left = [i for i, column in enumerate(shown) if column[0] in ("layer", "type", "shape")]
     table = Table([*zip(*shown, strict=True)], left, spare=("MACs", "shape", "bytes", "n"))
     return table, "\n".join(f"{number}: {reason}" for reason, number in notes.items())
+
+
+def folded_rows(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each row by its name; those of repeated blocks that look alike are one row.
+
+    >>> from torch import nn
+    >>> import pufferfish as pf
+    >>> model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), "head": nn.Linear(64, 9)})
+    >>> [(name, len(group)) for name, group in folded_rows(pf.plan(model, 8, keep=["blocks.0"])).items()]
+    [('blocks.0', 1), ('blocks.1–3', 3), ('head', 1)]
+    """
+    groups: dict[Hashable, list[Entry]] = {}
+    for e in entries:
+        without_numbers = tuple("" if part.isdigit() else part for part in e.name.split("."))
+        # All that a row shows, except for times and errors: those are shown for the whole row.
+        looks = e.type, e.shape, e.rank, str(e.rule), e.reason, e.note, e.before, e.positions, e.trainable
+        groups.setdefault((without_numbers, looks), []).append(e)
+    rows: dict[str, list[Entry]] = {}
+    for group in groups.values():
+        parts = [set(part) for part in zip(*(e.name.split(".") for e in group), strict=True)]
+        if math.prod(map(len, parts)) == len(group):
+            rows[".".join(map(_range, parts))] = group
+        else:  # not the same layers in each block
+            rows |= {e.name: [e] for e in group}
+    return rows
+
+
+def _range(parts: set[str]) -> str:
+    """The numbers of repeated blocks: 1–11, or 1…11 if some between them are missing."""
+    if len(parts) == 1:
+        return next(iter(parts))
+    first, last = min(map(int, parts)), max(map(int, parts))
+    return f"{first}{'–' if last - first < len(parts) else '…'}{last}"
 
 
 def _shape(e: Entry) -> str:
@@ -183,13 +216,11 @@ def _expected(plan: Plan) -> str:
     measured, before, after = plan.measured, plan.before.gradient_bytes, plan.after.gradient_bytes
     if not measured or not plan.resolved:
         return ""
-    mode, step_mode = measured["mode"], measured.get("step_mode", measured["mode"])
     gains = [] if plan.speedup is None else [f"{plan.speedup:.2f}× as fast"]
     if gains and (link := measured.get("link")):
         gains.append(f"{speedup(plan, link):.2f}× with gradients sent at {format_count(link)}B/s")
     gains += [f"{before / after:.2f}× fewer bytes"] if after else []
-    apart = "" if step_mode == mode else f" (whole step: {step_mode})"
-    return f"expected on {measured['device']}, {mode}{apart}: {', '.join(gains)}"
+    return f"expected on {measured['device']}, {measured['mode']}: {', '.join(gains)}"
 
 
 def obstacles(plan: Plan) -> str:

@@ -116,7 +116,7 @@ class Advice:
             "per_node": self.per_node,
             "best": self.best.name,
             "ceiling": self.ceiling,
-            "link": self.link.as_dict(),
+            "link": asdict(self.link),
             "computing": asdict(self.compute),
             "choices": [asdict(e) for e in self.estimates],
             "ranks": self.rank_seconds,

@@ -15,7 +15,7 @@ from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.option_builder import OptionBuilder, TrainingOption
 from ...measure.select_layers import select_layers
-from ...measure.speedup_estimate import SpeedupEstimator, wire_bytes
+from ...measure.speedup_estimate import estimate, wire_bytes
 from ...measure.step_messages import (
     probe_bytes,
     trainable_parameters,
@@ -196,12 +196,14 @@ class _Advisor:
 
     def _estimates(self) -> list[SpeedupEstimate]:
         step = self.costs.predict(self.dense, self.size).step
-        estimator = SpeedupEstimator(
-            costs=self.costs, current=self.dense, size=self.size, warm_up=self.workload.warm_up,
-            hours=None if self.workload.steps is None else self.workload.steps * step / 3600,
-        )  # fmt: skip
+        hours = None if self.workload.steps is None else self.workload.steps * step / 3600
         dense = TrainingOption(kind="", name=DENSE, work=self.dense)
-        estimates = [estimator.estimate(option_of_slowest(o)) for o in (dense, *self._options())]
+        estimates = [
+            estimate(
+                option_of_slowest(option), self.dense, self.costs, self.size, warm_up=self.workload.warm_up, hours=hours
+            )
+            for option in (dense, *self._options())
+        ]  # fmt: skip
         return sorted(estimates, key=lambda e: simplicity(e.name))
 
     def _check_loss(self) -> None:

@@ -12,7 +12,7 @@ from ...measure import Work, dry_run
 from ...measure.clock import trimmed_mean
 from ...measure.measure_compute import COMPUTE_PARTS, measure_compute
 from ...measure.option_builder import TrainingOption
-from ...measure.step_messages import trainable_parameters, with_compressed_messages, with_ddp_messages
+from ...measure.step_messages import trainable_parameters, with_ddp_messages
 from .timed_model import TimedModel
 
 #: Seconds to time steps for, and the least and largest number of steps.
@@ -77,7 +77,7 @@ def with_messages(
     if dist.is_initialized():
         dist.barrier()
     traffic = dry_run(method, parameters, size, per_node=per_node)
-    return slowest_coding(with_compressed_messages(work, traffic))
+    return slowest_coding(replace(work, **vars(traffic)))
 
 
 def slowest_coding(work: Work) -> Work:

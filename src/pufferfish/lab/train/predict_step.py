@@ -10,7 +10,6 @@ from ...measure.measure_compute import measure_compute
 from ...measure.step_messages import (
     ddp_bucket_bytes,
     trainable_parameters,
-    with_compressed_messages,
     with_local_exchange,
 )
 from ..network import LinkShape
@@ -85,4 +84,4 @@ def _with_exchange(work: Work, components: RunComponents) -> Work:
     if method is None:
         sizes = ddp_bucket_bytes(x.nbytes for x in reversed(list(parameters.values())))
         return replace(work, messages=tuple(("all_reduce", nbytes) for nbytes in sizes), overlaps=True)
-    return with_compressed_messages(work, dry_run(method, parameters, components.world_size))
+    return replace(work, **vars(dry_run(method, parameters, components.world_size)))
