@@ -231,8 +231,9 @@ def test_an_optimizer_that_counts_updates_is_refused_before_the_warm_up() -> Non
     optimizer = Counting(model.parameters())
     for state in ("project", "reset"):
         switch = pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(3), state=state)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="Counting counts its updates"):
-            switch.step(model, optimizer, epoch=0)
+        for call in (switch.due, switch.step):
+            with pytest.raises(TypeError, match="Counting counts its updates"):
+                call(model, optimizer, epoch=0)
     assert pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(0)).step(model, optimizer, epoch=0)
 
 

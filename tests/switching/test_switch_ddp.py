@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
@@ -133,6 +134,16 @@ def options_are_kept(rank: int, size: int) -> None:
     update(ddp, optimizer, 0, rank, size)
     assert seen
     ranks_agree(ddp)
+
+
+def private_copies_of_mixed_precision(rank: int, size: int) -> None:
+    """DDP attaches copies in both dtypes to each parameter; those of a factor are its own."""
+    ddp = DDP(build(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
+    for name, p in ddp.named_parameters():
+        copies = [x for x in vars(p).values() if isinstance(x, Tensor)]
+        assert len(copies) == 2, name
+        assert all(x.shape == p.shape for x in copies), name
 
 
 def buckets_shrink_with_the_model(rank: int, size: int) -> None:
@@ -378,8 +389,7 @@ def uneven_inputs(rank: int, size: int) -> None:
             switch.step(model, optimizer, step=step)
             update(model, optimizer, step, rank, size)
     assert switch.low_rank
-    for p in model.parameters():
-        same_everywhere(p)
+    ranks_agree(model)
 
 
 def flat_spectra() -> nn.Module:
@@ -503,6 +513,7 @@ CASES = [
     trains_with_adamw,
     trains_with_small_buckets,
     options_are_kept,
+    private_copies_of_mixed_precision,
     buckets_shrink_with_the_model,
     dense_weights_are_freed,
     disagreement_is_the_same_error_everywhere,

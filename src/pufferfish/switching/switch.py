@@ -237,18 +237,23 @@ class Switch:
     def due(
         self,
         model: nn.Module,
+        optimizer: Optimizers = None,
         *,
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> bool:
-        """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
+        """Whether `step` would change the model at this position. Call it on every worker, like `step`.
+
+        Args:
+            optimizer: Checked at the first call, as by `step`.
+        """
         at = Position(epoch=epoch, step=step, total=total)
         if self._skips(at):
             return False
         job = _job_in_place(model, "switch.due", group)
-        return self._decision.due(job, at, self.report is not None, [], [])
+        return self._decision.due(job, at, self.report is not None, as_list(optimizer), [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
