@@ -167,7 +167,9 @@ def test_unknown_state_is_reset_with_a_warning(make: Make, name: str) -> None:
         pf.factorize_(model, plan(model), optimizer)
     assert caught[0].filename == __file__
     assert optimizer.state[model.head.weight] is kept
-    assert not {"velocity", "seen", "row_var", "grad_avg"} & set(optimizer.state.get(model.fc.down.weight, {}))
+    assert not {"velocity", "seen", "row_var", "grad_avg"} & set(
+        optimizer.state.get(model.fc.down.weight, {})
+    )
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     train(model, [optimizer], range(3, 5))
     with pytest.warns(UserWarning, match=f"{name}: the state of replaced parameters was reset") as caught:

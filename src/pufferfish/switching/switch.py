@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 from ..distributed import shared_svd
 from ..distributed.job import Job
@@ -26,7 +26,7 @@ from .decision import Decision
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
 from .preview import Preview, preview
-from .switch_report import Report, factors_by_optimizer
+from .switch_report import Report
 from .switch_settings import Evaluate, SwitchSettings
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
@@ -179,12 +179,12 @@ class Switch:
                     self.settings.rewrap,
                     also,
                     agree=True,
-                    then=lambda undo: self._report(job, plan, at, optimizers, undo),
+                    then=lambda undo: self._report(plan, at, undo),
                 )
                 changes.pop(0).carrier.warn_of_resets(stacklevel=3)
                 del changes
             else:
-                self._report(job, plan, at, optimizers, Undo())
+                self._report(plan, at, Undo())
             self._finish(job, loss, optimizers)
         else:
             self._merge(job, at, optimizers, also)
@@ -229,9 +229,8 @@ class Switch:
                     model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            rebuilt = Job(model, "switch.rebuild")
-            self._report(rebuilt, plan, at, optimizers, Undo())
-            self._finish(rebuilt, loss, optimizers)
+            self._report(plan, at, Undo())
+            self._finish(Job(model, "switch.rebuild"), loss, optimizers)
         return model, optimizer
 
     def due(
@@ -293,11 +292,9 @@ class Switch:
             average.factorize(plan, in_basis_of(fill))
         return change.factorize(plan, fill), changes
 
-    def _report(self, job: Job, plan: Plan, at: Position, optimizers: list[Optimizer], undo: Undo) -> None:
-        mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
-        places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
+    def _report(self, plan: Plan, at: Position, undo: Undo) -> None:
         settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        undo.setattr(self, "report", Report(plan, at, optimizers=places, settled=settled))
+        undo.setattr(self, "report", Report(plan, at, settled=settled))
 
     def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
         self._scale_rates(optimizers)
