@@ -1,7 +1,6 @@
 """`Job`: a model with its wrappers and its workers. It is checked before a change; a DDP wrapper is re-initialized after it."""
 
 import gc
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -89,6 +88,14 @@ class Job:
                 stacklevel=4,
             )
 
+    def check_rewrap(self) -> None:
+        """Raise ValueError if an argument of the DDP wrapper cannot be read back."""
+        if self.ddp is not None and self.ddp._delay_all_reduce_params:
+            raise ValueError(
+                "DDP does not store its argument delay_all_reduce_named_params, so the wrapper cannot be changed; "
+                "change its module, and wrap that again"
+            )
+
     @property
     def dense(self) -> nn.Module:
         return self.inner
@@ -142,7 +149,6 @@ class Job:
     def commit(
         self,
         changes: Iterable[Rewrite],
-        arguments: dict[str, Any],
         averages: Iterable[nn.Module] = (),
         *,
         agree: bool = False,
@@ -153,7 +159,6 @@ class Job:
         An error takes everything back; a signal takes effect at the end.
 
         Args:
-            arguments: for DDP's constructor, in addition to those read back from the wrapper.
             averages: averaged copies of the model that change too, in their wrappers.
             agree: begin when all workers are prepared; if one of them fails before, no model changes.
             then: assigns what belongs to the change.
@@ -164,9 +169,8 @@ class Job:
                 self.workers.run_on_all(lambda: None)
             for one in changes:
                 one.commit(undo)
-            for ddp, own in [(self.ddp, arguments), *((find_ddp(average), {}) for average in averages)]:
-                if ddp is not None:
-                    rewrap_(ddp, own, undo)
+            for ddp in filter(None, (self.ddp, *map(find_ddp, averages))):
+                rewrap_(ddp, undo)
             then(undo)
 
         all_or_nothing(change)
@@ -207,20 +211,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
-    """Raise an error if an argument of the wrapper cannot be read back and is not in `arguments`, or is not one of DDP's."""
-    try:
-        inspect.signature(DistributedDataParallel).bind_partial(**arguments)
-    except TypeError as error:
-        raise TypeError(f"Switch: rewrap: DistributedDataParallel {error}") from None
-    if ddp._delay_all_reduce_params and "delay_all_reduce_named_params" not in arguments:
-        raise ValueError(
-            "DDP does not store its argument delay_all_reduce_named_params; pass it (and param_to_hook_all_reduce) "
-            "again in Switch(rewrap={…}), or merge ddp.module and wrap it again"
-        )
-
-
-def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo) -> None:
+def rewrap_(ddp: DistributedDataParallel, undo: Undo) -> None:
     """Run the wrapper's constructor again on the same object, with the arguments it was created with.
 
     Training loops, trainers and compiled graphs keep their reference to the wrapper. Nothing is synchronized: all
@@ -242,7 +233,7 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo)
     # Inside of `ddp.join()`, `_join_config` says that other workers may have run out of data.
     attributes = {k: vars(ddp)[k] for k in (*CALL_HOOKS, "training", "_join_config") if k in vars(ddp)}
     undo.keep(vars(ddp))
-    DistributedDataParallel.__init__(ddp, ddp.module, **(own | {"init_sync": False} | arguments))
+    DistributedDataParallel.__init__(ddp, ddp.module, init_sync=False, **own)
     vars(ddp).update(attributes)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.job import Job, check_rewrap
+from ..distributed.job import Job
 from ..distributed.workers import Workers
 from ..layers.names import named_modules
 from ..lowrank.checks import (
@@ -235,8 +235,7 @@ class Decision:
     def _check(self, job: Job, optimizers: list[Optimizer]) -> None:
         check_not_inference(job.workers.caller)
         check_optimizers(optimizers)
-        if job.ddp is not None:
-            check_rewrap(job.ddp, self.settings.rewrap)
+        job.check_rewrap()
 
     def _observe(self, job: Job, at: Position) -> bool:
         """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""

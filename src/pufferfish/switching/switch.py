@@ -51,7 +51,6 @@ class Switch:
         lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker before and after the switch, and the report has the values of rank 0.
-        rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
     >>> import torch, pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -76,7 +75,6 @@ class Switch:
         state: Literal["project", "reset"] = "project",
         lr: float = 1.0,
         evaluate: Evaluate | None = None,
-        rewrap: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = SwitchSettings(
             plan=plan,
@@ -87,7 +85,6 @@ class Switch:
             state=state,
             lr=lr,
             evaluate=evaluate,
-            rewrap=dict(rewrap or {}),
         )
         self.report: Report | None = None
         self._decision = Decision(self.settings)
@@ -176,7 +173,6 @@ class Switch:
                 del fill
                 job.commit(
                     changes,
-                    self.settings.rewrap,
                     also,
                     agree=True,
                     then=lambda undo: self._report(plan, at, undo),
@@ -316,7 +312,6 @@ class Switch:
         report = dataclasses.replace(self.report, merged=at)
         job.commit(
             changes,
-            self.settings.rewrap,
             also,
             agree=True,
             then=lambda undo: undo.setattr(self, "report", report),
@@ -369,7 +364,7 @@ class Switch:
             check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
             change = Rewrite(job.inner, optimizers)
             change.factorize(self.report.plan, nan_factors)
-            job.commit([change], self.settings.rewrap)
+            job.commit([change])
         elif ranks != saved_ranks:
             raise ValueError(
                 f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "

@@ -127,7 +127,7 @@ class SharedState:
         if self.ranks and self.ranks != state["ranks"]:
             change = Rewrite(unwrap(self.model), self.optimizers)
             change.merge()
-            Job(self.model).commit([change], {})
+            Job(self.model).commit([change])
         if self.switch is not None:
             self.switch.restore_(self.model, self.optimizers, state["switch"])
         elif self.ranks != state["ranks"]:
@@ -135,4 +135,4 @@ class SharedState:
             check_plan(unwrap(self.model), plan)
             change = Rewrite(unwrap(self.model), self.optimizers)
             change.factorize(plan, nan_factors)
-            Job(self.model).commit([change], {})
+            Job(self.model).commit([change])
