@@ -270,13 +270,10 @@ class Switch:
             plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
         return preview(inner, evaluate, plans)
 
-    @property
-    def _over(self) -> bool:
-        return self.report is not None and (self.settings.back is None or not self.low_rank)
-
     def _skips(self, at: Position) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
-        return self._over or self._decision.not_due(at, self.report is not None)
+        over = self.report is not None and (self.settings.back is None or not self.low_rank)
+        return over or self._decision.not_due(at, self.report is not None)
 
     def _factorized(
         self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
