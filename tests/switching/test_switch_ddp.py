@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
-from pufferfish.distributed.shared_svd import balance, svd_cost
 
 SAMPLES = 8  # of every step, shared out among the workers
 
@@ -440,20 +439,6 @@ def averaging_by_hand_is_like_ddp(rank: int, size: int) -> None:
     assert by_hand.merged is not None
 
 
-def ranks_settle_alike_by_hand(rank: int, size: int) -> None:
-    model = flat_spectra()
-    drift(model, rank)
-    switch = pf.Switch(when=pf.RanksSettle(span=2, tolerance=100.0))
-    changes = [
-        switch.step(model, momentum(model), epoch=epoch, total=100, group=dist.group.WORLD)
-        for epoch in range(4)
-    ]
-    assert changes == [False, False, True, False]
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, (switch.history, switch.initial))
-    assert all(x == everyone[0] for x in everyone)
-
-
 def factorized_by_hand(rank: int, size: int) -> None:
     model, alone = flat_spectra(), flat_spectra()
     drift(model, rank)
@@ -529,7 +514,6 @@ CASES = [
     the_module_of_a_wrapper_is_refused_at_the_first_call,
     uneven_inputs,
     averaging_by_hand_is_like_ddp,
-    ranks_settle_alike_by_hand,
     factorized_by_hand,
     a_failure_on_one_worker_factorizes_none,
     a_group_that_is_missing_or_wrong,
@@ -549,18 +533,3 @@ FOUR = [trains_with_momentum, automatic]
 )
 def test_in_real_processes(case: Callable[[int, int], None], size: int) -> None:
     in_processes(case, size)
-
-
-@pytest.mark.parametrize("workers", [4, 16])
-@pytest.mark.parametrize("name", ["resnet50", "gpt"])
-def test_the_svds_are_shared_out_fairly(name: str, workers: int) -> None:
-    from pufferfish.lab.models import GPT, REFERENCES
-
-    with torch.device("meta"):
-        model = GPT(d=768, layers=12, heads=12) if name == "gpt" else REFERENCES[name].build()
-    costs = [svd_cost(e.matrix) for e in pf.plan(model, 0.25, multiple=1) if e.matrix is not None and e.rank]
-    load = [0.0] * workers
-    for owner, cost in zip(balance(costs, workers), costs, strict=True):
-        load[owner] += cost
-    fair = max(sum(costs) / workers, max(costs))  # one SVD is not taken apart
-    assert max(load) <= 1.3 * fair

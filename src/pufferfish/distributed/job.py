@@ -55,9 +55,7 @@ class Job:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
-        first = next(iter(self.inner.parameters()), None)
-        if first is None:
-            raise ValueError(f"{caller}: the model has no parameters")
+        first = next(self.inner.parameters())
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
             if group is not None:
