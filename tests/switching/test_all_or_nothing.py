@@ -50,7 +50,7 @@ class Lines:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
         undo = file == inspect.getsourcefile(Undo) and frame.f_code.co_firstlineno in UNDO
-        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("set", "setattr", "keep")):
+        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("setattr", "keep")):
             return None
         if event == "line":
             self.at((file, frame.f_lineno))

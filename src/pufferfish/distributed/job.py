@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, own_name, unwrap
 from ..lowrank.checks import check_plan
 from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
-from ..optim.carry import Undo, check_optimizers, reset_state
+from ..optim.carry import Undo, check_optimizers
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
 from . import shared_svd
@@ -102,25 +102,18 @@ class Job:
         """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker."""
         return shared_svd.spectra(self.inner, self.workers, names)
 
-    def checked(self, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
-        """Run `check` on all workers, then repair on all of them, with a warning, what would stay unnoticed.
-
-        Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
-        is reset: carried over to the factors it would make them NaN at the next update, and the job can continue without it.
-        """
+    def checked(self, check: Callable[[], T]) -> T:
+        """Run `check` on all workers, then give parameters that differ between them the values of worker 0, with a warning."""
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
         results: list[T] = []
 
-        def work() -> tuple[list[int], list[str]]:
+        def work() -> list[int]:
             results.append(check())
-            compared = [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
-            return compared, _bad_state(optimizers, parameters)
+            return [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
 
-        answers = self.workers.gather(work)
-        sums = [own for own, _ in answers]
+        sums = self.workers.gather(work)
         columns = zip(*sums, strict=True)  # none for shards, which differ
         differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
-        bad = [name for name in parameters if any(name in names for _, names in answers)]
         if differ:
             others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
             warnings.warn(
@@ -131,17 +124,6 @@ class Job:
             with torch.no_grad():
                 for p in (parameters[name] for name in differ):
                     p.copy_(self.workers.broadcast_tensor(p.detach().to(self.workers.device).contiguous(), 0))
-        if bad:
-            where = workers_text([worker for worker, (_, names) in enumerate(answers) if names])
-            warnings.warn(
-                f"{self.workers.operation}: the optimizer state of {_some(bad)} contains inf or NaN on {where}; it is reset. "
-                "pf.FiniteGuard skips the updates that cause this",
-                stacklevel=4,
-            )
-            for optimizer in optimizers:
-                for p in (parameters[name] for name in bad):
-                    if p in optimizer.state:
-                        reset_state(optimizer, optimizer.state, [p])
         return results[0]
 
     def commit(
@@ -184,7 +166,7 @@ def agreed_factors(
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
     plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
     job.workers.run_on_all(lambda: check_optimizers(optimizers))
-    job.checked(optimizers, lambda: check_plan(model, plan, finite=True))
+    job.checked(lambda: check_plan(model, plan, finite=True))
     if unresolved := [e.name for e in plan if e.rule is not None]:
         plan = apply_rules(plan, job.spectra(unresolved))
     return plan, shared_svd.factors(model, plan, job.workers), job.workers
@@ -247,21 +229,6 @@ def _checksums(parameters: Iterable[Tensor]) -> list[int]:
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
     return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
-
-
-def _bad_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters whose optimizer state contains inf or NaN."""
-    return [
-        name
-        for name, p in parameters.items()
-        for optimizer in optimizers
-        if p in optimizer.state and not all(_finite(x) for x in optimizer.state[p].values())
-    ]
-
-
-def _finite(value: object) -> bool:
-    """Whether a value of optimizer state has only finite numbers; of a sharded one, those of this worker."""
-    return not isinstance(value, Tensor) or bool(getattr(value, "_local_tensor", value).isfinite().all())
 
 
 def _some(names: list[str]) -> str:

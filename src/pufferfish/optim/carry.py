@@ -264,10 +264,11 @@ class Carrier:
 
 
 class Undo:
-    """Assigns, and remembers what was there, so that it can be taken back.
+    """Remembers what was there before an assignment, so that it can be taken back.
 
     >>> undo, d = Undo(), {"a": 1}
-    >>> undo.set(d, "a", 2)
+    >>> undo.keep(d)
+    >>> d["a"] = 2
     >>> undo.run()
     >>> d
     {'a': 1}
@@ -280,12 +281,6 @@ class Undo:
         """Take all assignments back, the last one first."""
         while self._back:
             self._back.pop()()
-
-    def set(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Set the value of a key that is there."""
-        old = mapping[key]
-        self._back.append(lambda: mapping.__setitem__(key, old))
-        mapping[key] = value
 
     def setattr(self, owner: object, name: str, value: Any) -> None:
         """Set an attribute that is there."""
@@ -323,28 +318,21 @@ class _Draft:
             self.state[parameter] = state
 
     def reset_state(self, parameters: Iterable[Tensor]) -> None:
-        reset_state(self.optimizer, self.state, parameters)
+        """Start parameters without state. Adagrad's must exist from its construction on."""
+        for p in parameters:
+            self.state.pop(p, None)
+            if isinstance(self.optimizer, optim.Adagrad):
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
     def commit(self, undo: Undo) -> None:
         for group, draft in zip(self.optimizer.param_groups, self.groups, strict=True):
-            for key in ("params", "param_names"):
-                if key in group:
-                    undo.set(group, key, draft[key])
+            undo.keep(group)
+            group.update({key: draft[key] for key in ("params", "param_names") if key in group})
         if self.state is not self.optimizer.state:
             undo.keep(self.optimizer.state)
             self.optimizer.state.clear()
             self.optimizer.state.update(self.state)
-
-
-def reset_state(
-    optimizer: optim.Optimizer, state: MutableMapping[Tensor, State], parameters: Iterable[Tensor]
-) -> None:
-    """Start parameters without state. Adagrad's must exist from its construction on."""
-    for p in parameters:
-        state.pop(p, None)
-        if isinstance(optimizer, optim.Adagrad):
-            start = optimizer.defaults["initial_accumulator_value"]
-            state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
 
 def factor_state(params: FactorMap, source: str, state: State) -> dict[str, State]:

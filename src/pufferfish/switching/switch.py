@@ -46,8 +46,7 @@ class Switch:
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
             of the run at the latest) or any function of a `Position`.
         back: Moment at which the model becomes dense again, for a full-rank finish.
-        state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments that
-            contain inf or NaN are reset with a warning; weights that contain them raise an error.
+        state: "project" carries the optimizer's moments over to the factors, "reset" drops them.
         lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker before and after the switch, and the report has the values of rank 0.
@@ -297,7 +296,7 @@ class Switch:
 
     def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
         assert self.report is not None
-        self._decision.prepare_merge(job, optimizers)
+        job.checked(lambda: self._decision.check(job, optimizers))
         changes = [Rewrite(job.inner, optimizers, self.settings.state == "project")]
         changes += [Rewrite(averaged_model(average, job.inner), None) for average in also]
 
