@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and README.md, generated from recorded results.
+"""The tables of docs/results.md, docs/elastic.md and README.md, generated from recorded results.
 
     python benchmarks/claims.py            # prints what differs or is not generated; exit status 1 if anything is
     python benchmarks/claims.py --write    # writes the tables into the pages
@@ -35,7 +35,7 @@ from pufferfish.lab.report.seed_statistics import Estimate, estimate, paired_dif
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/elastic.md")
 BLOCK = re.compile(r"<!-- claims: (.*?) -->\n(.*?)<!-- end -->", re.S)
 NOT_KEPT = re.compile(r"0\.\d\.0(/0\.\d\.0)?, raw data not kept")
 
@@ -143,7 +143,10 @@ def rate(lines: Lines) -> str:
 def recorded(*files: str) -> str:
     """Names of result files, and the versions and devices in their lines."""
     settings = [line | line["settings"] for line in read(*files)]
-    about = {(s.get("pufferfish", ""), s["torch"], s.get("device") or s["machine"]) for s in settings}
+    about = {
+        (s.get("pufferfish", ""), s["torch"], s.get("device") or s.get("machine") or f"{s['cpus']} CPU cores")
+        for s in settings
+    }
     words = [
         f"{f'version {ours}, ' * bool(ours)}torch {torch}, {device}" for ours, torch, device in sorted(about)
     ]
@@ -467,6 +470,12 @@ COMPRESSED_FILES = (
     "compressed-dgc-following-0.8.jsonl",
     "compressed-dgc-following-1.6.jsonl",
 )
+CHURN = {
+    "streaming": "streaming",
+    "plain": "plain",
+    "sparseloco": "SparseLoCo",
+    "sparseloco+checkpoints": "SparseLoCo, a checkpoint after every round",
+}
 #: "Sparse Communication for Training Deep Networks", Table 1: accuracy with 8 workers, 300 epochs.
 PUBLISHED = {
     "plain": 94.30, "top-k 1 %": 93.41, "block-random-k 1 %, all-gather": 93.10, "random-k 1 %, all-gather": 92.54,
@@ -512,6 +521,33 @@ def orderings() -> str:
         )
     head = ["better", "worse", "published difference", "here", "verdict"]
     return markdown(head, rows, recorded("compressed.jsonl"))
+
+
+def churn() -> str:
+    """Every run with accidents, beside the undisturbed ones on the same links."""
+    rows = []
+    for line in (lines := read("churn.jsonl")):
+        if not line["disturbed"]:
+            continue
+        key = ("network", "method")
+        calm = [x for x in lines if not x["disturbed"] and all(x[k] == line[k] for k in key)]
+        assert calm[0]["seed"] == line["seed"]
+        rows.append([
+            f"{line['network'].removesuffix('mbit')} Mbit/s, {CHURN[line['method']]}",
+            ", ".join(map(str, line["kills"].values())), f"{line['rounds']}, {line['different']}",
+            f"{line['made']:,}, {line['lost']:,}", f"{line['loss']:.3f}",
+            ", ".join(f"{x['loss']:.3f}" for x in calm),
+        ])  # fmt: skip
+    kills = ", ".join(lines[0]["kills"])
+    head = [
+        "links, method",
+        f"kills during: {kills}",
+        "rounds, of which with different anchors",
+        "updates made, lost",
+    ]
+    return markdown(
+        [*head, "bits per byte", "undisturbed: the same seed, other seeds"], rows, recorded("churn.jsonl")
+    )
 
 
 def span(factors: Iterable[str]) -> str:
@@ -573,6 +609,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "large_batches": large_batches,
     "compressed": compressed,
     "orderings": orderings,
+    "churn": churn,
     "readme": readme,
 }
 

@@ -29,7 +29,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"pufferfish\.(distributed|local\.schedule|compression\.(engine|exchange|hierarchy))\..*",
     ),  # internal
-    ("py:.*", r"pufferfish\..*\.(_Rest|OptimizersT)"),
+    ("py:.*", r"pufferfish\..*\.OptimizersT"),
     (
         "py:.*",
         r"(torch|nn|dist|optim|np|numpy|collections|typing|types|pathlib|transformers|lightning|accelerate)\..*",

@@ -96,7 +96,7 @@ def test_another_figure_is_found_and_written_back(
         path = claims.ROOT / page
         right = path.read_text()
         table = right.index("<!-- claims: ")
-        figure = re.search(r"\d\.\d\d×", right[table:])
+        figure = re.search(r"\d\.\d\d", right[table:])
         assert figure
         at = table + figure.start()
         path.write_text(right[:at] + "9" + right[at + 1 :])
@@ -104,6 +104,11 @@ def test_another_figure_is_found_and_written_back(
         assert f"{page}: " in capsys.readouterr().out
         assert claims.main(["--write"]) == 0
         assert path.read_text() == right
+
+
+def test_all_results_are_on_a_page(claims: ModuleType) -> None:
+    pages = "".join((ROOT / page).read_text() for page in claims.PAGES)
+    assert [path.name for path in (FOLDER / "results").iterdir() if path.name not in pages] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])

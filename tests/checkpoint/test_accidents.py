@@ -117,7 +117,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
             (tmp_path / "disk" / "a" / OWNER).unlink()
             with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
                 file.write(bytes(4096))
-            assert checkpoint.resume() is not None  # a full disk can still be read
             with pytest.raises(OSError, match=rf"No space left on device.*{OWNER}'"):
                 checkpoint.save(step=3)
             ballast.unlink()
@@ -133,7 +132,6 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Read-only file system"):
             checkpoint.save(step=2)
         assert names(disk) == ["000001-step-1"]
-        assert checkpoint.resume() is not None
 
 
 def test_a_value_that_cannot_be_saved(tmp_path: Path) -> None:

@@ -60,9 +60,7 @@ def test_skips_the_first_batches(name: str) -> None:
     for n in (0, 2, len(whole)):
         data = Squares()
         loader = LOADERS[name](data)
-        rest = skip_batches(loader, n)
-        assert len(rest) == len(whole) - n
-        found = [x.tolist() if isinstance(x, torch.Tensor) else x for x in rest]
+        found = [x.tolist() if isinstance(x, torch.Tensor) else x for x in skip_batches(loader, n)]
         assert found == whole[n:]
         if loader.num_workers == 0:
             flat = [x for batch in found for x in (batch if isinstance(batch, list) else [batch])]
@@ -103,4 +101,4 @@ def test_more_than_an_epoch_is_refused() -> None:
     with pytest.raises(
         ValueError, match="n=7, but an epoch has 6 batches; count from the start of the epoch"
     ):
-        skip_batches(DataLoader(Squares(), batch_size=4), 7)
+        next(skip_batches(DataLoader(Squares(), batch_size=4), 7))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import multiprocessing
 import os
 import shutil
@@ -81,11 +80,6 @@ def other_job(folder: Path, weight: float = 0.0) -> Iterator[OtherJob]:
         job.kill()
 
 
-def job_in(checkpoint: Path) -> str:
-    job: str = json.loads((checkpoint / "manifest.json").read_text())["job"]
-    return job
-
-
 def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     with other_job(folder, weight=1.0) as first:
@@ -93,9 +87,7 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
         model = nn.Linear(2, 2)
         with Checkpoint(folder, model) as second:
             for _ in range(2):
-                refused = (
-                    rf"new: in use by another job, process {first.process.pid} on .*, since .*; stop that"
-                )
+                refused = rf"new: in use by another job .*, process {first.process.pid} on .*, since .*; stop or close"
                 with pytest.raises(ValueError, match=refused):
                     second.resume()
                 with pytest.raises(ValueError, match=refused):
@@ -107,7 +99,7 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
             assert at is not None
             assert at.position == {"step": 2}
             assert model.weight.eq(1.0).all()
-            assert job_in(second.save(step=3)) == job_in(folder / "000001-step-1")
+            assert second.save(step=3).name == "000003-step-3"
 
 
 def test_forked_children_of_a_killed_job_do_not_hold_its_folder(tmp_path: Path) -> None:
@@ -151,7 +143,10 @@ def test_a_second_checkpoint_of_the_same_process_is_refused(tmp_path: Path) -> N
     first = Checkpoint(tmp_path, nn.Linear(2, 2))
     second = Checkpoint(tmp_path / "a" / "..", nn.Linear(2, 2))
     first.save(step=10)
-    with pytest.raises(ValueError, match="in use by another Checkpoint of this process; close that one"):
+    with pytest.raises(
+        ValueError,
+        match=f"or another Checkpoint of this one, process {os.getpid()} on .*; stop or close that one",
+    ):
         second.save(step=4)
     first.save(step=11)
     first.close()
@@ -166,17 +161,19 @@ def test_a_second_checkpoint_of_the_same_process_is_refused(tmp_path: Path) -> N
 def test_a_restart_in_the_same_process_takes_the_folder(tmp_path: Path) -> None:
     """The Checkpoint of the run before may live on, such as in a traceback."""
     before, model = Checkpoint(tmp_path, nn.Linear(2, 2)), nn.Linear(2, 2)
-    newest = before.save(step=1)
+    before.save(step=1)
     again = Checkpoint(tmp_path, model)
     assert again.resume() is not None
     assert model.weight.equal(before.model.weight)
     for use in (before.save, before.resume):
-        with pytest.raises(ValueError, match="in use by another Checkpoint of this process"):
+        with pytest.raises(
+            ValueError, match=f"another job or Checkpoint has taken it, process {os.getpid()} on"
+        ):
             use()
     before.close()
     with other_job(tmp_path) as other:
         assert "in use by another job" in other.tell("resume")
-    assert job_in(again.save(step=2)) == job_in(newest)
+    again.save(step=2)
     again.close()
     assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
 
@@ -213,7 +210,7 @@ def test_a_job_that_lost_its_folder_stops(tmp_path: Path) -> None:
         (tmp_path / OWNER).unlink()  # and the lock with it
         with other_job(tmp_path) as second:
             assert second.tell("save") == "000001-step-1"
-            lost = rf"another job has taken it, process {second.process.pid} on"
+            lost = rf"another job or Checkpoint has taken it, process {second.process.pid} on"
             with pytest.raises(ValueError, match=lost):
                 first.save(step=9)
             with pytest.raises(ValueError, match=lost):
@@ -242,59 +239,3 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert checkpoint.resume() is None
         checkpoint.save(step=1)
         assert checkpoint.resume() is not None
-
-
-# Identity.
-
-
-def saved(folder: Path) -> tuple[Path, str]:
-    """A checkpoint of a new job, and the identity of that job."""
-    with Checkpoint(folder, nn.Linear(2, 2)) as checkpoint:
-        newest = checkpoint.save(step=1)
-    return newest, job_in(newest)
-
-
-def test_checkpoints_of_another_job_are_not_mixed_in(tmp_path: Path) -> None:
-    _, a = saved(tmp_path / "a")
-    foreign, b = saved(tmp_path / "b")
-    assert a != b
-    copy = tmp_path / "a" / "000009-step-1"
-    model = nn.Linear(2, 2)
-    both = rf"a: checkpoints of different jobs, 000001-step-1 of job {a} and 000009-step-1 of job {b}; move"
-    with Checkpoint(tmp_path / "a", model) as checkpoint:
-        assert checkpoint.resume() is not None
-        before = model.weight.detach().clone()
-        shutil.copytree(foreign, copy)
-        with pytest.raises(ValueError, match=both):
-            checkpoint.resume()
-        assert model.weight.equal(before)
-    with Checkpoint(tmp_path / "a", model) as checkpoint:
-        for start in (checkpoint.resume, checkpoint.save):
-            with pytest.raises(ValueError, match=both):
-                start()
-        shutil.rmtree(copy)
-        assert checkpoint.resume() is not None
-
-
-def test_all_checkpoints_replaced_by_those_of_another_job(tmp_path: Path) -> None:
-    _, a = saved(tmp_path / "a")
-    foreign, b = saved(tmp_path / "b")
-    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:
-        checkpoint.resume()
-        shutil.rmtree(tmp_path / "a" / "000001-step-1")
-        shutil.copytree(foreign, tmp_path / "a" / "000002-step-1")
-        with pytest.raises(ValueError, match=f"its checkpoints belong to job {b}, but this is job {a}"):
-            checkpoint.resume()
-    with Checkpoint(tmp_path / "a", nn.Linear(2, 2)) as checkpoint:  # a new start: branches off from b
-        assert checkpoint.resume() is not None
-        assert job_in(checkpoint.save(step=2)) == b
-
-
-def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
-        checkpoint = Checkpoint(path, nn.Linear(2, 2))
-        with pytest.raises(
-            OSError, match=f"{path.name}: cannot create .* \\({reason}\\); choose another one"
-        ):
-            checkpoint.resume()

@@ -133,22 +133,6 @@ def test_paths_that_read_alike_do_not_collide() -> None:
     assert same(unpack(tree, tensors), state)
 
 
-def test_the_state_dict_of_every_scheduler_packs() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    sgdr = torch.optim.lr_scheduler
-    for scheduler in (
-        sgdr.LambdaLR(optimizer, lambda e: 0.9**e),
-        sgdr.MultiStepLR(optimizer, [2, 4, 4]),
-        sgdr.OneCycleLR(optimizer, 0.1, total_steps=9),
-        sgdr.ReduceLROnPlateau(optimizer),
-        sgdr.CosineAnnealingWarmRestarts(optimizer, 3),
-        sgdr.SequentialLR(optimizer, [sgdr.ConstantLR(optimizer), sgdr.LinearLR(optimizer)], [2]),
-    ):
-        state = scheduler.state_dict()
-        tree, tensors = pack(state)
-        assert same(unpack(json.loads(json.dumps(tree, allow_nan=False)), tensors), state)
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [

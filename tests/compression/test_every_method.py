@@ -71,7 +71,7 @@ def test_properties(method: Method) -> None:
                      SparseLoCo(k=5, chunk=64, decay=1.0), SparseLoCo(k=1, chunk=65536, decay=1.0), SparseLoCo(decay=1.0)]),
     st.lists(st.lists(st.integers(0, 70), max_size=3), min_size=1, max_size=3),
     st.integers(1, 3),
-    st.floats(-15, 13),
+    st.floats(-15, 12),  # gradients whose norm exceeds 1e15 count as not finite
 )  # fmt: skip
 def test_any_shape_is_a_contraction_that_loses_nothing(
     method: Method, shapes: list[list[int]], workers: int, size: float

@@ -491,6 +491,11 @@ WRONG: list[tuple[list[Any], Any, str]] = [
     (["pufferfish", "local", "fragments"], [{}, {}], "saved with fragments=2, now fragments=1"),
     (["pufferfish", "local", "anchor", "weight"], torch.full((4, 4), torch.nan), "weight is not finite"),
     (["pufferfish", "local", "anchor", "weight"], torch.zeros(3, 4), "weight is torch.Size"),
+    (
+        ["pufferfish", "shared", "optimizers", 0, "state"],
+        {"bias": {"m": torch.tensor([torch.inf])}},
+        "m of bias is not",
+    ),
     (["pufferfish", "shared", "optimizers", 0, "groups"], [], "0 groups, this one has 1"),
     (["pufferfish", "shared", "parts"], {"scheduler": {}}, "pass the same optimizers, parts= and switch="),
     (["pufferfish", "shared", "ranks"], {"": {"": 2}}, "the saved model is low-rank"),
@@ -523,7 +528,9 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes() -> None:
 
 def test_malformed_bytes_of_a_state_are_a_value_error() -> None:
     data = encode({"w": torch.zeros(2)})
-    for wrong in (data[:7], data[:-1], data.replace(b'{"dict"', b'{"list"')):
+    tree = b'{"tensor": "w", "shape": [2], "dtype": "save"}'  # torch.save is no dtype
+    no_dtype = len(tree).to_bytes(8, "big") + tree + data[8 + data[7] :]
+    for wrong in (data[:7], data[:-1], data.replace(b'{"dict"', b'{"list"'), no_dtype):
         with pytest.raises(ValueError, match="the state of a replica is malformed"):
             decode(wrong)
 

@@ -291,21 +291,6 @@ def test_a_merged_checkpoint_is_resumed_as_a_dense_one(tmp_path: Path) -> None:
     assert all(p.isfinite().all() for trainer in (plain, resumed) for p in trainer.model.parameters())
 
 
-def test_resumes_by_the_callback(tmp_path: Path) -> None:
-    def run(folder: str, **resume: Any) -> nn.Module:
-        trainer = make(Net(), tmp_path / folder, save_strategy="steps", save_steps=4)
-        switch = pf.Switch(rank=0.25, when=pf.AtStep(6))
-        trainer.add_callback(SwitchCallback(trainer, switch))
-        trainer.train(**resume)
-        assert switch.report is not None
-        assert switch.report.position.step == 6
-        return trainer.model
-
-    whole = run("whole")
-    for step in (4, 8):  # dense, low-rank
-        same(whole, run(str(step), resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}")))
-
-
 def test_a_second_run_of_a_new_model_switches_again(tmp_path: Path) -> None:
     trainer = make(Net(), tmp_path, save_strategy="steps", save_steps=8)
     trainer.model_init = lambda: Net()

@@ -160,7 +160,7 @@ def test_learning_rates_are_chosen_on_validation_data(tmp_path: Path) -> None:
         assert bool(message[method]["edge"]) == edge
         assert (f"{method}: its best learning rate" in terminal_table(tmp_path)) == edge
         assert (f"{method}: its best learning rate" in (tmp_path / "report.html").read_text()) == edge
-    shown = report([tmp_path], "markdown")
+    shown = report([tmp_path], markdown=True)
     assert "lr-" not in shown
     assert str(TUNE_SEED) not in shown  # trials are not among the seeds
 

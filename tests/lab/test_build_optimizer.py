@@ -1,4 +1,4 @@
-"""The recipe's optimizer: fused on a GPU, and equal to the plain one."""
+"""The recipe's optimizer: Muon for the matrices of blocks; fused on a GPU, and equal to the plain one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import pufferfish as pf
+from pufferfish.lab.models import GPT, Llama
 from pufferfish.lab.rivals import SAM
 from pufferfish.lab.tasks import Recipe
 from pufferfish.lab.train import build_optimizer
+from pufferfish.lab.train.build_optimizer import with_optimizer
 
 FUSED = ("sgd", "adam", "adamw")
 
@@ -57,6 +59,22 @@ def test_gradients_of_other_strides(name: str) -> None:
 def test_not_fused_on_a_cpu(name: str) -> None:
     optimizer = build_optimizer(nn.Linear(4, 4), recipe(name))
     assert not any(group.get("fused") for group in groups(optimizer))
+
+
+def test_only_matrices_of_blocks_are_muons() -> None:
+    for model in (GPT(d=8, layers=2, heads=2, context=4), Llama(d=8, layers=2, heads=2, context=4)):
+        muon, adamw = build_optimizer(model, recipe("muon"))
+        names = {id(p): name for name, p in model.named_parameters()}
+        mine = {names[id(p)] for p in muon.param_groups[0]["params"]}
+        theirs = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+        assert mine == {
+            name for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")
+        }
+        assert mine | theirs == set(names.values())
+        assert not mine & theirs
+    with pytest.raises(ValueError, match="optimizer muon: the model has no matrices in repeated blocks"):
+        build_optimizer(nn.Linear(4, 4), recipe("muon"))
+    assert with_optimizer(recipe("adamw"), "muon").lr == 0.01
 
 
 def step(model: nn.Module, optimizer: Any, seed: int) -> None:

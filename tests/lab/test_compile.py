@@ -12,7 +12,6 @@ import tiny
 import torch
 
 from processes import in_processes
-from pufferfish.cli import main
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.run_components import build_components
@@ -109,15 +108,6 @@ def test_a_model_is_compiled_once_before_and_once_after_the_switch(
     assert results is not None
     assert len(graphs) == 2
     assert results["shared_inputs"] == [[f"blocks.1.attention.{name}" for name in "qkv"]]
-
-
-def test_a_bench_runs_in_one_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", TASK, "--epochs", "1", "--rounds", "1", "--methods", "dense", "--out", str(tmp_path)]
-    assert main(words) == 0
-    assert '<th scope="row">mode</th><td>eager</td>' in (tmp_path / "report.html").read_text()
-    capsys.readouterr()
-    assert main([*words, "--compile"]) == 2
-    assert "compile was False, now True" in capsys.readouterr().err
 
 
 # Large enough to become low-rank.

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pufferfish as pf
 from pufferfish.lab.models import Llama
-from pufferfish.lab.models.llama import rotary_tables, rotate
 from pufferfish.lab.tasks import find_task
 
 SIZES = {"vocabulary": 61, "d": 48, "layers": 3, "heads": 6, "inner": 80, "context": 16, "theta": 500.0}
@@ -59,15 +58,6 @@ def test_outputs_and_gradients_are_those_of_transformers(kv_heads: int, tied: bo
     theirs = dict(other.named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, theirs[their_name(name)].grad, **CLOSE, msg=name)
-
-
-def test_rotation_is_complex_multiplication() -> None:
-    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    angles = torch.arange(5.0).double()[:, None] * 100.0 ** (-torch.arange(4.0).double() / 4)
-    z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 4).double(), angles)[:, None]
-    torch.testing.assert_close(
-        rotate(x, rotary_tables(5, 8, 100.0)), torch.cat((z.real, z.imag), -1), **CLOSE
-    )
 
 
 def test_initialization() -> None:

@@ -147,7 +147,7 @@ def test_page_is_accessible(html: str) -> None:
 
 
 def test_markdown_says_what_the_page_says(bench: Path, html: str) -> None:
-    markdown = report([bench], "markdown")
+    markdown = report([bench], markdown=True)
     for title, shown in Page(html).tables.items():
         _, rest = markdown.split(f"## {escaped(title)}\n\n")
         lines = rest.split("\n\n")[0].splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from pufferfish.compression import (
     PowerSGD,
     RandomK,
     Settings,
-    Simulated,
     TopK,
     compress,
 )  # fmt: skip
@@ -166,58 +164,6 @@ def test_one_worker_is_an_ordinary_backward_pass() -> None:
         assert torch.equal(p.grad, q.grad)
         assert q.grad.stride() == q.stride()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers(), strict=True))
-
-
-def test_gradients_are_each_workers_own() -> None:
-    """Their mean is that of simulated engines; every worker starts from the same buffers."""
-    layout = torch.contiguous_format
-    model = build()
-    workers = SimulatedDDP(model, Settings(TopK(0.1)), 3)
-    parts = [part(0, rank, layout) for rank in range(3)]
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(x), y)
-
-    workers.backward(loss, parts)
-    means = Simulated(Settings(TopK(0.1)), 3).average(
-        [dict(zip(dict(build().named_parameters()), grads(p), strict=True)) for p in parts]
-    )[0]
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        assert torch.equal(p.grad, means[name]), name
-    alone = build()
-    nn.functional.cross_entropy(alone(parts[0][0]), parts[0][1]).backward()
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), alone.buffers(), strict=True))
-
-
-def grads(one: tuple[Tensor, Tensor]) -> list[Tensor]:
-    model = build()
-    nn.functional.cross_entropy(model(one[0]), one[1]).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def test_passes_add_up() -> None:
-    """Gradients of several passes are summed; each worker draws from its own generator."""
-    layout = torch.contiguous_format
-    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.Dropout(0.5))
-    workers = SimulatedDDP(model, Settings(NoCompression()), 2, seeds=[5, 6])
-    parts = [part(0, rank, layout) for rank in range(2)]
-
-    def losses(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-        for half in range(2):
-            yield nn.functional.cross_entropy(model(x[half::2]), y[half::2]) / 2
-
-    before = torch.get_rng_state()
-    found = workers.gradients(losses, parts)
-    assert torch.equal(before, torch.get_rng_state())
-    for seed, own, (x, y) in zip((5, 6), found, parts, strict=True):
-        torch.manual_seed(seed)
-        model.zero_grad()
-        for loss in losses(x, y):
-            loss.backward()
-        assert all(
-            torch.equal(own[name], p.grad) for name, p in model.named_parameters() if p.grad is not None
-        )
 
 
 def test_refusals() -> None:

@@ -104,17 +104,14 @@ def test_the_cache(tmp_path: Path, cache: Path) -> None:
     assert tokens(tokenize(TEXT.encode(), path, "it")) == expected
     (file,) = cache.iterdir()
 
-    # It is used: a marked file, valid in itself, is what the next call returns.
-    marked = {name: x + 1 for name, x in load_file(file).items()}
-    save_file(marked, file, {"sha256": tokenized_text._checksum(marked)})
+    # It is used: a marked file is what the next call returns.
+    save_file({name: x + 1 for name, x in load_file(file).items()}, file)
     assert tokens(tokenize(TEXT.encode(), path, "it")) == {s: [i + 1 for i in x] for s, x in expected.items()}
 
     # A damaged file is not, and is replaced.
-    whole = file.read_bytes()
-    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:100], b""):
-        file.write_bytes(damaged)
-        assert tokens(tokenize(TEXT.encode(), path, "it")) == expected
-        assert {name: x.tolist() for name, x in load_file(file).items()} == expected
+    file.write_bytes(file.read_bytes()[:100])
+    assert tokens(tokenize(TEXT.encode(), path, "it")) == expected
+    assert {name: x.tolist() for name, x in load_file(file).items()} == expected
 
     # Another tokenizer or another text has another file.
     byte_level(path, size=265)

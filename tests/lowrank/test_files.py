@@ -217,45 +217,6 @@ def test_converting_holds_one_layer_in_memory(tmp_path: Path) -> None:
     assert sum(len(load_file(tmp_path / name)) for name in names[:-1]) == 2 * layers
 
 
-def test_hugging_face_folders(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=4)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    model.save_pretrained(tmp_path / "dense", max_shard_size="100KB")
-    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
-    plan = convert(tmp_path / "dense", pf.plan(model, 0.25), tmp_path / "low")
-
-    fresh = transformers.GPT2LMHeadModel(config).eval()
-    assert pf.load(fresh, tmp_path / "low").hash == plan.hash
-    pf.factorize_(model, plan)
-    tokens = torch.arange(10).view(1, 10)
-    with torch.no_grad():
-        expected = model(tokens).logits
-        torch.testing.assert_close(fresh(tokens).logits, expected)
-        merge(tmp_path / "low", tmp_path / "again")
-        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "again").eval()
-        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_trainer_checkpoints_take_their_optimizer_along(tmp_path: Path) -> None:
-    model = build()
-    optimizer = OPTIMIZERS["two groups"](model)
-    train(model, optimizer)
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    state = model.state_dict()
-    del state["out.weight"]
-    save_file(state, folder / "model.safetensors")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    (folder / "trainer_state.json").write_text("{}")
-    plan = convert(folder, planned(model), tmp_path / "low")
-    pf.factorize_(model, plan, optimizer)
-    saved = torch.load(tmp_path / "low" / "optimizer.pt", weights_only=True)
-    assert same(optimizer.state_dict(), saved, rounding=1e-6)
-    assert (tmp_path / "low" / "trainer_state.json").is_file()
-
-
 @pytest.mark.parametrize("meta", [False, True])
 def test_save_and_load(tmp_path: Path, meta: bool) -> None:
     model = build().eval()

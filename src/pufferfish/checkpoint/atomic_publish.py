@@ -3,12 +3,8 @@
 A reader sees a checkpoint folder completely or not at all, whenever the writer is killed.
 """
 
-import os
-import re
 import secrets
 import shutil
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,69 +13,43 @@ from ..lowrank.files import sync
 from .checkpoint_folder import list_checkpoints, running_number
 from .manifest import write_manifest
 
-_HIDDEN = re.compile(r"\.writing\.(.*)\.(\d+)\.[^.]+")  # host name and process id of the writer
-_ABANDONED_AFTER = 3600.0  # seconds without a change after which a writer on another host counts as dead
+_HIDDEN = ".writing."
 
 
 def create_hidden_folder(folder: Path) -> Path:
-    """Create a hidden folder in `folder` to write a checkpoint into.
+    """Create a hidden folder in `folder` to write a checkpoint into. This process owns `folder` (`FolderOwner`).
 
-    Folders that dead writers left behind are removed first, to free their disk space.
+    Hidden folders that are there are of dead writers. They are removed first, to free their disk space.
     """
-    for path in folder.iterdir():
-        if _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-    hidden = folder / f"{_hidden_prefix()}{secrets.token_hex(8)}"
+    for path in folder.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    hidden = folder / f"{_HIDDEN}{secrets.token_hex(8)}"
     hidden.mkdir()  # not mkdtemp: its folders do not follow the umask
     return hidden
 
 
 def publish_by_rename(
-    hidden: Path, files: Mapping[str, Any], world_size: int, job: str, step: int | None, keep: int | None
+    hidden: Path, files: Mapping[str, Any], world_size: int, step: int | None, keep: int | None
 ) -> Path:
     """Write the manifest, make the checkpoint visible by renaming `hidden`, and remove old checkpoints.
 
     Args:
         hidden: a folder from `create_hidden_folder` with all `files` in it.
         files: manifest entry (`file_record`) of every file, by file name.
-        job: identity of the job.
         step: number of updates, becomes part of the folder name.
         keep: number of checkpoints to keep, including this one; None keeps all.
 
     Returns:
         The folder of the checkpoint.
     """
-    write_manifest(hidden, files, world_size, job)
+    write_manifest(hidden, files, world_size)
     older = list_checkpoints(hidden.parent)
     number = 1 + running_number(older[-1]) if older else 1
     published = hidden.with_name(f"{number:06d}" if step is None else f"{number:06d}-step-{step}")
     hidden.rename(published)  # atomic: from here on the checkpoint exists
     sync(published.parent)
     for path in older[: max(len(older) + 1 - keep, 0)] if keep else []:
-        renamed = path.with_name(f"{_hidden_prefix()}{path.name}")
+        renamed = path.with_name(f"{_HIDDEN}{path.name}")
         path.rename(renamed)  # first, so that nobody reads a half-removed checkpoint
         shutil.rmtree(renamed, ignore_errors=True)
     return published
-
-
-def _hidden_prefix() -> str:
-    return f".writing.{socket.gethostname()}.{os.getpid()}."
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Whether `path` is a hidden folder whose writer no longer runs."""
-    match = _HIDDEN.fullmatch(path.name)
-    if not match:
-        return False
-    host, process = match[1], int(match[2])
-    try:
-        if host != socket.gethostname():
-            return time.time() - path.stat().st_mtime > _ABANDONED_AFTER
-        if process == os.getpid():
-            return True  # a process writes one checkpoint at a time: this is from an earlier one with our id
-        os.kill(process, 0)
-    except PermissionError:
-        return False  # the process runs, under another user
-    except (OSError, OverflowError):  # no such process, or a number that none can have
-        return True
-    return False

@@ -180,8 +180,7 @@ class Checkpoint:
         self._workers.operation = "checkpoint.save"
         self._check_model()
         position = ({} if step is None else {"step": step}) | position
-        name, job = self._workers.run_on_first(self._begin_save)
-        hidden = Path(name)
+        hidden = Path(self._workers.run_on_first(self._begin_save))
         try:
             parts: list[Any] = self._workers.gather(
                 lambda: [self._write(hidden, position), json.dumps(position)]
@@ -194,7 +193,7 @@ class Checkpoint:
                 )
             size = self._workers.size
             published = self._workers.run_on_first(
-                lambda: str(publish_by_rename(hidden, files, size, job, step, self.keep))
+                lambda: str(publish_by_rename(hidden, files, size, step, self.keep))
             )
             return Path(published)
         finally:
@@ -242,9 +241,9 @@ class Checkpoint:
             )
         return saved.plan
 
-    def _begin_save(self) -> tuple[str, str]:
+    def _begin_save(self) -> str:
         self._owner = FolderOwner.take(self.folder, self._owner)
-        return str(create_hidden_folder(self.folder)), self._owner.job
+        return str(create_hidden_folder(self.folder))
 
     def _newest(self, damaged: str) -> tuple[str, str] | None:
         self._owner = FolderOwner.take_to_resume(self.folder, self._owner)

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 
 from ..layers.names import own_keys, own_name
 from ..optim.by_name import check_optimizer, group_names, names_by_id
@@ -38,11 +37,8 @@ def write_files(
     tree, tensors = pack(dict(worker_state), own_file)
     offsets: dict[str, list[int]] = {}
     files = []
-    _refuse_dtensors(own_file, tensors)
     for name, state in job_states.items():
         job_tree, job_tensors = pack(state, name)
-        if name == "training":
-            _refuse_dtensors(name, job_tensors)
         shards, shard_offsets = local_shards({f"{name}:{key}": x for key, x in job_tensors.items()})
         tensors |= shards
         offsets |= shard_offsets
@@ -180,14 +176,6 @@ def differing_state(model: nn.Module, model_per_worker: bool) -> dict[str, Any]:
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load the result of `model_state`."""
     model.load_state_dict({key: state[own] for key, own in own_keys(model.state_dict()).items()})
-
-
-def _refuse_dtensors(name: str, tensors: Mapping[str, Tensor]) -> None:
-    for key, x in tensors.items():
-        if isinstance(x, DTensor):
-            raise TypeError(
-                f"{name}: {key} is a DTensor; return this worker's shard, x.to_local(), from state_dict"
-            )
 
 
 def _worker_file(worker: int) -> str:

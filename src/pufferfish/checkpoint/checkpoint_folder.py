@@ -1,10 +1,10 @@
-"""Find checkpoints in a folder, and the job that saved them."""
+"""Find checkpoints in a folder."""
 
 import re
 import warnings
 from pathlib import Path
 
-from .manifest import read_job, read_manifest
+from .manifest import read_manifest
 
 _NAME = re.compile(r"(\d+)(-step-\d+)?")  # ordered by the running number, not by the step
 
@@ -20,26 +20,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def running_number(checkpoint: Path) -> int:
     """Return the running number at the start of a checkpoint's folder name."""
     return int(checkpoint.name.split("-")[0])
-
-
-def job_of(folder: Path) -> str | None:
-    """Return the identity of the job that saved the checkpoints in `folder`; None if there are none.
-
-    Raises:
-        ValueError: if they are of several jobs, one of which must not resume from the other's.
-    """
-    first: dict[str, Path] = {}
-    for path in list_checkpoints(folder):
-        job = read_job(path)
-        if job is not None:
-            first.setdefault(job, path)
-    if len(first) > 1:
-        (a, of_a), (b, of_b), *_ = first.items()
-        raise ValueError(
-            f"{folder}: checkpoints of different jobs, {of_a.name} of job {a} and {of_b.name} of job {b}; move those of one "
-            "job to another folder"
-        )
-    return next(iter(first), None)
 
 
 def newest_checkpoint(folder: Path, damaged: str) -> tuple[str, str] | None:

@@ -73,12 +73,14 @@ def expected_structure(
     return copy, stand_ins
 
 
-def restructure_(average: nn.Module, ranks: Ranks, plan: Plan | None) -> None:
-    """Give an averaged copy of the model the structure that `expected_structure` has checked."""
-    if plan is not None and ranks_of(average) != ranks:
-        change = Rewrite(unwrap(average), None)
+def restructure_(
+    model: nn.Module, ranks: Ranks, plan: Plan | None, optimizers: Sequence[optim.Optimizer] = ()
+) -> None:
+    """Give a dense model, such as an averaged copy, the structure that `expected_structure` has checked."""
+    if plan is not None and ranks_of(model) != ranks:
+        change = Rewrite(unwrap(model), optimizers)
         change.factorize(plan, nan_factors)
-        Job(average).commit([change], {})
+        Job(model).commit([change], {})
 
 
 def _describe(ranks: Ranks) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -14,22 +13,20 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..planning.json_file import errors_name
-from .checkpoint_folder import job_of
 
 #: The file that is locked. Its text names the process that took the folder last.
 OWNER = ".owner"
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderOwner:
-    """The right of this process to save into a folder. Worker 0 takes it for its job.
+    """The right of a `Checkpoint` to save into a folder. Worker 0 takes it for its job.
 
-    A lock refuses a second job while the first one lives. The kernel releases it when the process ends, however it ends,
-    so a killed job blocks nobody. Where a file system does not pass locks on to other hosts, the second job gets the
-    folder, and `check` stops the first one before its next save.
+    A lock refuses a second one, of this process or another, while the first one lives. The kernel releases it when the
+    process ends, however it ends, so a killed job blocks nobody. Where a file system does not pass locks on to other
+    hosts, the second job gets the folder, and `check` stops the first one before its next save.
 
-    A second `Checkpoint` of the same process counts as another job until the first one drops its owner. If it
-    resumes, as a restart in the process does, the first one loses the folder.
+    If a second `Checkpoint` of the same process resumes, as a restart in the process does, the first one loses the
+    folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,8 +47,6 @@ class FolderOwner:
         self._release = weakref.finalize(self, os.close, descriptor)  # closing the file releases the lock
         try:
             _lock(self._file, descriptor)
-            #: Identity of the job: that of the folder's checkpoints, or a new one.
-            self.job = job_of(folder) or secrets.token_hex(8)
             now = datetime.now().astimezone().isoformat(" ", "seconds")
             self._text = (
                 f"process {os.getpid()} on {socket.gethostname()}, since {now} ({secrets.token_hex(8)})"
@@ -71,56 +66,30 @@ class FolderOwner:
         Args:
             mine: the result of the caller's last call.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"{folder}: cannot create this folder for checkpoints ({error.strerror}); choose another one"
-            ) from None
-        folder = folder.resolve()
-        owner = cls._of_process.get(folder)
-        if owner is not None and not (owner._release.alive and owner._file.exists()):
-            owner = None
-        if owner is not None and owner is not mine:
-            raise ValueError(
-                f"{folder}: in use by another Checkpoint of this process; close that one, or give each its "
-                "own folder"
-            )
+        folder.mkdir(parents=True, exist_ok=True)
         if mine is not None and mine._file.exists():
             mine.check()
-        if owner is None:
-            owner = cls._of_process[folder] = cls(folder)
+            if mine._release.alive:
+                return mine
+        folder = folder.resolve()
+        owner = cls._of_process[folder] = cls(folder)
         return owner
 
     @classmethod
-    def take_to_resume(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner | None:
-        """Take the folder as `take`; ValueError if another job has put checkpoints into it.
-
-        None if this process can read the folder, but not write to it; `take` raises the reason before a save.
-        """
+    def take_to_resume(cls, folder: Path, mine: FolderOwner | None = None) -> FolderOwner:
+        """Take the folder as `take`, also from another `Checkpoint` of this process if the caller has not taken it yet."""
         before = cls._of_process.get(folder.resolve())
         if before is not None and mine is None:
             before._release()  # a restart: a traceback may still hold the Checkpoint of the run before
-        try:
-            owner = cls.take(folder, mine)
-        except OSError as error:
-            if error.errno in _NOT_WRITABLE and folder.is_dir():
-                return None
-            raise
-        job = job_of(folder)
-        if job not in (None, owner.job):
-            raise ValueError(
-                f"{folder}: its checkpoints belong to job {job}, but this is job {owner.job}; use another folder"
-            )
-        return owner
+        return cls.take(folder, mine)
 
     def check(self) -> None:
         """Raise ValueError if another process has taken the folder since."""
         holder = self._file.read_text(encoding="utf-8", errors="replace")
         if holder != self._text:
             raise ValueError(
-                f"{self.folder}: another job has taken it, {_readable(holder)}; to keep their checkpoints apart, "
-                "this job no longer uses it. Give each job its own folder"
+                f"{self.folder}: another job or Checkpoint has taken it, {_readable(holder)}; to keep their checkpoints "
+                "apart, this one no longer uses it. Give each its own folder"
             )
 
     @classmethod
@@ -139,8 +108,8 @@ def _lock(file: Path, descriptor: int) -> None:
     except BlockingIOError:
         holder = _readable(file.read_text(encoding="utf-8", errors="replace"))
         raise ValueError(
-            f"{file.parent}: in use by another job, {holder}; stop that job, or give this one its own folder. To "
-            "read checkpoints of a running job, copy them to another folder"
+            f"{file.parent}: in use by another job or another Checkpoint of this one, {holder}; stop or close that one, or "
+            "give this one its own folder. To read checkpoints of a running job, copy them to another folder"
         ) from None
     except OSError as error:
         warnings.warn(

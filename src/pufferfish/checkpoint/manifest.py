@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its job, and size and SHA-256 of every file, so that damage is detected."""
+"""The manifest of a checkpoint: size and SHA-256 of every file, so that damage is detected."""
 
 import hashlib
 import json
@@ -20,14 +20,9 @@ def file_record(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
-def write_manifest(folder: Path, files: Mapping[str, Any], world_size: int, job: str) -> None:
-    """Write the manifest of `files` (name → `file_record`) and flush it to disk. `job` identifies the job."""
-    data = {
-        "pufferfish checkpoint": _VERSION,
-        "job": job,
-        "world": world_size,
-        "files": dict(sorted(files.items())),
-    }
+def write_manifest(folder: Path, files: Mapping[str, Any], world_size: int) -> None:
+    """Write the manifest of `files` (name → `file_record`) and flush it to disk."""
+    data = {"pufferfish checkpoint": _VERSION, "world": world_size, "files": dict(sorted(files.items()))}
     data["sha256"] = _digest(data)
     manifest = folder / MANIFEST
     write_text(manifest, json.dumps(data, indent=1) + "\n")
@@ -51,27 +46,22 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
             f"{path / MANIFEST}: its format is {version}, but this version of pufferfish reads format "
             f"{_VERSION}"
         )
-    if data["world"] > len(data["files"]) or any(Path(name).name != name for name in data["files"]):
+    try:
+        files = [(path / name, record["bytes"], record["sha256"]) for name, record in data["files"].items()]
+        ours = 0 < data["world"] <= len(files) and all(file.parent == path for file, _, _ in files)
+    except (KeyError, TypeError, AttributeError):
+        ours = False
+    if not ours:
         raise ValueError(f"{path / MANIFEST}: {NOT_OURS}")
-    for name, record in data["files"].items():
-        file = path / name
+    for file, expected, digest in files:
         if not file.is_file():
             raise ValueError(f"{file}: damaged, the file is missing")
         size = file.stat().st_size
-        if size != record["bytes"]:
-            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {record['bytes']:,}")
-        if contents and sha256(file) != record["sha256"]:
+        if size != expected:
+            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {expected}")
+        if contents and sha256(file) != digest:
             raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
     return data
-
-
-def read_job(path: Path) -> str | None:
-    """Return the identity of the job that saved the checkpoint at `path`; None if it is damaged."""
-    try:
-        job: str = _read_intact(path)["job"]
-    except (OSError, ValueError):
-        return None
-    return job
 
 
 def _read_intact(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ class ShardedTensorSpec:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dims: tuple[int | None, ...]  # for each mesh dimension the tensor dimension that it shards, or None
 
 
 def pack(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
@@ -97,8 +96,7 @@ class _Packer:  # a class, not nested functions: those would keep the tensors al
             self.tensors[self.keys.setdefault(storage_key, key)] = x
         node: dict[str, Any] = {"tensor": key}
         if isinstance(x, DTensor):
-            dims = [getattr(placement, "dim", None) for placement in x.placements]
-            return node | {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."), "dims": dims}
+            return node | {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if x.device.type != "cpu":
             node["device"] = x.device.type
         if not x.is_contiguous() and _has_no_gaps(x):
@@ -132,7 +130,7 @@ class _Unpacker:
             dtype = getattr(torch, node["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{node['dtype']!r} is not a dtype")
-            return ShardedTensorSpec(key, tuple(node["shape"]), dtype, tuple(node["dims"]))
+            return ShardedTensorSpec(key, tuple(node["shape"]), dtype)
         if key not in self.copies:
             x = self.tensors[key].detach()
             device = x.device if self.device is None or "device" not in node else self.device

@@ -122,12 +122,6 @@ def load_like(value: Any, like: Any, reader: ShardReader, prefix: str) -> Any:
             return value
         return reader.read(prefix + value.key, value.dtype, ((0,) * len(shape), shape))
     mesh, placements = like.device_mesh, like.placements
-    if isinstance(value, ShardedTensorSpec) and shape != tuple(like.shape):  # Adafactor's rows and columns
-        if len(value.dims) != mesh.ndim:
-            raise ValueError(
-                f"{value.key}: saved on a mesh of {len(value.dims)} dimensions, but the mesh now has {mesh.ndim}; use such a mesh"
-            )
-        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in value.dims)
     part = local_box(str(getattr(value, "key", "tensor")), shape, mesh, placements)
     if isinstance(value, ShardedTensorSpec):
         local = reader.read(prefix + value.key, value.dtype, part)

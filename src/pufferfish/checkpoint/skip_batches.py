@@ -1,7 +1,5 @@
 """`skip_batches`: resume in the middle of an epoch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import islice
@@ -12,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .rng_state import rng_state, set_rng_state
 
 
-def skip_batches(loader: DataLoader[Any], n: int) -> _Rest:
+def skip_batches(loader: DataLoader[Any], n: int) -> Iterator[Any]:
     """Iterate over an epoch of `loader` without its first `n` batches, for a run resumed in mid-epoch.
 
     Only indices are skipped, so no data is loaded for them; an `IterableDataset` has to be read up to that
@@ -27,46 +25,25 @@ def skip_batches(loader: DataLoader[Any], n: int) -> _Rest:
     >>> [batch.tolist() for batch in skip_batches(loader, 1)]
     [[4, 5, 6, 7], [8, 9]]
     """
-    if not isinstance(loader.dataset, IterableDataset) and n > len(loader):
+    if n == 0:
+        yield from loader
+        return
+    stream = isinstance(loader.dataset, IterableDataset)
+    if not stream and n > len(loader):
         raise ValueError(
             f"skip_batches: n={n}, but an epoch has {len(loader)} batches; count from the start of the epoch, "
             "not of the run"
         )
-    return _Rest(loader, n)
-
-
-class _Rest:
-    def __init__(self, loader: DataLoader[Any], n: int) -> None:
-        self._loader, self._n = loader, n
-
-    def __len__(self) -> int:
-        return len(self._loader) - self._n
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, n = self._loader, self._n
-        if n == 0:
-            return iter(loader)
-        before = rng_state()  # the start of an epoch draws a number, which the interrupted run already drew
-        if isinstance(loader.dataset, IterableDataset):
-            batches = iter(loader)
-            for _ in islice(batches, n):
-                pass
-        else:
-            rest = copy.copy(loader)
-            # A DataLoader refuses to have its samplers set as attributes.
-            attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            vars(rest).update({attribute: _SkippingSampler(getattr(loader, attribute), n), "_iterator": None})
-            batches = iter(rest)
-        set_rng_state(before)
-        return batches
-
-
-class _SkippingSampler:
-    def __init__(self, sampler: Any, n: int) -> None:
-        self._sampler, self._n = sampler, n
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._n
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._sampler), self._n, None)
+    before = rng_state()  # the start of an epoch draws a number, which the interrupted run already drew
+    if stream:
+        batches = iter(loader)
+        for _ in islice(batches, n):
+            pass
+    else:
+        rest = copy.copy(loader)
+        # A DataLoader refuses to have its samplers set as attributes.
+        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        vars(rest).update({attribute: islice(getattr(loader, attribute), n, None), "_iterator": None})
+        batches = iter(rest)
+    set_rng_state(before)
+    yield from batches

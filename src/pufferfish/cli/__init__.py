@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from . import advise, bench, convert, demo, env, fetch, merge, methods, plan, report, train
 from .amx import avoid_broken_amx
@@ -23,20 +23,6 @@ COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, f
 _NO_COMPUTE = ("report", "fetch")
 #: Commands that run for long, with nothing to see while torch is imported.
 _LONG = ("advise", "train", "bench")
-
-#: How to say what an option of another command says.
-_ELSEWHERE = {
-    "train": {
-        "--rank": "write --method 'pufferfish(rank=0.25)'",
-        "--keep": "write --method 'pufferfish(keep=stem|head)'",
-        "--plan": "write --method 'pufferfish(plan=plan.json)'",
-    },
-    "bench": {
-        "--rank": "write --methods 'pufferfish(rank=0.25)'",
-        "--keep": "write --methods 'pufferfish(keep=stem|head)'",
-    },
-    "advise": {"--rank": "write --recipe short,rank=0.25"},
-}
 
 EPILOG = """\
 `pufferfish COMMAND --help` describes a command.
@@ -99,17 +85,7 @@ def _warning_line(
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage, which fills half a screen."""
 
-    _words: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = args or ()
-        return super().parse_known_args(args, namespace)
-
     def error(self, message: str) -> NoReturn:
-        several = {name for action in self._actions if action.nargs == "+" for name in action.option_strings}
-        given = [word for word in self._words if word in several]
-        if given and "arguments are required" in message:  # such an option takes the words after it
-            message += f"; put them before {given[0]}"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
@@ -144,7 +120,5 @@ def _unknown(command: str | None, word: str) -> str:
     option = word.partition("=")[0]
     close = difflib.get_close_matches(option, options._option_string_actions, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    if command and (other := _ELSEWHERE.get(command, {}).get(option)):
-        hint = f": {other}"
     name = f"pufferfish {command}" if command else "pufferfish"
     return f"{name}: unknown argument {word}{hint}; see `{name} --help`"

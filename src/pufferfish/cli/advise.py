@@ -22,7 +22,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .arguments import check_output_file, settings_from, whole
+from .arguments import check_output_file, settings_from
 from .terminal import show
 
 HELP = "recommend how to train on a given network"
@@ -36,10 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINK",
         help="100mbit, '1gbit,delay=5ms', or real: the network of this torchrun job",
     )
-    add("--nodes", type=whole, metavar="N", help="number of machines (torchrun: taken from the job)")
-    add(
-        "--per-node", type=whole, metavar="M", help="workers per machine (default: 1; torchrun: from the job)"
-    )
+    add("--nodes", type=int, metavar="N", help="number of machines (torchrun: taken from the job)")
+    add("--per-node", type=int, metavar="M", help="workers per machine (default: 1; torchrun: from the job)")
     add(
         "--methods",
         metavar="A,B",
@@ -50,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="device (default: cuda if available; cpu on emulated hosts)"
     )
     add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
-    add("--batch", type=whole, metavar="N", help="global batch size (default: from example() or the recipe)")
+    add("--batch", type=int, metavar="N", help="global batch size (default: from example() or the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="short or paper, also with other values: short,rank=0.33 (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
-    add("--steps", type=whole, metavar="N", help="steps of the whole run (default: from the task)")
+    add("--steps", type=int, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
     add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
     add("--json", action="store_true", help="print the result as JSON")

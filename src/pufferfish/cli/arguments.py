@@ -1,39 +1,12 @@
-"""Numbers and settings from arguments, and checks of `--out` before the work starts."""
+"""Settings from arguments, and checks of `--out` before the work starts."""
 
 import argparse
 import dataclasses
-import math
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-def whole(text: str) -> int:
-    """Parse a whole number that fits into 64 bits, as larger ones overflow somewhere later; a type for argparse."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{_shortened(text)} is not a whole number below 2**63")
-    return value
-
-
-def number(text: str) -> float:
-    """Parse a finite number; a type for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{_shortened(text)} is not a finite number")
-    return value
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
 def settings_from(kind: type[T], arguments: argparse.Namespace, **changed: Any) -> T:

@@ -28,7 +28,7 @@ examples:
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_folder, settings_from, whole
+from .arguments import check_output_folder, settings_from
 
 HELP = "compare training methods over seeds and on a network"
 
@@ -38,19 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", metavar="TASK", help="as in `pufferfish train`")
     text = "as in `pufferfish train`; @OPTIMIZER or @OPTIMIZER=LR may follow each (default: pufferfish)"
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
-    add("--seeds", type=whole, default=1, metavar="N", help="runs per method (default: 1)")
+    add("--seeds", type=int, default=1, metavar="N", help="runs per method (default: 1)")
     text = "try N learning rates per method, each twice the one before; the outermost only if their neighbour is best"
     add("--tune", metavar="lr=N", help=text)
-    add("--hosts", type=whole, default=1, metavar="N", help="number of emulated machines (default: 1)")
-    add("--per-host", type=whole, default=1, metavar="N", help="workers per machine (default: 1)")
-    add("--workers", type=whole, metavar="N", help="workers on this machine, instead of --hosts")
+    add("--hosts", type=int, default=1, metavar="N", help="number of emulated machines (default: 1)")
+    add("--per-host", type=int, default=1, metavar="N", help="workers per machine (default: 1)")
+    add("--workers", type=int, metavar="N", help="workers on this machine, instead of --hosts")
     add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
     add("--simulate", action="store_true", help="simulate all workers in one process and predict times")
-    add("--rounds", type=whole, default=5, metavar="N", help="timing rounds (default: 5)")
+    add("--rounds", type=int, default=5, metavar="N", help="timing rounds (default: 5)")
     text = "short or paper, optionally with changed values: short,rank=0.33,optimizer=muon (default: short)"
     add("--recipe", default="short", help=text)
-    add("--epochs", type=whole, metavar="N", help="number of epochs (default: from the recipe)")
-    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
+    add("--epochs", type=int, metavar="N", help="number of epochs (default: from the recipe)")
+    add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="device (default: cpu)")
     add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")

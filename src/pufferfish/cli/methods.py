@@ -2,7 +2,6 @@
 
 import argparse
 
-from .arguments import whole
 from .terminal import show
 
 HELP = "list compression methods and the bytes they send"
@@ -16,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes = "numbers of workers to show ratios for (default: 2 8 64)"
     add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
-    add("--workers", type=whole, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
+    add("--workers", type=int, nargs="+", default=[2, 8, 64], metavar="N", help=sizes)
 
 
 def run(arguments: argparse.Namespace) -> None:

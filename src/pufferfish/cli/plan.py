@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import check_output_file, whole
+from .arguments import check_output_file
 from .terminal import show
 
 HELP = "show which layers become low-rank and what that saves"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--embed", metavar="R", help="rank R for embeddings, which stay dense by default")
     add(
         "--multiple",
-        type=whole,
+        type=int,
         metavar="N",
         help="round computed ranks to a multiple of N (default: 16; built-in models: 1)",
     )

@@ -23,11 +23,10 @@ def run(arguments: argparse.Namespace) -> None:
     from ..lab.report import report, write
 
     check_output_file(arguments.out)
-    form = "markdown" if arguments.markdown else "html"
-    text = report(arguments.runs, form, against=arguments.against)
+    text = report(arguments.runs, markdown=arguments.markdown, against=arguments.against)
     out = arguments.out or (None if arguments.markdown else Path("report.html"))
     if out is None:
         print(text, end="")
     else:
         write(text, out)
-        print(f"{out}: open it in a browser" if form == "html" else out)
+        print(f"{out}: open it in a browser" if not arguments.markdown else out)

@@ -63,7 +63,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_output_folder, number, whole
+from .arguments import check_output_folder
 from .train_settings import train_settings, worker_layout
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="short",
         help="short or paper, optionally with changed values: short,rank=0.33 (default: short)",
     )
-    add("--epochs", type=whole, metavar="N", help="number of epochs (default: from the recipe)")
-    add("--batch", type=whole, metavar="N", help="global batch size (default: from the recipe)")
-    add("--lr", type=number, metavar="X", help="learning rate (default: from the recipe)")
+    add("--epochs", type=int, metavar="N", help="number of epochs (default: from the recipe)")
+    add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
+    add("--lr", type=float, metavar="X", help="learning rate (default: from the recipe)")
     add("--optimizer", metavar="O", help="sgd, adam(w), muon, lars, lamb or sam (default: from the recipe)")
-    add("--accumulate", type=whole, default=1, metavar="N", help="backward passes per update (default: 1)")
-    add("--seed", type=whole, default=0, metavar="N", help="random seed (default: 0)")
+    add("--accumulate", type=int, default=1, metavar="N", help="backward passes per update (default: 1)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add(
         "--held",
-        type=number,
+        type=float,
         metavar="N",
         help="training images held out for validation: a number, or a fraction for imagefolder",
     )
@@ -100,21 +100,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="device (default: cuda if available)")
     add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
     add("--compile", action="store_true", help="train with torch.compile")
-    add("--workers", type=whole, metavar="N", help="number of workers on this machine")
+    add("--workers", type=int, metavar="N", help="number of workers on this machine")
     add("--simulate", action="store_true", help="simulate the --workers in one process and predict times")
     simulated = "with --simulate, the link for predictions (default: 10gbit)"
     link = f"emulated link between --hosts, for example 100mbit or '1gbit,delay=5ms'; {simulated}"
     add("--network", metavar="LINK", help=link)
-    add("--hosts", type=whole, metavar="N", help="number of emulated machines")
-    add("--per-host", type=whole, metavar="N", help="workers per machine (default: 1)")
+    add("--hosts", type=int, metavar="N", help="number of emulated machines")
+    add("--per-host", type=int, metavar="N", help="workers per machine (default: 1)")
     timeout = "how long workers wait for one another before they fail; must exceed the time that validation"
     default = "(default: torch's, 30 minutes; 10 minutes with NCCL)"
-    add("--timeout", type=number, metavar="SECONDS", help=f"{timeout} and saving take {default}")
+    add("--timeout", type=float, metavar="SECONDS", help=f"{timeout} and saving take {default}")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/TASK-METHOD-SEED)")
     every = "updates between checkpoints (default: save after each epoch, at most every few seconds)"
-    add("--save-every", type=whole, metavar="N", help=every)
-    add("--jsonl", action="store_true", help="also write metrics.jsonl, one object per logged step")
+    add("--save-every", type=int, metavar="N", help=every)
     add("--tensorboard", action="store_true", help="also write TensorBoard files")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import settings_from
 
 if TYPE_CHECKING:
-    from ..lab.tasks import Recipe, Task
+    from ..lab.tasks import Task
     from ..lab.train import RunSettings
 
 
@@ -31,15 +31,13 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
             raise ValueError(
                 f"--held {arguments.held:g}: the task {task.name} has its own validation data; remove --held"
             )
-        if arguments.held < 0:
-            raise ValueError(f"--held {arguments.held:g}: must not be negative")
         if isinstance(task.held, int) and not arguments.held.is_integer():
             raise ValueError(
                 f"--held {arguments.held:g}: the task {task.name} takes a number of images, not a fraction"
             )
         task = replace(task, held=type(task.held)(arguments.held))
     method = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
-    default = _recipe(arguments, task)
+    default = task.recipe(arguments.recipe, epochs=arguments.epochs, batch=arguments.batch)
     recipe = with_optimizer(default, arguments.optimizer or default.optimizer, arguments.lr)
     name = method if recipe.optimizer == default.optimizer else f"{method},{recipe.optimizer}"
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,21 +53,10 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
         device=device,
         simulate=arguments.workers if arguments.simulate else None,
         network=(arguments.simulate and arguments.network) or None,
-        sinks=tuple(sink for sink in ("jsonl", "tensorboard") if getattr(arguments, sink)),
         hosts=hosts,
         name=name,
         save_model=True,
     )
-
-
-def _recipe(arguments: argparse.Namespace, task: Task) -> Recipe:
-    """The task's recipe with the epochs and the batch of the command line; checks `--lr`, too."""
-    for name in ("epochs", "batch"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: must be at least 1")
-    if arguments.lr is not None and not 0 < arguments.lr < float("inf"):
-        raise ValueError(f"--lr {arguments.lr:g}: must be a positive number")
-    return task.recipe(arguments.recipe, epochs=arguments.epochs, batch=arguments.batch)
 
 
 def worker_layout(arguments: argparse.Namespace) -> tuple[str | None, int, int]:

@@ -120,10 +120,10 @@ class Batch:
             self.policy.watch(mean.to(self.precision), state, [units.get(name, 0.0) for name in self.names])
 
     def changes(self) -> bool:
-        """Whether the policy has chosen another method for any of the parameters."""
-        if not isinstance(self.policy, Accordion) or "light" not in self.state:
-            return False
-        return any(self.policy.choose(light) != self.method for light in self.state["light"].tolist())
+        """Whether the policy, an `Accordion`, has chosen another method for any of the parameters."""
+        assert isinstance(self.policy, Accordion)
+        lights = self.state["light"].tolist() if "light" in self.state else ()
+        return any(self.policy.choose(light) != self.method for light in lights)
 
     def commit(self, state: Mapping[str, Tensor], rest: Tensor | None, ok: Tensor, used: Tensor) -> None:
         """Keep a step's state and error feedback: nothing if not `ok`, and only of the parameters in `used`.

@@ -49,6 +49,8 @@ class Engine:
             self.transport: Transport = self.machine.between
         else:
             self.transport = group if isinstance(group, Transport) else Group(group)
+        #: Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all.
+        self.leads = self.machine is None or self.machine.leads
         inside = (self.machine.size, self.machine.worker) if self.machine else (1, 0)
         self.state = State(self.transport.worker, self.transport.size, *inside)
         self._layout: Layout | None = None
@@ -56,11 +58,6 @@ class Engine:
         self._arranged: list[Any] | None  # what the layout is for; None: it is out of date
         self._used_before: bool  # whether these settings have been used in a step
         self.use(settings)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this worker compresses and exchanges: with a hierarchy one of each machine, otherwise all."""
-        return self.machine is None or self.machine.leads
 
     @property
     def steps(self) -> int:
@@ -296,7 +293,7 @@ class Step:
             mean, rest = self.exchange.results[self.layout.number[batch]]
             batch.watch(mean, context.state, self.engine.state.units)
             batch.commit(context.state, rest, finite, used[batch])
-        if any(batch.changes() for batch in self.contexts):
+        if any(isinstance(batch.policy, Accordion) and batch.changes() for batch in self.contexts):
             self.engine.rearrange(self.gradients)
 
     def _start(self, i: int) -> None:

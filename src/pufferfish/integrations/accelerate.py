@@ -62,7 +62,7 @@ def checkpoint_with(
     accelerator.register_load_state_pre_hook(load)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
     """Keyword arguments for DDP, and `register`, which `prepare` calls with the new DDP wrapper.
 
@@ -73,7 +73,7 @@ class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
     {'bucket_cap_mb': 50}
     """
 
-    register: Callable[[DistributedDataParallel], Any] | None = None
+    register: Callable[[DistributedDataParallel], Any]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -86,7 +86,4 @@ class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        if self.register is None:
-            DistributedDataParallelKwargs.register_comm_hook(self, model)
-        else:
-            self.register(model)
+        self.register(model)

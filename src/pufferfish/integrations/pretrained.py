@@ -4,7 +4,7 @@ The weights are in `pufferfish.safetensors` instead of `model.safetensors`, and 
 `from_pretrained` of transformers does not find its file and raises, also where pufferfish is not installed. Under the
 usual name it would initialize the factorized layers at random, and only log that.
 
-`factorize_`, `reshape_` and `Switch` import this module for models with modules of transformers. It extends four methods of
+`factorize_`, `reshape_` and `Switch` import this module for models with modules of transformers. It extends three methods of
 transformers' classes, which stay the same for dense models and their folders, with one exception: the Trainer also reads
 weights that its files have under other names than the model, such as experts.
 """
@@ -187,7 +187,7 @@ def _rename_weights(folder: Path) -> list[str]:
 
 def _extend() -> None:
     """Extend the methods of transformers' classes."""
-    save, resize = PreTrainedModel.save_pretrained, PreTrainedModel.resize_token_embeddings
+    save = PreTrainedModel.save_pretrained
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -199,20 +199,7 @@ def _extend() -> None:
         del arguments["self"]
         return _save_low_rank(save, self, Path(arguments.pop("save_directory")), arguments)
 
-    @functools.wraps(resize)
-    def resize_token_embeddings(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if (args or kwargs) and is_low_rank(self):
-            embeddings = [self.get_input_embeddings(), self.get_output_embeddings()]
-            for name, module in self.named_modules():
-                if isinstance(module, LowRank) and any(module is x for x in embeddings):
-                    raise ValueError(
-                        f"resize_token_embeddings: {name} is low-rank; call pufferfish.merge_(model) first, or keep it "
-                        f"dense by pufferfish.plan(model, keep=[{name!r}])"
-                    )
-        return resize(self, *args, **kwargs)
-
     PreTrainedModel.save_pretrained = save_pretrained
-    PreTrainedModel.resize_token_embeddings = resize_token_embeddings
     with contextlib.suppress(ImportError):  # the Trainer needs accelerate
         from transformers import Trainer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from processes import in_processes, same_everywhere
 from pufferfish.lab.models import VGG19, resnet18
 from pufferfish.lab.rivals.early_bird import EarlyBird
 from pufferfish.lab.rivals.norm_scales import L1Penalty, prunable_groups
-from pufferfish.lab.rivals.pruning_change import saved_pruning_state
 from pufferfish.lab.tasks.digits import Digits
 
 
@@ -142,34 +140,6 @@ def test_drawn_when_the_last_masks_are_alike() -> None:
         assert drawn == (len(masks) == 5 and max(far) < 0.1)
     assert bird.ticket is not None
     assert bird.ticket.epoch == 6  # at 5 the first mask was still too far away
-
-
-def resumed(stop: int, folder: Path) -> tuple[nn.Module, EarlyBird]:
-    """Two updates per epoch; the ticket is drawn at the start of the third epoch."""
-    torch.manual_seed(0)
-    model = Digits(width=8).build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    bird = EarlyBird(model, optimizer, multiple=1, latest=2)
-    if (state := saved_pruning_state(folder)) is not None:
-        bird.load_state_dict(state)
-    with pf.Checkpoint(folder, model, optimizer, scheduler=bird) as checkpoint:
-        at = checkpoint.resume()
-        for step in range(at.position["step"] if at else 0, stop):
-            if step % 2 == 0:
-                bird.begin_epoch(step // 2)
-            update_digits(model, optimizer, step)
-        checkpoint.save(step=stop)
-    return model, bird
-
-
-@pytest.mark.parametrize("stop", [3, 4, 5])
-def test_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
-    wanted, one = resumed(8, tmp_path / "at once")
-    resumed(stop, tmp_path / "twice")
-    model, other = resumed(8, tmp_path / "twice")
-    assert one.ticket == other.ticket is not None
-    for (name, x), y in zip(model.state_dict().items(), wanted.state_dict().values(), strict=True):
-        assert torch.equal(x, y), name
 
 
 def plain(rank: int, size: int, compressed: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,32 +138,6 @@ def test_a_switch_and_back(name: str) -> None:
             losses.append(update(model, optimizer, step))
     assert switch.merged is not None
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """A run that is stopped after its switch, from a dense model and a new optimizer."""
-
-    def start() -> tuple[nn.Module, optim.Optimizer, pf.Switch]:
-        model = build()
-        return model, MAKE[name][0](model), pf.Switch(rank=0.25, when=pf.AtStep(2))
-
-    def go(model: nn.Module, optimizer: optim.Optimizer, switch: pf.Switch, steps: range) -> None:
-        for step in steps:
-            switch.step(model, optimizer, step=step)
-            update(model, optimizer, step)
-
-    through, stopped, again = start(), start(), start()
-    go(*through, range(7))
-    with pf.Checkpoint(tmp_path, *stopped[:2], switch=stopped[2]) as checkpoint:
-        go(*stopped, range(4))
-        checkpoint.save(step=4)
-    with pf.Checkpoint(tmp_path, *again[:2], switch=again[2]) as checkpoint:
-        at = checkpoint.resume()
-        assert at is not None
-        go(*again, range(at.position["step"], 7))
-    for (name, x), y in zip(through[0].state_dict().items(), again[0].state_dict().values(), strict=True):
-        assert torch.equal(x, y), name
 
 
 def second_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.lab.rivals.lottery_ticket import LotteryTicket
-from pufferfish.lab.rivals.nonzero_macs import nonzero_macs
 from pufferfish.layers.names import unwrap
-from pufferfish.planning.profile import profile
 
 STEPS = 6
 
@@ -140,44 +136,6 @@ def test_rewound_to_an_early_step_with_its_momentum() -> None:
         buffer = old["momentum_buffer"]
         wanted = buffer * masks[name] if name in masks else buffer
         assert torch.equal(optimizer.state[p]["momentum_buffer"], wanted)
-
-
-def test_cost_of_all_rounds() -> None:
-    model = build()
-    optimizer = sgd(model)
-    ticket = LotteryTicket(model, optimizer, rounds=2, fraction=0.5, rewind=2)
-    rounds(model, optimizer, ticket)
-    trained = ticket.trained()
-    assert [r.steps for r in trained] == [6, 4, 4]
-    assert [r.weights for r in trained] == [ticket.total, 261, 131]
-    x = batch(0)[0][:1]
-    dense = 36 * 64 + 216 * 9 + 270
-    assert nonzero_macs(build(), x) == dense == profile(build(), x).forward_macs
-    left = {n: int(m.sum()) for n, m in ticket.masks().items()}
-    assert nonzero_macs(model, x) == left["0.weight"] * 64 + left["3.weight"] * 9 + left["6.weight"]
-
-
-@pytest.mark.parametrize("stop", [2, 8, 10])  # before the rewind step, between rounds, in the last one
-def test_resumed_bit_for_bit(stop: int, tmp_path: Path) -> None:
-    def go(last: int, folder: Path) -> tuple[nn.Module, LotteryTicket]:
-        model = build()
-        optimizer = sgd(model)
-        ticket = LotteryTicket(model, optimizer, rounds=2, rewind=3)
-        with pf.Checkpoint(folder, model, optimizer, scheduler=ticket) as checkpoint:
-            at = checkpoint.resume()
-            for step in range(at.position["step"] if at else 0, last):
-                if step in (5, 8):
-                    ticket.next_round()
-                update(model, optimizer, ticket, step)
-            checkpoint.save(step=last)
-        return model, ticket
-
-    wanted, one = go(11, tmp_path / "at once")
-    go(stop, tmp_path / "twice")
-    model, other = go(11, tmp_path / "twice")
-    for (name, x), y in zip(model.state_dict().items(), wanted.state_dict().values(), strict=True):
-        assert torch.equal(x, y), name
-    assert [r.steps for r in other.trained()] == [r.steps for r in one.trained()] == [5, 3, 3]
 
 
 def equal_to_one_process(rank: int, size: int) -> None:

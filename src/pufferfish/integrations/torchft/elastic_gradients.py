@@ -80,11 +80,6 @@ class ElasticGradients(ElasticExchange):
         if self._state is None:
             raise ValueError("ElasticGradients: call gradients.start(model, optimizer) before the first step")
         self._state.model, self._stale = model, False
-        for name, p in _trained(model).items():
-            if p.grad is not None and p.grad.is_sparse:
-                raise ValueError(
-                    f"ElasticGradients: {name} has a sparse gradient; build it with sparse=False"
-                )
         while True:
             count, error = self.engine.steps, None
             try:

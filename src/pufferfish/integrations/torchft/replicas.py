@@ -82,10 +82,6 @@ class Replicas:
             raise ValueError(
                 "Replicas: a replica is one process, but a process group is initialized; start each replica on its own"
             )
-        if not 0 < timeout <= patience:
-            raise ValueError(
-                f"Replicas: timeout={timeout:g} must be above 0, and at most patience={patience:g}"
-            )
         limit = timedelta(seconds=timeout)
         hostname = hostname or socket.gethostname()
         # Before the store, which waits long for a wrong name.
@@ -305,10 +301,9 @@ class Replicas:
 
     def _forget_rendezvous(self) -> None:
         """Delete the addresses by which the members of this group have met: a restarted Lighthouse uses the keys again."""
-        if hasattr(self._store, "list_keys"):
-            for key in self._store.list_keys():
-                if "torchft/" in key:
-                    self._store.delete_key(key)
+        for key in self._store.list_keys():
+            if "torchft/" in key:
+                self._store.delete_key(key)
 
 
 def average_of_contributors_(

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from ...checkpoint.checkpoint_files import load_model_state, model_state
-from ...checkpoint.expected_structure import expected_structure, known_plan
-from ...checkpoint.sharded_tensors import is_sharded
+from ...checkpoint.expected_structure import expected_structure, known_plan, restructure_
 from ...checkpoint.stateful_parts import check_is_stateful, state_dicts
-from ...distributed.job import Job
 from ...layers.names import own_name, unwrap
 from ...local.all_finite import all_finite
-from ...lowrank.checks import check_plan
-from ...lowrank.factorize import ranks_of
-from ...lowrank.rewrite import Rewrite, nan_factors
+from ...lowrank.factorize import merge_, ranks_of
 from ...optim.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
 from ...optim.carry import Optimizers, as_list
 from ...planning.plan import Plan
@@ -29,7 +25,6 @@ class SharedState:
     """State that a replica which joins needs from another one, except for the state of the exchange itself.
 
     Args:
-        model: not sharded.
         optimizer: one, several or none.
         switch: restores the low-rank structure, and is restored itself.
         parts: other objects with `state_dict` and `load_state_dict`, such as a scheduler, by name.
@@ -46,10 +41,6 @@ class SharedState:
         switch: Switch | None = None,
         parts: Mapping[str, Any] | None = None,
     ) -> None:
-        if is_sharded(model):
-            raise TypeError(
-                "Replicas: the model is sharded by FSDP2; a replica is one process with a whole model"
-            )
         check_is_stateful(parts or {})
         self.model = model
         self.optimizers: list[optim.Optimizer] = as_list(optimizer)
@@ -86,7 +77,13 @@ class SharedState:
             tensors: those of the model that are sent otherwise.
             own: keep the optimizers of this replica, and what the model has of the `tensors`.
         """
-        self._restructure_(state)
+        if self.ranks and self.ranks != state["ranks"]:
+            merge_(self.model, self.optimizers)
+        if self.switch is not None:
+            self.switch.restore_(self.model, self.optimizers, state["switch"])
+        else:
+            plan = None if state["plan"] is None else Plan.from_json(state["plan"])
+            restructure_(self.model, state["ranks"], plan, self.optimizers)
         inner = unwrap(self.model)
         with torch.no_grad():
             load_model_state(
@@ -104,7 +101,13 @@ class SharedState:
             raise ValueError("pass the same optimizers, parts= and switch= to start on all replicas")
         tensors, inner = {**state["model"], **tensors}, unwrap(self.model)
         buffers = {own_name(name) for name, _ in inner.named_buffers()}  # such as a mask of infinities
-        for name, x in tensors.items():
+        moments = {
+            f"{key} of {name}": x
+            for saved in state["optimizers"]
+            for name, values in saved["state"].items()
+            for key, x in values.items()
+        }
+        for name, x in {**tensors, **moments}.items():
             if name not in buffers and isinstance(x, Tensor) and not all_finite([x]):
                 raise ValueError(f"{name} is not finite")
         if self.ranks and self.ranks != state["ranks"]:
@@ -121,18 +124,3 @@ class SharedState:
         names = names_by_id(model)
         for saved, own, like in zip(state["optimizers"], self.optimizers, optimizers, strict=True):
             check_optimizer(saved, type(own).__name__, group_names(like, names))
-
-    def _restructure_(self, state: Mapping[str, Any]) -> None:
-        """Give the model the low-rank layers of the other replica. Their factors are still to be loaded."""
-        if self.ranks and self.ranks != state["ranks"]:
-            change = Rewrite(unwrap(self.model), self.optimizers)
-            change.merge()
-            Job(self.model).commit([change])
-        if self.switch is not None:
-            self.switch.restore_(self.model, self.optimizers, state["switch"])
-        elif self.ranks != state["ranks"]:
-            plan = Plan.from_json(state["plan"])
-            check_plan(unwrap(self.model), plan)
-            change = Rewrite(unwrap(self.model), self.optimizers)
-            change.factorize(plan, nan_factors)
-            Job(self.model).commit([change])

@@ -1,7 +1,6 @@
 """`StateServer`: sends the state of a replica to one that joins, as safetensors and JSON."""
 
 import json
-import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
 
     def __init__(
         self,
-        hostname: str | None = None,
+        hostname: str,
         timeout: float = 60.0,
         check: Callable[[Any], None] = lambda state: None,
     ) -> None:
@@ -49,12 +48,12 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._check = check
         self._staged: tuple[int, bytes] | None = None  # the step and the state
         self._changed = threading.Condition()
-        self._hostname = hostname or socket.gethostname()
+        self._hostname = hostname
         try:
-            self._server = _Server((self._hostname, 0), _Handler)
+            self._server = _Server((hostname, 0), _Handler)
         except OSError as error:
             raise ValueError(
-                f"hostname={self._hostname!r} is not an address of this machine ({error}); pass the name or address by "
+                f"hostname={hostname!r} is not an address of this machine ({error}); pass the name or address by "
                 "which other replicas reach it"
             ) from error
         self._server.owner = self

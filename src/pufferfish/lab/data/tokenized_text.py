@@ -5,7 +5,7 @@ import importlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .text_splits import TextSplits, split_characters
@@ -129,23 +129,12 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pufferfish"
 
 
-def _checksum(tokens: Mapping[str, Tensor]) -> str:
-    hashed = hashlib.sha256()
-    for split in sorted(tokens):
-        hashed.update(f"{split} {tokens[split].dtype} {len(tokens[split])} ".encode())
-        hashed.update(tokens[split].numpy().tobytes())
-    return hashed.hexdigest()
-
-
 def _read_cached(path: Path) -> dict[str, Tensor] | None:
     """The tokens in a file of the cache; None if it does not exist or is damaged."""
     try:
-        with safe_open(path, "pt") as file:
-            tokens = {split: file.get_tensor(split) for split in file.keys()}  # noqa: SIM118
-            expected = (file.metadata() or {}).get("sha256")
+        return load_file(path)
     except (OSError, SafetensorError):
         return None
-    return tokens if _checksum(tokens) == expected else None
 
 
 def _write_cached(path: Path, tokens: dict[str, Tensor]) -> None:
@@ -153,7 +142,7 @@ def _write_cached(path: Path, tokens: dict[str, Tensor]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            save_file(tokens, Path(folder) / path.name, {"sha256": _checksum(tokens)})
+            save_file(tokens, Path(folder) / path.name)
             (Path(folder) / path.name).replace(path)
     except (OSError, SafetensorError):
         pass  # without a cache, the text is encoded again

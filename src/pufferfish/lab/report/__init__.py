@@ -1,5 +1,5 @@
 """Comparison of runs: one HTML page, or the same tables in Markdown."""
 
-from .report import FORMATS, report, write
+from .report import report, write
 
-__all__ = ["FORMATS", "report", "write"]
+__all__ = ["report", "write"]

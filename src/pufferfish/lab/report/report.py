@@ -11,13 +11,11 @@ from .headline import headline
 from .page import page
 from .tables import Table, all_results, breakdown, predicted, ranks, settings, setup
 
-FORMATS = ("html", "markdown")
-
 
 def report(
     runs: Iterable[str | Path],
-    form: str = "html",
     *,
+    markdown: bool = False,
     title: str = "Comparison of training runs",
     against: str | None = None,
 ) -> str:
@@ -29,7 +27,7 @@ def report(
 
     Args:
         runs: folders of runs, or folders with such folders below them.
-        form: "html" or "markdown".
+        markdown: return Markdown tables instead of a page.
         title: heading of the HTML page.
         against: name of the reference method; by default bf16, or dense if there is no bf16.
 
@@ -39,14 +37,12 @@ def report(
     ...     for name, seconds in ("bf16", 2.0), ("pufferfish", 0.8):
     ...         with RunLog(f"{folder}/{name}", name=name) as log:
     ...             log.result(accuracy=0.9, seconds_a_step=seconds)
-    ...     text = report([folder], "markdown")
+    ...     text = report([folder], markdown=True)
     >>> [line for line in text.splitlines() if line.startswith("| pufferfish")][0]
     '| pufferfish | – | 90.00 | +0.00 | 800 ms | 2.50× | – | – | – | – | 1 |'
     """
-    if form not in FORMATS:
-        raise ValueError(f"form={form!r}: expected one of {', '.join(FORMATS)}")
     comparisons = compare_runs(find_runs(runs), against)
-    if form == "html":
+    if not markdown:
         return page(comparisons, title)
     several = len(comparisons) > 1
     return as_markdown([table for c in comparisons for table in _tables(c, several)])

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from .trust_ratio import LayerwiseOptimizer, trust_ratios
 
 
-class LAMB(LayerwiseOptimizer, optim.AdamW):
+class LAMB(LayerwiseOptimizer, optim.AdamW):  # type: ignore[misc]  # step takes no closure
     """Layer-wise adaptive moments (You et al. 2020): r = m̂/(√v̂ + ε) + λw, then w ← w − lr · ‖w‖/‖r‖ · r.
 
     Args:

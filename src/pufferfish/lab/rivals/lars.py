@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from .trust_ratio import LayerwiseOptimizer, trust_ratios
 
 
-class LARS(LayerwiseOptimizer, optim.SGD):
+class LARS(LayerwiseOptimizer, optim.SGD):  # type: ignore[misc]  # step takes no closure
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017).
 
     g ← η‖w‖/(‖g‖ + λ‖w‖) · (g + λw), then momentum and the step of SGD. As in torch's SGD, the learning rate is not part

@@ -1,5 +1,6 @@
 """`LotteryTicket`: train, prune the smallest weights, rewind the others and train again, round after round."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from ...distributed.job import Job
 from ...optim.carry import Optimizers, as_list, check_optimizers
 from .pruning_masks import PruningMasks
-from .snapshot import clone_nested, restore_snapshot, snapshot
+from .snapshot import restore_snapshot, snapshot
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class LotteryTicket:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume inside the saved round; load model and optimizer separately."""
         self._masks.load(state["masks"])
-        self._early = clone_nested(state["early"])
+        self._early = copy.deepcopy(state["early"])
         self.done = [PruningRound(**r) for r in state["rounds"]]
         self._steps = state["steps"]
 

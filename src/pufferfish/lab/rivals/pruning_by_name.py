@@ -28,8 +28,7 @@ def build_pruning_change(
 ) -> PruningChange:
     """Build the pruning method of that name, such as "lottery-ticket-9", for a recipe of `epochs`."""
     parsed = _parse(text)
-    if parsed is None:
-        raise ValueError(f"{text!r} is none of {', '.join(PRUNING_METHODS)}")
+    assert parsed is not None  # callers ask `is_pruning_method`
     name, number = parsed
     length = {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
     if name == "lottery-ticket":

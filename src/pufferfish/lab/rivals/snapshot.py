@@ -1,5 +1,6 @@
 """`snapshot`: a copy of the state of a model and its optimizers, to rewind them to."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> dict[st
     """
     names = names_by_id(model)
     states = [optimizer_state(optimizer, names) for optimizer in optimizers]
-    copy: dict[str, Any] = clone_nested({"model": _tensors(model), "optimizers": states})
-    return copy
+    return copy.deepcopy({"model": _tensors(model), "optimizers": states})
 
 
 @torch.no_grad()
@@ -36,20 +36,11 @@ def restore_snapshot(
         x.copy_(saved["model"][name])
     names = names_by_id(model)
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        load_optimizer(optimizer, names, clone_nested(state))
+        load_optimizer(optimizer, names, copy.deepcopy(state))
     for p in unwrap(model).parameters():
         p.grad = None
 
 
-def clone_nested(x: Any) -> Any:
-    """Copy nested dicts and lists, and clone the tensors in them."""
-    if isinstance(x, Tensor):
-        return x.detach().clone()
-    if isinstance(x, dict):
-        return {key: clone_nested(value) for key, value in x.items()}
-    return [clone_nested(value) for value in x] if isinstance(x, list) else x
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, not copied."""
-    return {own_name(name): x for name, x in unwrap(model).state_dict(keep_vars=True).items()}
+    return {own_name(name): x for name, x in unwrap(model).state_dict().items()}

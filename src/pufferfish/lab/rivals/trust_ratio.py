@@ -1,6 +1,5 @@
 """The trust ratio of LARS and LAMB, and the base class of both."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +10,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """Base of optimizers that scale the update of each matrix or filter; vectors have no weight decay and ratio 1."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; `closure` computes loss and gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """Update the parameters."""
         for group in self.param_groups:
             for scaled in (True, False):
                 params = [p for p in group["params"] if p.grad is not None and (p.dim() > 1) == scaled]
                 if params:
                     self._update(group, params, [p.grad for p in params], scaled)
-        return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], scaled: bool) -> None:
         """Update some parameters of a group; if `scaled`, with weight decay and the trust ratio."""

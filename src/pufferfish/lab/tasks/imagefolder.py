@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,10 +28,7 @@ Images = list[tuple[Path, int]]  # files and the numbers of their classes
 
 @dataclass(frozen=True)
 class ImageFolder(ImageClassification):
-    """A data folder with `train` and `val`, each with one folder of images per class.
-
-    As is usual with ImageNet, `val` is the test split, and validation images are held out of `train`.
-    """
+    """A data folder with `train` and `val`, the test split, each with one folder of images per class."""
 
     name = "imagefolder"
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -55,8 +51,6 @@ class ImageFolder(ImageClassification):
         return resnet50(classes=self.classes, width=width)
 
     def load(self, folder: Path | None) -> dict[str, Images]:
-        if find_spec("PIL") is None:
-            raise ImportError("the imagefolder task needs Pillow to read images: pip install pillow")
         root = data_folder(folder, self.name, "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
         (train, classes), (val, others) = (list_images(root / name) for name in ("train", "val"))
         if different := sorted({*classes} ^ {*others}):

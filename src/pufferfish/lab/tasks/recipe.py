@@ -67,21 +67,11 @@ class Recipe:
         if self.schedule == "inverse-sqrt" and not self.warm_up:
             raise ValueError("Recipe: schedule='inverse-sqrt' needs warm_up > 0")
 
-    def override(self, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
-        """Return a copy with other epochs or batch; `switch_at` is scaled with the epochs.
-
-        >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).override(epochs=6).switch_at
-        2
-        """
-        epochs = self.epochs if epochs is None else epochs
-        switch_at = self.switch_at and max(round(self.switch_at * epochs / self.epochs), 1)
-        return replace(self, epochs=epochs, batch=self.batch if batch is None else batch, switch_at=switch_at)
-
     def changed(self, text: str, *, epochs: int | None = None, batch: int | None = None) -> Recipe:
         """Return a copy with the values of a text such as `optimizer=muon,rank=0.33`.
 
-        With other epochs, `switch_at` is scaled as in `override`, unless the text sets it. `epochs` and `batch` take
-        precedence over those of the text.
+        With other epochs, `switch_at` is scaled, unless the text sets it. `epochs` and `batch` take precedence over those
+        of the text.
 
         >>> Recipe(epochs=12, batch=32, lr=0.1, switch_at=4).changed("epochs=6,nesterov=true,clip=none").switch_at
         2
@@ -98,8 +88,9 @@ class Recipe:
             values[name] = _parse_value(kinds[name], part, value)
         given = {"epochs": epochs, "batch": batch}
         values |= {name: value for name, value in given.items() if value is not None}
-        scaled = self.override(epochs=values.get("epochs"), batch=values.get("batch"))
-        return replace(scaled, **values)
+        if self.switch_at and "epochs" in values:
+            values.setdefault("switch_at", max(round(self.switch_at * values["epochs"] / self.epochs), 1))
+        return replace(self, **values)
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step`, counted from 0, in a run of `steps` updates."""

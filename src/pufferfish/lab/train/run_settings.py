@@ -1,6 +1,7 @@
 """`RunSettings`: settings of a training run beside its task."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -8,10 +9,7 @@ import torch
 from ..network import LinkShape
 from ..tasks import Recipe, Task
 from .narrow_method import NarrowWidth, check_takes_width
-from .sinks import check_sinks
 from .training_method import TrainingMethod
-
-PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class RunSettings:
         simulate: number of workers to simulate exactly in this process; their times are predicted.
         network: link for the predictions.
         save_model: write the trained model to the subfolder `model`, by `pufferfish.save`.
-        sinks: further outputs for metrics: "jsonl", "tensorboard".
+        tensorboard: write the metrics to TensorBoard files, too.
         quiet: write no messages.
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
@@ -56,7 +54,7 @@ class RunSettings:
     simulate: int | None = None
     network: str = "10gbit"
     save_model: bool = False
-    sinks: tuple[str, ...] = ()
+    tensorboard: bool = False
     quiet: bool = False
     hosts: int = 1
     timeout: float | None = None
@@ -70,12 +68,13 @@ class RunSettings:
                 raise ValueError(f"--{name} {value}: must be at least 1")
         if self.timeout is not None and not 0 < self.timeout < 1e9:
             raise ValueError(f"--timeout {self.timeout:g}: must be a number of seconds above 0")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
         LinkShape.parse(self.network)
-        check_sinks(self.sinks)
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ImportError(
+                "--tensorboard: the package tensorboard is not installed: pip install tensorboard"
+            )
 
     def check(self, task: Task, processes: int) -> None:
         """Raise ValueError if the settings do not fit the task or the number of processes."""

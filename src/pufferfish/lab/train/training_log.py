@@ -1,33 +1,35 @@
-"""`TrainingLog`: a `RunLog` that excludes evaluation from its clock and writes to sinks too."""
+"""`TrainingLog`: a `RunLog` that excludes evaluation from its clock, and writes to TensorBoard too."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...measure import RunLog
-from .sinks import SINKS, Sink
 
 
 class TrainingLog(RunLog):
-    """A `RunLog` whose clock can be paused, and whose rows also go to sinks.
+    """A `RunLog` whose clock can be paused, and whose rows also go to TensorBoard.
 
     Args:
-        sinks: names of `SINKS`.
+        tensorboard: write event files to the folder `tensorboard` in the run's.
         record: other arguments of `RunLog`.
     """
 
     def __init__(
-        self, folder: Path, sinks: Sequence[str] = (), resume: int | None = None, **record: Any
+        self, folder: Path, tensorboard: bool = False, resume: int | None = None, **record: Any
     ) -> None:
         super().__init__(folder, resume=resume, **record)
         self.simulated_seconds: float | None = None  # predicted training time of simulated workers
-        self._sinks: list[Sink] = []
-        for name in sinks if self.writes else ():
-            self._sinks.append(SINKS[name](folder, resume))
+        self._tensorboard: Any = None
+        if tensorboard and self.writes:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = None if resume is None else resume + 1
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def __enter__(self) -> TrainingLog:
         return self
@@ -50,10 +52,10 @@ class TrainingLog(RunLog):
         if self.simulated_seconds is not None:
             self._previous_seconds, self._started = self.simulated_seconds, time.perf_counter()
         super().log(step=step, epoch=epoch, **values)
-        for sink in self._sinks:
-            sink.log(step, epoch, {name: float(x) for name, x in values.items()})
+        for name, x in values.items() if self._tensorboard else ():
+            self._tensorboard.add_scalar(name, float(x), step)
 
     def close(self, finished: bool = True) -> None:
         super().close(finished)
-        while self._sinks:
-            self._sinks.pop().close()
+        if self._tensorboard:
+            self._tensorboard.close()

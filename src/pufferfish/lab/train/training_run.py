@@ -16,9 +16,9 @@ from ...local.all_finite import all_finite
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
-from .build_step_runner import build_step_runner
 from .byte_counter import ByteCounter
 from .console import Console
+from .local_step_runner import LocalStepRunner
 from .low_rank_change import build_model_change
 from .macs_per_row import macs_per_row
 from .peak_memory import peak_memory, reset_peak_memory
@@ -30,6 +30,7 @@ from .signals import sigint_as_sigterm
 from .simulated_ddp import SimulatedDDP
 from .simulated_local_runner import SimulatedLocalRunner
 from .simulated_step_runner import SimulatedStepRunner, worker_seed
+from .step_runner import StepRunner
 from .step_timer import StepTimer
 from .training_log import TrainingLog
 
@@ -63,11 +64,15 @@ class TrainingRun:
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
-        self.runner = build_step_runner(c)
-        if isinstance(self.runner, SimulatedStepRunner):
-            self.hook = self.runner.ddp
-        elif isinstance(self.runner, SimulatedLocalRunner):
-            self.hook = self.runner.local
+        self.runner: StepRunner
+        if settings.simulate is None:
+            self.runner = LocalStepRunner(c) if settings.method.local else StepRunner(c)
+        elif settings.method.local:
+            self.runner = local_steps = SimulatedLocalRunner(c)
+            self.hook = local_steps.local
+        else:
+            self.runner = steps = SimulatedStepRunner(c)
+            self.hook = steps.ddp
         workers.run_on_all(self._check)
         torch.manual_seed(worker_seed(settings.seed, workers.rank))
         self.steps_per_epoch = task.steps(data, self.recipe.batch)
