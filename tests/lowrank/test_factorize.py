@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import pufferfish as pf
 from mixed import Mixed, images, low_rank_modules
+from processes import in_processes
 from pufferfish.planning.progress import display_progress
 
 # Splitting.
@@ -198,6 +199,21 @@ def test_hooks_on_parameters_that_stay_go_on_firing() -> None:
     pf.merge_(model)
     model(torch.randn(2, 64)).sum().backward()
     assert seen == [64, 64]
+
+
+def other_models_leave_transformers_alone(rank: int, size: int) -> None:
+    from transformers import PreTrainedModel
+
+    before = dict(vars(PreTrainedModel))
+    model = nn.Sequential(nn.Linear(64, 64))
+    pf.factorize_(model, pf.plan(model))
+    assert dict(vars(PreTrainedModel)) == before
+
+
+def test_other_models_leave_transformers_alone() -> None:
+    """In a process of its own: models of transformers extend its classes."""
+    pytest.importorskip("transformers")
+    in_processes(other_models_leave_transformers_alone, 1)
 
 
 # Devices; copies, precision and compilation are in test_export.py.

@@ -74,7 +74,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
     "momentum, named": lambda model: torch.optim.SGD(model.named_parameters(), 0.01, momentum=0.9),
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), 1e-3, momentum=0.9, centered=True),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), 1e-3, momentum=0.9),
     "two groups": lambda model: torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},

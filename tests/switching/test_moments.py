@@ -6,7 +6,6 @@ import warnings
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,17 +42,10 @@ def test_a_missing_position_is_asked_for(when: pf.AtEpoch, at: Position, wanted:
         when(at)
 
 
-@pytest.mark.parametrize("wrong", [-1, 80.5, "3", math.nan])
-def test_settings_are_checked(wrong: Any) -> None:
-    for make in (AtEpoch, AtStep, AtFraction, lambda x: RanksSettle(span=x)):
-        with pytest.raises(ValueError, match=r"(At\w+|RanksSettle: span): .* is not a (whole )?number"):
-            make(wrong)
-    for settings in ({"every": 0}, {"window": 0}, {"span": 0}, {"tolerance": -1}):
-        with pytest.raises(ValueError, match=rf"RanksSettle: {next(iter(settings))}: .* is not a"):
-            RanksSettle(**settings)
-    with pytest.raises(TypeError, match="latest: 80 is not a moment such as"):
-        RanksSettle(latest=80)  # type: ignore[arg-type]
-    assert AtStep(np.int64(3))(Position(step=3))
+@pytest.mark.parametrize("share", [-0.1, 80, math.nan])
+def test_a_share_is_no_percentage(share: float) -> None:
+    with pytest.raises(ValueError, match="is not a number between 0 and 1"):
+        AtFraction(share)
 
 
 def flat_after(history: list[dict[str, float]], when: RanksSettle) -> int:

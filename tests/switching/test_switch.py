@@ -42,38 +42,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("make", [momentum, adamw])
-def test_it_is_factorize_at_the_right_moment(make: Any) -> None:
-    model, reference = build(), build()
-    optimizer, other = make(model), make(reference)
-    switch = pf.Switch(rank=0.25, keep=["4"], when=pf.AtStep(3))
-    switched = []
-    for step in range(6):
-        switched.append(switch.step(model, optimizer, step=step))
-        assert not switch.step(model, optimizer, step=step)  # twice at one position
-        if step == 3:
-            pf.factorize_(reference, pf.plan(reference, 0.25, keep=["4"]), other)
-        update(model, optimizer, step)
-        update(reference, other, step)
-    assert switched == [False, False, False, True, False, False]
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
-def test_the_report() -> None:
-    model = build()
-    switch = pf.Switch(pf.plan(model, 8, min_saving=-1), when=pf.AtEpoch(0))
-    assert switch.step(model, momentum(model), epoch=0, total=9)
-    assert switch.report is not None
-    text = str(switch.report)
-    assert "epoch 0" in text
-    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
-    worst = switch.report.worst
-    errors = [e.error for e in switch.report.plan if e.error is not None]
-    assert [e.error for e in worst] == sorted(errors, reverse=True)[:5]
-    assert all(e.name in text for e in worst)
-
-
 def test_reset_drops_the_state_of_replaced_parameters_and_only_theirs() -> None:
     model = build()
     optimizer = adamw(model)
@@ -320,24 +288,7 @@ def test_moments_are_checked_at_once() -> None:
         pf.Switch(rank=16, when=3)
     with pytest.raises(TypeError, match=r"back=RanksSettle.* is not a moment"):
         pf.Switch(rank=16, back=pf.RanksSettle())
-    for when, back in [(pf.AtStep(2), pf.AtStep(2)), (pf.AtFraction(0.5), pf.AtFraction(0.3))]:
-        with pytest.raises(ValueError, match=r"back=At.* is not after when=At"):
-            pf.Switch(rank=16, when=when, back=back)
     model = build()
     switch = pf.Switch(rank=16, keep=["4"], when=pf.AtStep(2), back=pf.AtEpoch(3))
     with pytest.raises(ValueError, match=r"AtEpoch.* needs epoch="):
         switch.step(model, momentum(model), step=0)
-
-
-def test_a_model_without_parameters() -> None:
-    with pytest.raises(ValueError, match="the model has no parameters"):
-        pf.Switch(rank=16).step(nn.ReLU(), [], step=0)
-
-
-def test_an_empty_layer_stays_dense() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 0))
-    switch = pf.Switch(when=pf.AtStep(1))
-    for step in range(2):
-        switch.step(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
-    assert switch.report is not None
-    assert switch.report.plan["1"].rank is None

@@ -44,8 +44,6 @@ class FiniteGuard:
     def __init__(self, model: nn.Module, on_bad: Literal["raise", "skip"] = "raise", limit: int = 10) -> None:
         if on_bad not in ("raise", "skip"):
             raise ValueError(f'FiniteGuard: on_bad={on_bad!r} is neither "raise" nor "skip"')
-        if limit < 1:
-            raise ValueError(f"FiniteGuard: limit={limit} is not a number of updates; use 1 or more")
         self.model = model
         self.on_bad = on_bad
         self.limit = limit

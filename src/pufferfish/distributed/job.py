@@ -1,9 +1,8 @@
 """`Job`: a model with its wrappers and its workers. It is checked before a change; a DDP wrapper is re-initialized after it."""
 
 import gc
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, own_name, unwrap
 from ..lowrank.checks import check_plan
 from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
-from ..optim.carry import Undo, check_optimizers, reset_state
+from ..optim.carry import Undo, check_optimizers
 from ..planning.plan import Plan
 from ..planning.planner import apply_rules
 from . import shared_svd
@@ -56,9 +55,7 @@ class Job:
         self.model = model
         self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
-        first = next(iter(self.inner.parameters()), None)
-        if first is None:
-            raise ValueError(f"{caller}: the model has no parameters")
+        first = next(self.inner.parameters())
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
             if group is not None:
@@ -89,6 +86,14 @@ class Job:
                 stacklevel=4,
             )
 
+    def check_rewrap(self) -> None:
+        """Raise ValueError if an argument of the DDP wrapper cannot be read back."""
+        if self.ddp is not None and self.ddp._delay_all_reduce_params:
+            raise ValueError(
+                "DDP does not store its argument delay_all_reduce_named_params, so the wrapper cannot be changed; "
+                "change its module, and wrap that again"
+            )
+
     @property
     def dense(self) -> nn.Module:
         return self.inner
@@ -97,25 +102,18 @@ class Job:
         """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker."""
         return shared_svd.spectra(self.inner, self.workers, names)
 
-    def checked(self, optimizers: list[Optimizer], check: Callable[[], T]) -> T:
-        """Run `check` on all workers, then repair on all of them, with a warning, what would stay unnoticed.
-
-        Parameters that differ between the workers get the values of worker 0. Optimizer state that is not finite on any worker
-        is reset: carried over to the factors it would make them NaN at the next update, and the job can continue without it.
-        """
+    def checked(self, check: Callable[[], T]) -> T:
+        """Run `check` on all workers, then give parameters that differ between them the values of worker 0, with a warning."""
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
         results: list[T] = []
 
-        def work() -> tuple[list[int], list[str]]:
+        def work() -> list[int]:
             results.append(check())
-            compared = [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
-            return compared, _bad_state(optimizers, parameters)
+            return [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
 
-        answers = self.workers.gather(work)
-        sums = [own for own, _ in answers]
+        sums = self.workers.gather(work)
         columns = zip(*sums, strict=True)  # none for shards, which differ
         differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
-        bad = [name for name in parameters if any(name in names for _, names in answers)]
         if differ:
             others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
             warnings.warn(
@@ -126,23 +124,11 @@ class Job:
             with torch.no_grad():
                 for p in (parameters[name] for name in differ):
                     p.copy_(self.workers.broadcast_tensor(p.detach().to(self.workers.device).contiguous(), 0))
-        if bad:
-            where = workers_text([worker for worker, (_, names) in enumerate(answers) if names])
-            warnings.warn(
-                f"{self.workers.operation}: the optimizer state of {_some(bad)} contains inf or NaN on {where}; it is reset. "
-                "pf.FiniteGuard skips the updates that cause this",
-                stacklevel=4,
-            )
-            for optimizer in optimizers:
-                for p in (parameters[name] for name in bad):
-                    if p in optimizer.state:
-                        reset_state(optimizer, optimizer.state, [p])
         return results[0]
 
     def commit(
         self,
         changes: Iterable[Rewrite],
-        arguments: dict[str, Any],
         averages: Iterable[nn.Module] = (),
         *,
         agree: bool = False,
@@ -153,7 +139,6 @@ class Job:
         An error takes everything back; a signal takes effect at the end.
 
         Args:
-            arguments: for DDP's constructor, in addition to those read back from the wrapper.
             averages: averaged copies of the model that change too, in their wrappers.
             agree: begin when all workers are prepared; if one of them fails before, no model changes.
             then: assigns what belongs to the change.
@@ -164,9 +149,8 @@ class Job:
                 self.workers.run_on_all(lambda: None)
             for one in changes:
                 one.commit(undo)
-            for ddp, own in [(self.ddp, arguments), *((find_ddp(average), {}) for average in averages)]:
-                if ddp is not None:
-                    rewrap_(ddp, own, undo)
+            for ddp in filter(None, (self.ddp, *map(find_ddp, averages))):
+                rewrap_(ddp, undo)
             then(undo)
 
         all_or_nothing(change)
@@ -182,7 +166,7 @@ def agreed_factors(
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
     plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
     job.workers.run_on_all(lambda: check_optimizers(optimizers))
-    job.checked(optimizers, lambda: check_plan(model, plan, finite=True))
+    job.checked(lambda: check_plan(model, plan, finite=True))
     if unresolved := [e.name for e in plan if e.rule is not None]:
         plan = apply_rules(plan, job.spectra(unresolved))
     return plan, shared_svd.factors(model, plan, job.workers), job.workers
@@ -207,20 +191,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def check_rewrap(ddp: DistributedDataParallel, arguments: dict[str, Any]) -> None:
-    """Raise an error if an argument of the wrapper cannot be read back and is not in `arguments`, or is not one of DDP's."""
-    try:
-        inspect.signature(DistributedDataParallel).bind_partial(**arguments)
-    except TypeError as error:
-        raise TypeError(f"Switch: rewrap: DistributedDataParallel {error}") from None
-    if ddp._delay_all_reduce_params and "delay_all_reduce_named_params" not in arguments:
-        raise ValueError(
-            "DDP does not store its argument delay_all_reduce_named_params; pass it (and param_to_hook_all_reduce) "
-            "again in Switch(rewrap={…}), or merge ddp.module and wrap it again"
-        )
-
-
-def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo) -> None:
+def rewrap_(ddp: DistributedDataParallel, undo: Undo) -> None:
     """Run the wrapper's constructor again on the same object, with the arguments it was created with.
 
     Training loops, trainers and compiled graphs keep their reference to the wrapper. Nothing is synchronized: all
@@ -242,7 +213,7 @@ def rewrap_(ddp: DistributedDataParallel, arguments: dict[str, Any], undo: Undo)
     # Inside of `ddp.join()`, `_join_config` says that other workers may have run out of data.
     attributes = {k: vars(ddp)[k] for k in (*CALL_HOOKS, "training", "_join_config") if k in vars(ddp)}
     undo.keep(vars(ddp))
-    DistributedDataParallel.__init__(ddp, ddp.module, **(own | {"init_sync": False} | arguments))
+    DistributedDataParallel.__init__(ddp, ddp.module, init_sync=False, **own)
     vars(ddp).update(attributes)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
@@ -258,21 +229,6 @@ def _checksums(parameters: Iterable[Tensor]) -> list[int]:
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
     return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
-
-
-def _bad_state(optimizers: list[Optimizer], parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of the parameters whose optimizer state contains inf or NaN."""
-    return [
-        name
-        for name, p in parameters.items()
-        for optimizer in optimizers
-        if p in optimizer.state and not all(_finite(x) for x in optimizer.state[p].values())
-    ]
-
-
-def _finite(value: object) -> bool:
-    """Whether a value of optimizer state has only finite numbers; of a sharded one, those of this worker."""
-    return not isinstance(value, Tensor) or bool(getattr(value, "_local_tensor", value).isfinite().all())
 
 
 def _some(names: list[str]) -> str:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -140,13 +141,15 @@ class Workers:
 
     def max(self, values: Tensor) -> Tensor:
         """Elementwise maximum over the workers, on the CPU."""
-        return self._all_reduce(values, dist.ReduceOp.MAX)
+        if self.size > 1:
+            values = values.to(self.device)
+            with self._contact() as group:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        return values.cpu()
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Mean of each number over the workers."""
-        shares = torch.tensor(values, dtype=torch.float64) / self.size
-        means: list[float] = self._all_reduce(shares, dist.ReduceOp.SUM).tolist()
-        return means
+        return [fmean(column) for column in zip(*self.gather(lambda: list(values)), strict=True)]
 
     def any_async(self, flag: bool) -> bool:
         """Whether any worker passed True: at the next call, or at once in a single process.
@@ -215,13 +218,6 @@ class Workers:
         return [
             bytes(text[:length].cpu().numpy()).decode() for text, length in zip(texts, lengths, strict=True)
         ]
-
-    def _all_reduce(self, values: Tensor, op: Any) -> Tensor:
-        if self.size > 1:
-            values = values.to(self.device)
-            with self._contact() as group:
-                dist.all_reduce(values, op, group=group)
-        return values.cpu()
 
     def _round(self, kind: str, payload: bytes) -> list[bytes]:
         """The payloads of all workers, after a check that all are in the same round of the same operation."""

@@ -164,14 +164,13 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     if unwrap(model) is model and find_compiled(model) is None:
         merge_layers_(model, optimizer)
         return
-    from ..distributed.job import Job, check_rewrap  # wrappers are the concern of a package below this one
+    from ..distributed.job import Job  # wrappers are the concern of a package below this one
 
     job = Job(model, "merge_")
-    if job.ddp is not None:
-        check_rewrap(job.ddp, {})
+    job.check_rewrap()
     change = Rewrite(job.inner, optimizer)
     change.merge()  # on this worker: rank 0 may merge alone, for an export
-    job.commit([change], {})
+    job.commit([change])
     change.carrier.warn_of_resets(stacklevel=3)
 
 

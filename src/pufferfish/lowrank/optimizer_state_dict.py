@@ -67,7 +67,7 @@ def convert_optimizer(
             pieces = {p: states[layer.key(p)] for p in mapping.targets[part]}
             carried[news[0]] = dense_state(mapping, part, pieces)
 
-    new_shapes = _shapes(dense if back else low_rank)
+    changed, changed_keys = (dense, dense_keys) if back else (low_rank, low_rank_keys)
     groups = []
     numbers: dict[str, int] = {}
     for group in saved["param_groups"]:
@@ -79,7 +79,7 @@ def convert_optimizer(
             first = {x[2][0]: x[0].key(x[0].mapping.targets[x[1]][0]) for x in replaced.values()}
             new = [name for name in new if name not in first or first[name] in names.values()]
         for name in new:
-            if "ns_steps" in group and len(new_shapes[name]) != 2:
+            if "ns_steps" in group and len(changed.shapes[changed_keys[name]][0]) != 2:
                 raise ValueError(
                     f"{name}: Muon takes matrices only, so this factor would belong to another optimizer; convert the "
                     "file without optimizer state, or load it and call pf.factorize_ with both optimizers"
@@ -122,10 +122,6 @@ def low_rank_names(plan: Plan) -> list[str]:
         flat.sort(key=lambda n: (1, children.index(n.split(".")[0])) if "." in n else (0, 0))
         names += [layer.key(n) for n in flat]
     return names
-
-
-def _shapes(state: Source) -> dict[str, torch.Size]:
-    return {name: state.shapes[key][0] for name, key in keys_by_name(state).items()}
 
 
 def _without_wrappers(layer: FactorizedLayer) -> FactorizedLayer:

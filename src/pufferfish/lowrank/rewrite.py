@@ -189,7 +189,8 @@ def _stops_wait() -> Iterator[None]:
         if len(arrived) > 1:
             handlers[number](number, frame)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, *_numbers("SIGHUP", "SIGUSR1", "SIGUSR2"))
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # those that this system has
     handlers: dict[int, Any] = {n: h for n in numbers if callable(h := signal.getsignal(n))}
     try:
         for number in handlers:
@@ -200,11 +201,6 @@ def _stops_wait() -> Iterator[None]:
             signal.signal(number, handler)
         if len(arrived) == 1:
             signal.raise_signal(arrived[0])
-
-
-def _numbers(*names: str) -> list[int]:
-    """Signals that this system has."""
-    return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
 def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:

@@ -96,7 +96,7 @@ def factorized(source: Source, plan: Plan) -> list[LazyTensor]:
         if key not in layers:
             tensors.append(LazyTensor(key, shape, dtype, lambda key=key: source.get(key)))  # type: ignore[misc]
             continue
-        layer, dense = layers[key], layers[key].dense_name(key)
+        layer, dense = layers[key], key.removeprefix(layers[key].prefix)
         for e in layer.entries:
             x = e.matrix
             assert x is not None
@@ -145,9 +145,6 @@ class FactorizedLayer:
 
     def key(self, name: str) -> str:
         return self.prefix + name
-
-    def dense_name(self, key: str) -> str:
-        return key.removeprefix(self.prefix)
 
     @property
     def mapping(self) -> FactorMap:

@@ -19,15 +19,12 @@ State = dict[str, Any]
 
 #: How each state tensor of torch's optimizers depends on the gradients.
 _KINDS = {
-    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg"), "gradient"),
+    **dict.fromkeys(("momentum_buffer", "exp_avg"), "gradient"),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), "square"),
-    "exp_inf": "absolute",
-    "acc_delta": "squared update",
 }
 _NUMBERS = {"step", "mu_product"}
 _SUPPORTED = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam,
-    optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Muon,
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad, optim.Muon,
 )  # fmt: skip
 _REFUSED = (optim.LBFGS, optim.SparseAdam)
 _CARRIED = f"state is carried for {', '.join(kind.__name__ for kind in _SUPPORTED)} of torch.optim"
@@ -104,9 +101,10 @@ def _group_counter(optimizer: optim.Optimizer, later: bool) -> str:
 
 
 def _carries_all(optimizer: optim.Optimizer) -> bool:
-    """Whether all state that the optimizer has now can be carried."""
+    """Whether all state that the optimizer has now, and will have, can be carried."""
     states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
-    return isinstance(optimizer, _SUPPORTED) and all(map(can_carry, states))
+    known = isinstance(optimizer, _SUPPORTED) and not optimizer.defaults.get("centered")  # an RMSprop
+    return known and all(map(can_carry, states))
 
 
 def type_name(optimizer: optim.Optimizer) -> str:
@@ -266,10 +264,11 @@ class Carrier:
 
 
 class Undo:
-    """Assigns, and remembers what was there, so that it can be taken back.
+    """Remembers what was there before an assignment, so that it can be taken back.
 
     >>> undo, d = Undo(), {"a": 1}
-    >>> undo.set(d, "a", 2)
+    >>> undo.keep(d)
+    >>> d["a"] = 2
     >>> undo.run()
     >>> d
     {'a': 1}
@@ -282,12 +281,6 @@ class Undo:
         """Take all assignments back, the last one first."""
         while self._back:
             self._back.pop()()
-
-    def set(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Set the value of a key that is there."""
-        old = mapping[key]
-        self._back.append(lambda: mapping.__setitem__(key, old))
-        mapping[key] = value
 
     def setattr(self, owner: object, name: str, value: Any) -> None:
         """Set an attribute that is there."""
@@ -325,34 +318,26 @@ class _Draft:
             self.state[parameter] = state
 
     def reset_state(self, parameters: Iterable[Tensor]) -> None:
-        reset_state(self.optimizer, self.state, parameters)
+        """Start parameters without state. Adagrad's must exist from its construction on."""
+        for p in parameters:
+            self.state.pop(p, None)
+            if isinstance(self.optimizer, optim.Adagrad):
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
     def commit(self, undo: Undo) -> None:
         for group, draft in zip(self.optimizer.param_groups, self.groups, strict=True):
-            for key in ("params", "param_names"):
-                if key in group:
-                    undo.set(group, key, draft[key])
+            undo.keep(group)
+            group.update({key: draft[key] for key in ("params", "param_names") if key in group})
         if self.state is not self.optimizer.state:
             undo.keep(self.optimizer.state)
             self.optimizer.state.clear()
             self.optimizer.state.update(self.state)
 
 
-def reset_state(
-    optimizer: optim.Optimizer, state: MutableMapping[Tensor, State], parameters: Iterable[Tensor]
-) -> None:
-    """Start parameters without state. Adagrad's must exist from its construction on."""
-    for p in parameters:
-        state.pop(p, None)
-        if isinstance(optimizer, optim.Adagrad):
-            start = optimizer.defaults["initial_accumulator_value"]
-            state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
-
-
 def factor_state(params: FactorMap, source: str, state: State) -> dict[str, State]:
     """Compute the states of the low-rank parameters that replace the dense parameter `source`, by name."""
     kinds = state_kinds(state)
-    state = square_to_variance(state)
     states: dict[str, State] = {}
     for x in params.matrices:
         factorized = x.name in params.ranks
@@ -372,13 +357,12 @@ def factor_state(params: FactorMap, source: str, state: State) -> dict[str, Stat
                     tensor = key in kinds and value is not None
                     part = value[index] if tensor else value
                     states[target][key] = _like(params.low_rank[target], part, value, tensor)
-    return {name: variance_to_square(carried) for name, carried in states.items()}
+    return states
 
 
 def dense_state(params: FactorMap, target: str, states: dict[str, State]) -> State:
     """Compute the state of the dense parameter `target` from the states of the low-rank ones, by name."""
     state: State = {}
-    states = {name: square_to_variance(part) for name, part in states.items()}
     first = next(iter(states.values()))
     kinds = state_kinds(first)
     new = params.dense[target]
@@ -397,35 +381,13 @@ def dense_state(params: FactorMap, target: str, states: dict[str, State]) -> Sta
             return cast(Tensor, states[name][key])
 
         state[key] = params.assemble(target, out, lifted, copied)
-    return variance_to_square(state)
-
-
-# Centered RMSprop divides by √(mean square − squared mean). Carried separately, this difference could become
-# negative. So the variance is carried like a square; a few eps more keep rounding from making it negative.
-
-
-def square_to_variance(state: State) -> State:
-    """Replace the mean square of centered RMSprop by the variance."""
-    mean = state.get("grad_avg")
-    if mean is None:
-        return state
-    return state | {"square_avg": (state["square_avg"] - mean.square()).clamp_min(0)}
-
-
-def variance_to_square(state: State) -> State:
-    """Undo `square_to_variance`."""
-    mean = state.get("grad_avg")
-    if mean is None:
-        return state
-    margin = 4 * torch.finfo(mean.dtype).eps
-    return state | {"square_avg": state["square_avg"] + (1 + margin) * mean.square()}
+    return state
 
 
 def state_kinds(state: State) -> dict[str, str]:
     """Return the kind of each state tensor, for `project` and `lift`."""
-    # The momentum of RMSprop, which has `square_avg` but no `acc_delta`, is that of normalised gradients.
-    rmsprop = "square_avg" in state and "acc_delta" not in state
-    return _KINDS | {"momentum_buffer": "normalised"} if rmsprop else _KINDS
+    # The momentum of RMSprop, which has `square_avg`, is that of normalised gradients.
+    return _KINDS | {"momentum_buffer": "normalised"} if "square_avg" in state else _KINDS
 
 
 def can_carry(state: State) -> bool:
@@ -439,14 +401,9 @@ def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]
         return M @ V.mT, U.mT @ M
     if kind == "square":
         return M @ V.square().mT, U.square().mT @ M
-    if kind == "absolute":  # size of a sum of terms with random signs
-        mU, mV = project("square", M.square(), U, V)
-        return mU.sqrt(), mV.sqrt()
+    assert kind == "normalised"
     norm_U, norm_V = _norms(U, V)
-    if kind == "normalised":
-        return M @ (V / norm_V).mT, (U / norm_U).mT @ M
-    assert kind == "squared update"
-    return M @ (V / norm_V / norm_V).square().mT, (U / norm_U / norm_U).square().mT @ M
+    return M @ (V / norm_V).mT, (U / norm_U).mT @ M
 
 
 def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
@@ -463,13 +420,9 @@ def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
         columns = mV.sum(-2, keepdim=True) / U.square().sum((-2, -1), keepdim=True).clamp_min(1e-30)
         mean = (rows.mean(-2, keepdim=True) + columns.mean(-1, keepdim=True)) / 2
         return rows * columns / mean.clamp_min(1e-30)
-    if kind == "absolute":
-        return lift("square", mU.square(), mV.square(), U, V).sqrt()
-    if kind == "normalised":
-        norm_U, norm_V = _norms(U, V)
-        return lift("gradient", mU * norm_V.mT, mV * norm_U.mT, U, V)
-    assert kind == "squared update"
-    return mU @ V.square() + U.square() @ mV  # ΔW = ΔU V + U ΔV
+    assert kind == "normalised"
+    norm_U, norm_V = _norms(U, V)
+    return lift("gradient", mU * norm_V.mT, mV * norm_U.mT, U, V)
 
 
 def _norms(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
 """`FrobeniusDecay`: weight decay on the product of two factors instead of on each factor."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn, optim
@@ -15,7 +14,7 @@ from ..layers.names import named_modules, rebuilt
 from .carry import Optimizers, as_list, check_optimizers
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
-WeakModule = Callable[[], Any]  # a weak reference
+Modules = tuple[Matrix, nn.Module, nn.Module]  # the matrix, the modules of `down.weight` and `up.weight`
 
 #: Optimizers that add weight decay to the gradient, or subtract it from the weights if a flag in the group is set.
 _COUPLED = (
@@ -70,8 +69,6 @@ class FrobeniusDecay:
         *,
         decoupled: bool | None = None,
     ) -> None:
-        if not (math.isfinite(strength) and strength >= 0):
-            raise ValueError(f"FrobeniusDecay: strength={strength} is not a finite number ≥ 0")
         optimizers = as_list(optimizer)
         check_optimizers(optimizers)
         parameters = {id(p) for p in model.parameters()}
@@ -88,9 +85,8 @@ class FrobeniusDecay:
         self.model = model
         self.strength = strength
         self.decoupled = decoupled
-        self._listed: WeakKeyDictionary[
-            optim.Optimizer, tuple[list[int], list[tuple[Matrix, WeakModule, WeakModule]]]
-        ] = WeakKeyDictionary()
+        self._listed: WeakKeyDictionary[optim.Optimizer, tuple[list[int], list[Modules]]]
+        self._listed = WeakKeyDictionary()
         self._handles = [one.register_step_pre_hook(self._before) for one in optimizers]
 
     def remove(self) -> None:
@@ -131,17 +127,15 @@ class FrobeniusDecay:
     def _factors(self, optimizer: optim.Optimizer) -> list[Factors]:
         """List (matrix, down, up) of the factorized matrices in the model.
 
-        The model is searched only if the optimizer has other parameters than before or a layer is gone. Weak
-        references, so that no replaced layer stays in memory; to modules, because `Module.to` refuses a parameter
-        of FSDP2 that has one.
+        The model is searched only if the optimizer has other parameters than before. Modules are listed, because
+        `Module.to` and `load_state_dict` may replace their parameters.
         """
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        known, listed = self._listed.get(optimizer, ([], []))
-        modules = [(x, down(), up()) for x, down, up in listed]
-        if ids != known or any(down is None or up is None for _, down, up in modules):
+        known, modules = self._listed.get(optimizer, ([], []))
+        if ids != known:
             self.model = rebuilt(self.model)
             modules = list(_modules(self.model))
-            self._listed[optimizer] = ids, [(x, ref(down), ref(up)) for x, down, up in modules]
+            self._listed[optimizer] = ids, modules
         return [(x, down.get_parameter("weight"), up.get_parameter("weight")) for x, down, up in modules]
 
     def _decay_batch(
@@ -203,8 +197,8 @@ class FrobeniusDecay:
         return M
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[Matrix, nn.Module, nn.Module]]:
-    """Yield (matrix, module of `down.weight`, module of `up.weight`) of every factorized matrix once.
+def _modules(model: nn.Module) -> Iterator[Modules]:
+    """Yield every factorized matrix once, with its modules.
 
     That includes low-rank layers inside low-rank layers.
     """

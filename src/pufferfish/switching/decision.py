@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.job import Job, check_rewrap
-from ..distributed.workers import Workers
+from ..distributed.job import Job
 from ..layers.names import named_modules
 from ..lowrank.checks import (
     check_not_inference,
@@ -115,14 +114,17 @@ class Decision:
             The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
             no ranks if the change would save too little.
         """
-        plan = job.checked(optimizers, lambda: self._checked_plan(job, optimizers, averages))
-        plan = _with_slowest_times(plan, job.workers)
-        unresolved = [e.name for e in plan if e.rule is not None]
-        if unresolved:
-            plan = apply_rules(plan, job.spectra(unresolved))
-        if shared := self.inputs.shared():
-            plan = dataclasses.replace(plan, shared_inputs=shared)
-        plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+        plan = job.checked(lambda: self._checked_plan(job, optimizers, averages))
+        shared = self.inputs.shared() or plan.shared_inputs
+        unresolved = job.workers.broadcast_object([e.name for e in plan if e.rule is not None])
+        spectra = job.spectra(unresolved) if unresolved else None
+
+        def resolved() -> Any:
+            done = plan if spectra is None else apply_rules(plan, spectra)
+            return dataclasses.replace(done, shared_inputs=shared).as_data()
+
+        # Of rank 0, since measured times may differ between workers.
+        plan = Plan.from_data(job.workers.run_on_first(resolved))
         little = _saves_little(plan) if unresolved else ""
         if little and self._automatic:
             plan = plan.replace(e.keep_dense(little) if e.rank else e for e in plan)
@@ -141,10 +143,6 @@ class Decision:
         if evaluate is None:
             return None
         return job.workers.gather(lambda: held_out_loss(job.inner, evaluate))[0]
-
-    def prepare_merge(self, job: Job, optimizers: list[Optimizer]) -> None:
-        """Check on all workers that the factors can be multiplied now."""
-        job.checked(optimizers, lambda: self._check(job, optimizers))
 
     def _of_this_worker(self, at: Position, switched: bool) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -184,7 +182,7 @@ class Decision:
         s = self.settings
         layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        # Measured times may differ between workers; the slowest one decides.
+        # Measured times may differ between workers; those of rank 0 decide.
         plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
         settings = (
             plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
@@ -205,7 +203,7 @@ class Decision:
             later: whether there is a warm-up.
         """
         check_optimizers(optimizers, later)
-        self._check(job, optimizers)
+        self.check(job, optimizers)
         if known_in_advance(back := self.settings.back) and back is not None:
             back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
@@ -223,7 +221,7 @@ class Decision:
         return plan
 
     def _checked_plan(self, job: Job, optimizers: list[Optimizer], averages: Iterable[nn.Module]) -> Plan:
-        self._check(job, optimizers)
+        self.check(job, optimizers)
         assert self._plan is not None
         check_plan(job.dense, self._plan, finite=not job.sharded)
         for average in averages:
@@ -232,11 +230,11 @@ class Decision:
         check_wrapper_passed(factorized_weights(job.inner, self._plan), job.ddp)
         return self._plan
 
-    def _check(self, job: Job, optimizers: list[Optimizer]) -> None:
+    def check(self, job: Job, optimizers: list[Optimizer]) -> None:
+        """Raise an error if the layers of the model cannot be replaced here."""
         check_not_inference(job.workers.caller)
         check_optimizers(optimizers)
-        if job.ddp is not None:
-            check_rewrap(job.ddp, self.settings.rewrap)
+        job.check_rewrap()
 
     def _observe(self, job: Job, at: Position) -> bool:
         """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""
@@ -313,18 +311,3 @@ def _saves_little(plan: Plan) -> str:
         return ""
     time = f" and {1 - 1 / speedup:.1%} of the time" if speedup else ""
     return f"low rank saves only {saved:.1%} of the gradient bytes{time}"
-
-
-def _with_slowest_times(plan: Plan, workers: Workers) -> Plan:
-    """Replace measured times by their maximum over the workers; a layer that one worker keeps dense is dense on all."""
-    timed = [e for e in plan if e.ms is not None]
-    if not timed:  # the workers have compared their plans, so none has times
-        return plan
-    rows = [(*(e.ms or ()), float(e.rank is None and e.rule is None)) for e in timed]
-    slowest = workers.max(torch.tensor(rows, dtype=torch.float64)).tolist()
-    entries = {}
-    for e, (dense_ms, low_rank_ms, dense) in zip(timed, slowest, strict=True):
-        e = dataclasses.replace(e, ms=(dense_ms, low_rank_ms))
-        reason = e.reason or "slower when measured by another worker"
-        entries[e.name] = e.keep_dense(reason) if dense else e
-    return plan.replace(entries.get(e.name, e) for e in plan)

@@ -1,10 +1,8 @@
 """Moments at which a `Switch` changes the model: at a given position, or when the ranks have settled."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +44,6 @@ class AtEpoch:
 
     n: int
 
-    def __post_init__(self) -> None:
-        _check_whole("AtEpoch", self.n, least=0)
-
     def __call__(self, at: Position) -> bool:
         if at.epoch is None:
             raise ValueError(f"{self}: switch.step needs epoch=")
@@ -60,9 +55,6 @@ class AtStep:
     """True from step `n` on, counted from 0."""
 
     n: int
-
-    def __post_init__(self) -> None:
-        _check_whole("AtStep", self.n, least=0)
 
     def __call__(self, at: Position) -> bool:
         if at.step is None:
@@ -81,7 +73,7 @@ class AtFraction:
     share: float
 
     def __post_init__(self) -> None:
-        if not _is_number(self.share) or not 0 <= self.share <= 1:
+        if not 0 <= self.share <= 1:
             raise ValueError(f"AtFraction: {self.share!r} is not a number between 0 and 1")
 
     def __call__(self, at: Position) -> bool:
@@ -103,15 +95,6 @@ class RanksSettle:
     span: int = 11  # number of consecutive changes that must be small; shorter → switches earlier
     tolerance: float = 0.1  # largest mean size of these changes; larger → switches earlier
     latest: Callable[[Position], bool] | None = None  # None: at a third of the run, if `total` is given
-
-    def __post_init__(self) -> None:
-        for name in ("every", "window", "span"):
-            if name != "every" or self.every is not None:
-                _check_whole(f"RanksSettle: {name}", getattr(self, name), least=1)
-        if not _is_number(self.tolerance) or not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"RanksSettle: tolerance: {self.tolerance!r} is not a number ≥ 0")
-        if self.latest is not None and not callable(self.latest):
-            raise TypeError(f"RanksSettle: latest: {self.latest!r} is not a moment such as pf.AtEpoch(80)")
 
     def due(self, at: Position) -> bool:
         """Whether the stable ranks are observed at this position.
@@ -183,19 +166,6 @@ def counts_steps(moment: object) -> bool:
     return isinstance(moment, AtStep | AtFraction)
 
 
-def is_after(moment: object, other: object) -> bool:
-    """Whether a moment is later than another one, as far as that is known in advance: moments in different units may be.
-
-    >>> is_after(AtStep(3), AtStep(2)), is_after(AtStep(3), AtStep(3)), is_after(AtEpoch(1), AtStep(9))
-    (True, False, True)
-    """
-    if isinstance(moment, AtEpoch | AtStep) and isinstance(other, type(moment)):
-        return moment.n > other.n
-    if isinstance(moment, AtFraction) and isinstance(other, AtFraction):
-        return moment.share > other.share
-    return True
-
-
 def moment_text(when: object) -> str:
     """Text of a moment that is the same in every process. The `repr` of a function contains its address.
 
@@ -210,13 +180,3 @@ def moment_text(when: object) -> str:
     if when is not None and type(when).__repr__ is object.__repr__:
         return type(when).__qualname__
     return str(getattr(when, "__qualname__", None) or repr(when))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    """Raise ValueError for anything but a whole number of at least `least`. Integers of NumPy are fine."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name}: {value!r} is not a whole number ≥ {least}")

@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 from ..distributed import shared_svd
 from ..distributed.job import Job
@@ -26,7 +26,7 @@ from .decision import Decision
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
 from .preview import Preview, preview
-from .switch_report import Report, factors_by_optimizer
+from .switch_report import Report
 from .switch_settings import Evaluate, SwitchSettings
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
@@ -46,12 +46,10 @@ class Switch:
         when: `AtEpoch(n)`, `AtStep(n)`, `AtFraction(share)`, `RanksSettle()` (the default: with `total=`, at a third
             of the run at the latest) or any function of a `Position`.
         back: Moment at which the model becomes dense again, for a full-rank finish.
-        state: "project" carries the optimizer's moments over to the factors, "reset" drops them. Moments that
-            contain inf or NaN are reset with a warning; weights that contain them raise an error.
+        state: "project" carries the optimizer's moments over to the factors, "reset" drops them.
         lr: Factor for the schedule's learning rate after the switch.
         evaluate: Returns the loss of the inner model on a held-out batch. It is called in evaluation mode on every
             worker before and after the switch, and the report has the values of rank 0.
-        rewrap: Arguments of DDP that cannot be read back from the wrapper.
 
     >>> import torch, pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -76,7 +74,6 @@ class Switch:
         state: Literal["project", "reset"] = "project",
         lr: float = 1.0,
         evaluate: Evaluate | None = None,
-        rewrap: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = SwitchSettings(
             plan=plan,
@@ -87,7 +84,6 @@ class Switch:
             state=state,
             lr=lr,
             evaluate=evaluate,
-            rewrap=dict(rewrap or {}),
         )
         self.report: Report | None = None
         self._decision = Decision(self.settings)
@@ -176,15 +172,14 @@ class Switch:
                 del fill
                 job.commit(
                     changes,
-                    self.settings.rewrap,
                     also,
                     agree=True,
-                    then=lambda undo: self._report(job, plan, at, optimizers, undo),
+                    then=lambda undo: self._report(plan, at, undo),
                 )
                 changes.pop(0).carrier.warn_of_resets(stacklevel=3)
                 del changes
             else:
-                self._report(job, plan, at, optimizers, Undo())
+                self._report(plan, at, Undo())
             self._finish(job, loss, optimizers)
         else:
             self._merge(job, at, optimizers, also)
@@ -229,26 +224,30 @@ class Switch:
                     model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            rebuilt = Job(model, "switch.rebuild")
-            self._report(rebuilt, plan, at, optimizers, Undo())
-            self._finish(rebuilt, loss, optimizers)
+            self._report(plan, at, Undo())
+            self._finish(Job(model, "switch.rebuild"), loss, optimizers)
         return model, optimizer
 
     def due(
         self,
         model: nn.Module,
+        optimizer: Optimizers = None,
         *,
         epoch: int | None = None,
         step: int | None = None,
         total: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> bool:
-        """Whether `step` would change the model at this position. Call it on every worker, like `step`."""
+        """Whether `step` would change the model at this position. Call it on every worker, like `step`.
+
+        Args:
+            optimizer: Checked at the first call, as by `step`.
+        """
         at = Position(epoch=epoch, step=step, total=total)
         if self._skips(at):
             return False
         job = _job_in_place(model, "switch.due", group)
-        return self._decision.due(job, at, self.report is not None, [], [])
+        return self._decision.due(job, at, self.report is not None, as_list(optimizer), [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -270,13 +269,10 @@ class Switch:
             plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
         return preview(inner, evaluate, plans)
 
-    @property
-    def _over(self) -> bool:
-        return self.report is not None and (self.settings.back is None or not self.low_rank)
-
     def _skips(self, at: Position) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
-        return self._over or self._decision.not_due(at, self.report is not None)
+        over = self.report is not None and (self.settings.back is None or not self.low_rank)
+        return over or self._decision.not_due(at, self.report is not None)
 
     def _factorized(
         self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
@@ -288,11 +284,9 @@ class Switch:
             average.factorize(plan, in_basis_of(fill))
         return change.factorize(plan, fill), changes
 
-    def _report(self, job: Job, plan: Plan, at: Position, optimizers: list[Optimizer], undo: Undo) -> None:
-        mixed = any(isinstance(optimizer, Muon) for optimizer in optimizers)
-        places = factors_by_optimizer(job.inner, plan, optimizers) if mixed else ""
+    def _report(self, plan: Plan, at: Position, undo: Undo) -> None:
         settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        undo.setattr(self, "report", Report(plan, at, optimizers=places, settled=settled))
+        undo.setattr(self, "report", Report(plan, at, settled=settled))
 
     def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
         self._scale_rates(optimizers)
@@ -302,7 +296,7 @@ class Switch:
 
     def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
         assert self.report is not None
-        self._decision.prepare_merge(job, optimizers)
+        job.checked(lambda: self._decision.check(job, optimizers))
         changes = [Rewrite(job.inner, optimizers, self.settings.state == "project")]
         changes += [Rewrite(averaged_model(average, job.inner), None) for average in also]
 
@@ -314,7 +308,6 @@ class Switch:
         report = dataclasses.replace(self.report, merged=at)
         job.commit(
             changes,
-            self.settings.rewrap,
             also,
             agree=True,
             then=lambda undo: undo.setattr(self, "report", report),
@@ -367,7 +360,7 @@ class Switch:
             check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
             change = Rewrite(job.inner, optimizers)
             change.factorize(self.report.plan, nan_factors)
-            job.commit([change], self.settings.rewrap)
+            job.commit([change])
         elif ranks != saved_ranks:
             raise ValueError(
                 f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "

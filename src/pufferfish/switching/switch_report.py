@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from ..layers.names import own_name
 from ..planning.plan import LITTLE, Entry, Plan
 from ..planning.table import format_table, obstacles
 from .moments import Position
@@ -31,7 +26,6 @@ class Report:
     position: Position
     loss: tuple[float, float] | None = None  # of `evaluate`, before and after
     merged: Position | None = None  # position at which the model became full-rank again
-    optimizers: str = ""  # which optimizer has how many factors, if one of several is Muon
     settled: bool | None = (
         None  # whether the ranks had settled, or `latest` was reached; None without `RanksSettle`
     )
@@ -44,7 +38,6 @@ class Report:
             "plan": self.plan.to_json(),
             "switched": switched,
             "merged": merged,
-            "optimizers": self.optimizers,
         }
 
     @staticmethod
@@ -54,10 +47,8 @@ class Report:
             return None
         loss = tuple(switched["loss"]) if switched["loss"] else None
         merged = data["merged"] and Position(**data["merged"])
-        return Report(
-            Plan.from_json(data["plan"]), Position(**switched["at"]), loss, merged, data["optimizers"],
-            switched["settled"],
-        )  # fmt: skip
+        plan = Plan.from_json(data["plan"])
+        return Report(plan, Position(**switched["at"]), loss, merged, switched["settled"])
 
     @property
     def energy(self) -> dict[str, float]:
@@ -124,8 +115,6 @@ class Report:
             kept = sum(e.matrix.factor_numel(e.asked or 0) for e in lowered if e.matrix)
             share = kept / sum(e.before for e in lowered)
             lines.append(f"ranks lowered: stable ranks would keep {share:.0%} of the weights of these layers")
-        if self.optimizers:
-            lines.append(self.optimizers)
         if self.worst:
             rows = [["worst layers", "rank", "energy kept", "relative error"]]
             rows += [
@@ -175,23 +164,3 @@ class Report:
         if mean >= USUAL_ENERGY:
             return f"usual. {text}, which training usually makes up; pass evaluate= to see the loss."
         return f"low. {text}. Pass evaluate= to see the loss; if two epochs do not make it up, {remedy}."
-
-
-def factors_by_optimizer(model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> str:
-    """One line: which optimizer has how many factors, and which of them are not matrices; "" if one has all."""
-    parameters = {own_name(name): p for name, p in model.named_parameters()}
-    owner = {id(p): type(o).__name__ for o in optimizers for group in o.param_groups for p in group["params"]}
-    names = [
-        f"{e.layer}.{factor}" for e in plan if e.matrix and e.rank for factor in (e.matrix.down, e.matrix.up)
-    ]
-    counts = Counter(owner.get(id(parameters[name]), "no optimizer") for name in names)
-    if len(counts) < 2:
-        return ""
-    stacks = [name for name in names if parameters[name].dim() != 2]
-    why = f"; not matrices, which Muon requires: {_first_five(stacks)}" if stacks else ""
-    return "factors by optimizer: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()) + why
-
-
-def _first_five(texts: list[str]) -> str:
-    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
-    return ", ".join(texts[:5]) + more

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...distributed.job import Job, check_rewrap
+from ...distributed.job import Job
 from ...optim.carry import Optimizers, as_list, check_optimizers
 from .norm_scales import L1Penalty, channel_scores, prunable_groups
 from .remove_channels import check_optimizer_state, remove_channels_
@@ -90,8 +90,7 @@ class EarlyBird:
         job = Job(model)
         if job.sharded:
             raise ValueError("EarlyBird: sharded models are not supported")
-        if job.ddp is not None:
-            check_rewrap(job.ddp, {})
+        job.check_rewrap()
         self.ratio, self.multiple, self.latest = ratio, multiple, latest
         self.ticket: EarlyBirdTicket | None = None
         self.masks: list[Tensor] = []  # the last ones; True where a channel remains
@@ -161,7 +160,7 @@ class EarlyBird:
         kept_indices = [(group, torch.tensor(kept[group.norms[0]])) for group in self._groups]
         job.workers.run_on_all(lambda: check_optimizer_state(job.inner, kept_indices, self.optimizers))
         remove_channels_(job.inner, kept_indices, self.optimizers)
-        job.commit([], {})
+        job.commit([])
         self._penalty.remove()
 
 

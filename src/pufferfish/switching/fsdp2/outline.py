@@ -99,8 +99,6 @@ def check_sharded(shards: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{name}: its placements are {p.placements}; only Shard and Replicate are supported"
             )
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"{name}: this rank is not in its device mesh; use a mesh with all workers")
         if not p.is_meta and p.device.type != mesh.device_type:
             raise ValueError(
                 f"{name}: its shards are offloaded to the {p.device.type} and cannot be rebuilt; train without offloading"

@@ -10,14 +10,7 @@ from ...layers import FactorMap, low_rank_type
 from ...layers.matrix import Index, at_least_fp32
 from ...layers.names import named_modules, own_name
 from ...lowrank.rewrite import set_parameter
-from ...optim.carry import (
-    Carrier,
-    State,
-    project,
-    square_to_variance,
-    state_kinds,
-    variance_to_square,
-)
+from ...optim.carry import Carrier, State, project, state_kinds
 from ...planning.plan import Entry, Plan
 from .outline import local, shard_like, whole
 
@@ -108,7 +101,7 @@ def _factor_states(
     state: State, route: Route, factors: Factors, parameters: Mapping[str, Tensor]
 ) -> dict[str, State]:
     """State of the new parameters from that of the dense one. One tensor of the state is gathered at a time."""
-    kinds, state = state_kinds(state), square_to_variance(state)
+    kinds = state_kinds(state)
     states: dict[str, State] = {name: {} for name in parameters}
     for key in list(state):
         value = state.pop(key)
@@ -120,7 +113,7 @@ def _factor_states(
         for name, piece in _pieces(kinds[key], value, route, factors):
             states[name][key] = shard_like(piece, parameters[name], dtype, parameters[name].device)
         del value, piece
-    return {name: variance_to_square(carried) for name, carried in states.items()}
+    return states
 
 
 def _pieces(kind: str, full: Tensor, route: Route, factors: Factors) -> Iterator[tuple[str, Tensor]]:
