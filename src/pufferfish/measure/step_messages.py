@@ -46,7 +46,7 @@ def with_local_exchange(
     (('all_reduce', 40),)
     """
     sizes = {name: x.numel() for name, x in parameters.items()}
-    split = split_by_depth(sizes, schedule.fragments, schedule.pattern)
+    split = split_by_depth(sizes, schedule.fragments)
     runs = [dry_run(method, {n: parameters[n] for n in names}, size, device=device) for names in split]
     return replace(
         work,
