@@ -50,7 +50,7 @@ def test_the_loss_decides(report: Report, before: float, after: float, words: st
     ("error", "words"),
     [
         (0.1, "fine. 99% of the energy is kept on average."),
-        (0.6, "usual. 64% of the energy is kept on average, which training usually makes up; pass evaluate="),
+        (0.6, "usual. 64% of the energy is kept on average; pass evaluate="),
         (0.9, "low. 19% of the energy is kept on average. Pass evaluate="),
     ],
 )

@@ -11,8 +11,7 @@ from ..planning.plan import LITTLE, Entry, Plan
 from ..planning.table import format_table, obstacles
 from .moments import Position
 
-#: Shares by which the held-out loss may rise: a rise that a few steps of training make up, and one that an epoch or
-#: two usually do.
+#: Shares by which the held-out loss may rise: hardly, and as after a quarter of the full rank in a run that goes on.
 FINE_RISE, USUAL_RISE = 0.1, 1.0
 #: Mean energy kept: hardly a change, and what a quarter of the full rank keeps of weights after a short warm-up.
 FINE_ENERGY, USUAL_ENERGY = 0.9, 0.4
@@ -135,7 +134,7 @@ class Report:
         >>> switch = pf.Switch(rank=0.25, when=pf.AtEpoch(0), evaluate=lambda model: next(losses))
         >>> if switch.step(model, None, epoch=0):
         ...     print(switch.report.verdict)
-        usual. The held-out loss rises by 80%; one or two epochs usually make that up.
+        usual. The held-out loss rises by 80%; look again after two epochs.
         """
         kept = [*self.energy.values()]
         if not kept or self.merged is not None:
@@ -150,9 +149,7 @@ class Report:
                 how = f"rises by {rise:.0%}" if rise >= 0.005 else "does not rise"
                 return f"fine. The held-out loss {how}."
             if rise <= USUAL_RISE:
-                return (
-                    f"usual. The held-out loss rises by {rise:.0%}; one or two epochs usually make that up."
-                )
+                return f"usual. The held-out loss rises by {rise:.0%}; look again after two epochs."
             return (
                 f"large. The held-out loss rises from {before:.4g} to {after:.4g}. If two epochs do not make that up, "
                 f"{remedy}."
@@ -162,5 +159,5 @@ class Report:
         if mean >= FINE_ENERGY:
             return f"fine. {text}."
         if mean >= USUAL_ENERGY:
-            return f"usual. {text}, which training usually makes up; pass evaluate= to see the loss."
+            return f"usual. {text}; pass evaluate= to see the loss."
         return f"low. {text}. Pass evaluate= to see the loss; if two epochs do not make it up, {remedy}."
