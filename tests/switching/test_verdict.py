@@ -29,7 +29,7 @@ def report() -> Report:
         (2.0, 2.0, "fine. The held-out loss does not rise."),
         (2.0, 1.0, "fine. The held-out loss does not rise."),
         (2.0, 2.19, "fine. The held-out loss rises by 9%."),
-        (2.0, 2.3, "usual. The held-out loss rises by 15%; one or two epochs"),
+        (2.0, 2.3, "usual. The held-out loss rises by 15%; look again after two epochs"),
         (2.0, 4.0, "usual. The held-out loss rises by 100%;"),
         (2.0, 4.1, "large. The held-out loss rises from 2 to 4.1."),
         (-2.0, -1.9, "fine. The held-out loss rises by 5%."),
