@@ -1,12 +1,14 @@
 """The model is given: full training with compressed gradients, against LoRA, on two pre-trained models.
 
     python examples/bilingual/bilingual.py --fetch && python examples/continue_lm/continue_lm.py --fetch   # into data/
-    python benchmarks/given.py [STUDY ...] [--data data] [--processes 2]      # run what is missing
+    python benchmarks/given.py [STUDY ...] [--processes 2]      # run what is missing, with the folder DATA or data/
     python benchmarks/given.py [STUDY ...] --show
 
 minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi30k, batch 64 on one worker; accuracy@1 of both
                directions. Every length is a complete schedule. minilm-E-4: 4 simulated workers of 16 sentence pairs.
 smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
+…-choices      What the defaults rest on: embeddings that are sent uncompressed, factors in bf16; each at the rate that is
+               best for PowerSGD(16) in the study without this ending.
 
 AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
 tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
@@ -18,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ import torch
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.compression import Method, Settings
+from pufferfish.compression import Method, PowerSGD, Settings
+from pufferfish.compression.method import MessageGenerator, StepContext
+from pufferfish.lab.data import multi30k
+from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.train.simulated_ddp import SimulatedDDP
 
@@ -41,16 +46,24 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
+class Bf16Factors(PowerSGD):
+    """PowerSGD that sends its factors in bf16, as `PowerSGD` does for gradients in bf16."""
+
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
+        return super().compress(M, replace(ctx, dtype=torch.bfloat16))
+
+
+@dataclass(frozen=True)
 class Arm:
     """A way of training a given model."""
 
-    method: Method = field(default_factory=pf.compression.BFloat16)
+    method: Method | dict[str, Method] = field(default_factory=pf.compression.BFloat16)
     plain: int = 0  # uncompressed first updates
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
-    frozen: str = ""  # parameters that are not trained
 
 
+APART = {"*embed*": pf.compression.BFloat16(), "*": PowerSGD(16)}
 FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 ARMS = {
     "full training, bf16": (Arm(), FULL),
@@ -65,8 +78,12 @@ ARMS = {
     "LoRA 16": (Arm(lora=16), LORA),
     "LoRA 4": (Arm(lora=4), LORA),
     "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
+    "PowerSGD(16), embeddings in bf16": (Arm(APART), FULL),
+    "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
 }
-LONG = [name for name in ARMS if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
+CHOICES = ["PowerSGD(16)", "PowerSGD(16), embeddings in bf16", "PowerSGD(16), factors in bf16"]
+SHORT = [name for name in ARMS if name not in CHOICES[1:]]
+LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
 
 
 class Bilingual:
@@ -116,21 +133,24 @@ TASKS: dict[str, Callable[[dict[str, Any]], Bilingual | Captions]] = {
 }
 
 
+def prepare(arm: Arm, model: nn.Module, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, with adapters if the arm has them, and the optimizer of what is trained."""
+    model = model.to(DEVICE).train()
+    if arm.lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear")
+        model = get_peft_model(model, config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+
+
 def run(job: Job) -> Row:
     """Train one arm to the end of its schedule."""
     settings, (arm, _) = dict(job.settings), ARMS[job.arm]
     torch.manual_seed(job.seed)
     task = TASKS[settings["task"]](settings)
-    model = task.model.to(DEVICE).train()
-    if arm.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            model, LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear")
-        )
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=job.rate, weight_decay=0.0
-    )
+    model, optimizer = prepare(arm, task.model, job.rate)
     compressed = Settings(arm.method, seed=job.seed)
     first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
     ddp = SimulatedDDP(model, first, settings["workers"], optimizer=optimizer)
@@ -152,12 +172,16 @@ def run(job: Job) -> Row:
         if settings["clip"]:
             nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
         optimizer.step()
+    embedding = next(p for name, p in model.named_parameters() if "embed" in name)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         scores = {split: task.score(model, split) for split in ("validation", "test")}
     return scores | {
         "updates": task.updates,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "wire_bytes": wire_bytes(ddp) - sent,
+        "embedding_rows": 0
+        if embedding.grad is None
+        else int(embedding.grad.any(1).sum()),  # that are not zero
         "optimizer_bytes": sum(
             x.nbytes for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
         ),
@@ -198,10 +222,9 @@ def _pairs() -> dict[str, Any]:
 @lru_cache
 def _rows() -> dict[str, tuple[Tensor, float]]:
     tokenizer = continue_lm.Tokenizer.from_file(str(DATA / "smollm2/tokenizer.json"))
-    found = {}
+    files, found = read_files(multi30k.DATASET, DATA), {}
     for split in ("train", "val", "test2016"):
-        text = (DATA / f"multi30k/{split}.de").read_text(encoding="utf-8")
-        rows, size = continue_lm.load_rows(tokenizer, text, 64)
+        rows, size = continue_lm.load_rows(tokenizer, files[f"{split}.de"].text(), 64)
         found[split] = rows.to(DEVICE), size
     return found
 
@@ -225,10 +248,18 @@ def smollm2(updates: int, arms: list[str], seeds: tuple[int, ...] = (0, 1)) -> S
     )  # fmt: skip
 
 
+def choices(study: Study, rate: float) -> Study:
+    return replace(
+        study, name=f"{study.name}-choices", arms=dict.fromkeys(CHOICES, (rate,)), baseline=CHOICES[0],
+        columns=study.columns | {"embedding_rows": ",.0f"},
+    )  # fmt: skip
+
+
 STUDIES = [
-    minilm(0.3, list(ARMS)), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
+    minilm(0.3, SHORT), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
     smollm2(40, LONG), smollm2(160, LONG),
     minilm(0.1, LONG), minilm(0.6, LONG, seeds=(0, 1)), minilm(1, LONG, seeds=(0, 1)),
+    choices(minilm(0.3, []), 8e-4), choices(smollm2(160, []), 4e-4),
 ]  # fmt: skip
 
 if __name__ == "__main__":
