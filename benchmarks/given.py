@@ -7,8 +7,8 @@
 minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi30k, batch 64 on one worker; accuracy@1 of both
                directions. Every length is a complete schedule. minilm-E-4: 4 simulated workers of 16 sentence pairs.
 smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
-…-choices      What the defaults rest on: embeddings that are sent uncompressed, factors in bf16; each at the rate that is
-               best for PowerSGD(16) in the study without this ending.
+…-choices      Other choices with PowerSGD, each at one rate, the best of its rank in the study without this ending:
+               embeddings sent in bf16 rather than as factors, and factors in bf16.
 
 AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
 tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.compression import Method, PowerSGD, Settings
+from pufferfish.compression import BFloat16, Method, PowerSGD, Settings
 from pufferfish.compression.method import MessageGenerator, StepContext
 from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
@@ -57,32 +57,32 @@ class Bf16Factors(PowerSGD):
 class Arm:
     """A way of training a given model."""
 
-    method: Method | dict[str, Method] = field(default_factory=pf.compression.BFloat16)
+    method: Method | dict[str, Method] = field(default_factory=BFloat16)
     plain: int = 0  # uncompressed first updates
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
 
 
-APART = {"*embed*": pf.compression.BFloat16(), "*": PowerSGD(16)}
 FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 ARMS = {
     "full training, bf16": (Arm(), FULL),
     "block int8": (Arm(pf.compression.BlockInt8()), FULL),
     "LoCo, 4 bits": (Arm(pf.compression.LoCo()), FULL),
-    "PowerSGD(16)": (Arm(pf.compression.PowerSGD(16)), FULL),
-    "PowerSGD(16), 5 plain": (Arm(pf.compression.PowerSGD(16), plain=5), FULL),
-    "PowerSGD(4)": (Arm(pf.compression.PowerSGD(4)), FULL),
-    "PowerSGD(4), 5 plain": (Arm(pf.compression.PowerSGD(4), plain=5), FULL),
-    "PowerSGD(1)": (Arm(pf.compression.PowerSGD(1)), FULL),
+    "PowerSGD(16)": (Arm(PowerSGD(16)), FULL),
+    "PowerSGD(16), 5 plain": (Arm(PowerSGD(16), plain=5), FULL),
+    "PowerSGD(4)": (Arm(PowerSGD(4)), FULL),
+    "PowerSGD(4), 5 plain": (Arm(PowerSGD(4), plain=5), FULL),
+    "PowerSGD(1)": (Arm(PowerSGD(1)), FULL),
     "LoRA 64": (Arm(lora=64), LORA),
     "LoRA 16": (Arm(lora=16), LORA),
     "LoRA 4": (Arm(lora=4), LORA),
     "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
-    "PowerSGD(16), embeddings in bf16": (Arm(APART), FULL),
+    "PowerSGD(16), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(16)}), FULL),
     "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
+    "PowerSGD(4), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(4)}), FULL),
 }
-CHOICES = ["PowerSGD(16)", "PowerSGD(16), embeddings in bf16", "PowerSGD(16), factors in bf16"]
-SHORT = [name for name in ARMS if name not in CHOICES[1:]]
+CHOICES = [name for name in ARMS if name.endswith(" in bf16")]
+SHORT = [name for name in ARMS if name not in CHOICES]
 LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
 
 
@@ -248,18 +248,21 @@ def smollm2(updates: int, arms: list[str], seeds: tuple[int, ...] = (0, 1)) -> S
     )  # fmt: skip
 
 
-def choices(study: Study, rate: float) -> Study:
-    return replace(
-        study, name=f"{study.name}-choices", arms=dict.fromkeys(CHOICES, (rate,)), baseline=CHOICES[0],
-        columns=study.columns | {"embedding_rows": ",.0f"},
-    )  # fmt: skip
+def choices(study: Study, rates: dict[str, float]) -> Study:
+    """PowerSGD with other choices, each at the rate that is best without them."""
+    arms = {
+        name: (rate,) for start, rate in rates.items() for name in (start, *CHOICES) if name.startswith(start)
+    }
+    columns = study.columns | {"embedding_rows": ",.0f"}
+    return replace(study, name=f"{study.name}-choices", arms=arms, baseline="PowerSGD(16)", columns=columns)
 
 
 STUDIES = [
     minilm(0.3, SHORT), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
     smollm2(40, LONG), smollm2(160, LONG),
     minilm(0.1, LONG), minilm(0.6, LONG, seeds=(0, 1)), minilm(1, LONG, seeds=(0, 1)),
-    choices(minilm(0.3, []), 8e-4), choices(smollm2(160, []), 4e-4),
+    choices(minilm(0.3, []), {"PowerSGD(16)": 8e-4, "PowerSGD(4)": 4e-4}),
+    choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
 ]  # fmt: skip
 
 if __name__ == "__main__":
