@@ -284,7 +284,6 @@ def factor_rules() -> str:
 
 
 #: Studies of benchmarks/given.py that have been run.
-LONG = {*minilm.LONG}
 STUDIES = {study.name: study for study in minilm.STUDIES if (RESULTS / f"{study.name}.jsonl").exists()}
 
 
@@ -363,12 +362,8 @@ PAIRS = [
 
 
 def lengths(task: str) -> list[str]:
-    """The studies of a task that compare all arms, the shortest runs first."""
-    names = [
-        name
-        for name, study in STUDIES.items()
-        if study.settings["task"] == task and LONG.issubset(study.arms)
-    ]
+    """The studies of a task that compare PowerSGD and LoRA, the shortest runs first."""
+    names = [name for name, s in STUDIES.items() if s.settings["task"] == task and "LoRA 16" in s.arms]
     return sorted(names, key=lambda name: (own_updates(name), STUDIES[name].settings["workers"]))
 
 
@@ -380,7 +375,7 @@ def given_pairs(task: str) -> str:
         head.append(f"{own_updates(name)} updates{f', {workers} workers' * (workers > 1)}")
     rows = []
     for ours, theirs in PAIRS:
-        gaps = [given_difference(name, ours, theirs) for name in names]
+        gaps = [given_difference(name, ours, theirs) if ours in STUDIES[name].arms else "" for name in names]
         rows.append([f"full training, {ours}", theirs, *gaps])
     return markdown(head, rows, recorded(*(f"{name}.jsonl" for name in names)))
 
@@ -415,8 +410,9 @@ def given_steps_table(name: str) -> str:
 
 def updates_to(target: float, arm: str, names: list[str]) -> int | None:
     """Length of the shortest complete schedule whose mean accuracy is at least the target."""
-    runs = (name for name in names if mean(given_runs(name)[arm], "test") >= target)
-    return next(map(own_updates, runs), None)
+    there = (name for name in names if arm in STUDIES[name].arms)
+    reached = (name for name in there if mean(given_runs(name)[arm], "test") >= target)
+    return next(map(own_updates, reached), None)
 
 
 def given_times() -> str:
@@ -435,7 +431,7 @@ def given_times() -> str:
         return [updates * middle(step_rounds(name)[arm], "step") for name in links] if updates else []
 
     rows = []
-    for arm in (arm for arm in given_steps.ARMS if arm in LONG):
+    for arm in (arm for arm in given_steps.ARMS if arm in minilm.MIDDLE):
         found = [f"{s / 60:.1f}" for s in seconds(arm)] or ["not reached"] * len(links)
         faster = [f"{t / s:.2f}×" for s, t in zip(seconds(arm), seconds(full), strict=False)]
         rows.append([

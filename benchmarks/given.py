@@ -85,6 +85,7 @@ ARMS = {
 CHOICES = [name for name in ARMS if name.endswith(" in bf16")]
 SHORT = [name for name in ARMS if name not in CHOICES]
 LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
+MIDDLE = [name for name in LONG if "plain" not in name and name != "PowerSGD(1)"]
 
 
 class Bilingual:
@@ -230,11 +231,13 @@ def _rows() -> dict[str, tuple[Tensor, float]]:
     return found
 
 
-def minilm(epochs: float, arms: list[str], workers: int = 1, seeds: tuple[int, ...] = (0, 1, 2)) -> Study:
+def minilm(
+    epochs: float, arms: list[str], workers: int = 1, seeds: tuple[int, ...] = (0, 1, 2), rates: int = 4
+) -> Study:
     return Study(
         name=f"minilm-{epochs:g}" + (f"-{workers}" if workers > 1 else ""), run=run,
-        arms={name: ARMS[name][1] for name in arms}, seeds=seeds, baseline="full training, bf16", score="accuracy@1, %",
-        columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
+        arms={name: ARMS[name][1][:rates] for name in arms}, seeds=seeds, baseline="full training, bf16",
+        score="accuracy@1, %", columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
         settings={"task": "minilm", "epochs": epochs, "batch": 64, "workers": workers, "clip": 0},
     )  # fmt: skip
 
@@ -261,7 +264,7 @@ def choices(study: Study, rates: dict[str, float]) -> Study:
 STUDIES = [
     minilm(0.3, SHORT), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
     smollm2(40, LONG), smollm2(160, LONG),
-    minilm(0.1, LONG), minilm(0.6, LONG, seeds=(0, 1)), minilm(1, LONG, seeds=(0, 1)),
+    minilm(0.1, LONG), minilm(0.6, MIDDLE, seeds=(0, 1), rates=3), minilm(1, MIDDLE, seeds=(0, 1), rates=3),
     choices(minilm(0.3, []), {"PowerSGD(16)": 8e-4, "PowerSGD(4)": 4e-4}),
     choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
 ]  # fmt: skip
