@@ -9,7 +9,7 @@ minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi
                directions. Every length is a complete schedule. minilm-E-4: 4 simulated workers of 16 sentence pairs.
 smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
 …-choices      Other choices with PowerSGD, each at one rate, the best of its rank in the study without this ending:
-               embeddings sent in bf16 rather than as factors, and factors in bf16.
+               embeddings sent in bf16 rather than as factors, factors in bf16, and no error feedback.
 
 AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
 tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
@@ -60,6 +60,7 @@ class Arm:
 
     method: Method | dict[str, Method] = field(default_factory=BFloat16)
     plain: int = 0  # uncompressed first updates
+    error_feedback: bool | None = None  # None: as suits the method
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
 
@@ -80,9 +81,10 @@ ARMS = {
     "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
     "PowerSGD(16), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(16)}), FULL),
     "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
+    "PowerSGD(16), no error feedback": (Arm(PowerSGD(16), error_feedback=False), FULL),
     "PowerSGD(4), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(4)}), FULL),
 }
-CHOICES = [name for name in ARMS if name.endswith(" in bf16")]
+CHOICES = [name for name in ARMS if name.endswith((" in bf16", "no error feedback"))]
 SHORT = [name for name in ARMS if name not in CHOICES]
 LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
 MIDDLE = [name for name in LONG if "plain" not in name and name != "PowerSGD(1)"]
@@ -153,7 +155,7 @@ def run(job: Job) -> Row:
     torch.manual_seed(job.seed)
     task = TASKS[settings["task"]](settings)
     model, optimizer = prepare(arm, task.model, job.rate)
-    compressed = Settings(arm.method, seed=job.seed)
+    compressed = Settings(arm.method, error_feedback=arm.error_feedback, seed=job.seed)
     first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
     ddp = SimulatedDDP(model, first, settings["workers"], optimizer=optimizer)
     switch = pf.Switch(rank=arm.switch, when=pf.AtFraction(0.1)) if arm.switch else None
