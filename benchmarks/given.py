@@ -10,6 +10,7 @@ minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi
 smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
 …-choices      Other choices with PowerSGD, each at one rate, the best of its rank in the study without this ending:
                embeddings sent in bf16 rather than as factors, factors in bf16, and no error feedback.
+…-factorized   Low rank from the start, by the weights alone or weighted by the inputs of each layer.
 
 AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
 tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
@@ -63,6 +64,9 @@ class Arm:
     error_feedback: bool | None = None  # None: as suits the method
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
+    factorize: str = (
+        ""  # "weights" or "inputs": low rank 0.5 from the start, with the least ‖W − UV‖ or ‖(W − UV) X‖
+    )
 
 
 FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)
@@ -79,13 +83,16 @@ ARMS = {
     "LoRA 16": (Arm(lora=16), LORA),
     "LoRA 4": (Arm(lora=4), LORA),
     "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
+    "low rank 0.5, by the weights": (Arm(factorize="weights"), FULL),
+    "low rank 0.5, by the inputs": (Arm(factorize="inputs"), FULL),
     "PowerSGD(16), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(16)}), FULL),
     "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
     "PowerSGD(16), no error feedback": (Arm(PowerSGD(16), error_feedback=False), FULL),
     "PowerSGD(4), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(4)}), FULL),
 }
 CHOICES = [name for name in ARMS if name.endswith((" in bf16", "no error feedback"))]
-SHORT = [name for name in ARMS if name not in CHOICES]
+FACTORIZED = ["low rank 0.5, by the weights", "low rank 0.5, by the inputs"]
+SHORT = [name for name in ARMS if name not in CHOICES + FACTORIZED]
 LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
 MIDDLE = [name for name in LONG if "plain" not in name and name != "PowerSGD(1)"]
 
@@ -149,11 +156,48 @@ def prepare(arm: Arm, model: nn.Module, rate: float) -> tuple[nn.Module, torch.o
     return model, torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
 
 
+@torch.no_grad()
+def factorize_(
+    model: nn.Module, by: str, loss: Callable[..., Tensor], batches: list[tuple[Any, ...]]
+) -> None:
+    """Make a model low-rank, with the least ‖W − UV‖, or ‖(W − UV) X‖ for the inputs X of each layer in some batches.
+
+    With C Cᵀ = X Xᵀ, the factors for the inputs are those of W C, the second one times C⁻¹.
+    """
+    plan = pf.plan(model, rank=0.5)
+    layers = {name: model.get_submodule(name) for name in plan.ranks} if by == "inputs" else {}
+    roots: dict[str, Any] = dict.fromkeys(layers, 0)
+
+    def add(name: str, x: Tensor) -> None:
+        x = x.flatten(0, -2).float()
+        roots[name] = roots[name] + x.T @ x
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: add(name, inputs[0]))
+        for name, layer in layers.items()
+    ]
+    for batch in batches if layers else []:
+        loss(*batch)
+    for hook in hooks:
+        hook.remove()
+    for name, layer in layers.items():
+        roots[name].diagonal().add_(0.01 * roots[name].diagonal().mean())
+        roots[name] = torch.linalg.cholesky(roots[name])
+        layer.weight.copy_(layer.weight @ roots[name])
+    pf.factorize_(model, plan)
+    for name, root in roots.items():
+        down = model.get_submodule(name).down.weight
+        down.copy_(torch.linalg.solve_triangular(root, down, upper=False, left=False))
+
+
 def run(job: Job) -> Row:
     """Train one arm to the end of its schedule."""
     settings, (arm, _) = dict(job.settings), ARMS[job.arm]
     torch.manual_seed(job.seed)
     task = TASKS[settings["task"]](settings)
+    if arm.factorize:
+        batches = [task.batches(torch.Generator().manual_seed(job.seed), n, 1)[0] for n in range(16)]
+        factorize_(task.model.to(DEVICE), arm.factorize, task.loss(task.model), batches)
     model, optimizer = prepare(arm, task.model, job.rate)
     compressed = Settings(arm.method, error_feedback=arm.error_feedback, seed=job.seed)
     first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
@@ -254,6 +298,11 @@ def smollm2(updates: int, arms: list[str], seeds: tuple[int, ...] = (0, 1)) -> S
     )  # fmt: skip
 
 
+def factorized(study: Study) -> Study:
+    arms = dict.fromkeys(FACTORIZED, FULL)
+    return replace(study, name=f"{study.name}-factorized", arms=arms, baseline=FACTORIZED[0])
+
+
 def choices(study: Study, rates: dict[str, float]) -> Study:
     """PowerSGD with other choices, each at the rate that is best without them."""
     arms = {
@@ -269,6 +318,7 @@ STUDIES = [
     minilm(0.1, LONG), minilm(0.6, MIDDLE, seeds=(0, 1), rates=3), minilm(1, MIDDLE, seeds=(0, 1), rates=3),
     choices(minilm(0.3, []), {"PowerSGD(16)": 8e-4, "PowerSGD(4)": 4e-4}),
     choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
+    factorized(minilm(0.3, [])), factorized(smollm2(40, [])),
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -134,7 +134,13 @@ def test_a_study_runs(task: str, benchmark: Any, tmp_path: Path) -> None:
     some = {"minilm": benchmark.minilm(1, []), "smollm2": benchmark.smollm2(3, [])}[task]
     settings = some.settings | ({"batch": 8} if task == "minilm" else {"rows": 2})
     rows = {}
-    for arm in ("full training, bf16", "LoRA 4", "PowerSGD(4), 5 plain", *benchmark.CHOICES):
+    for arm in (
+        "full training, bf16",
+        "LoRA 4",
+        "PowerSGD(4), 5 plain",
+        *benchmark.CHOICES,
+        *benchmark.FACTORIZED,
+    ):
         job = benchmark.Job(study=some.name, arm=arm, rate=1e-3, seed=0, settings=settings, folder=tmp_path)
         rows[arm] = benchmark.run(job)
         assert rows[arm]["updates"] == 3
@@ -142,6 +148,19 @@ def test_a_study_runs(task: str, benchmark: Any, tmp_path: Path) -> None:
     full, lora = rows["full training, bf16"], rows["LoRA 4"]
     assert lora["optimizer_bytes"] < full["optimizer_bytes"] / 2
     assert lora["wire_bytes"] < full["wire_bytes"]
+
+
+def test_factors_for_inputs_lose_less_of_the_products(benchmark: Any) -> None:
+    x = torch.randn(256, 64) @ torch.diag(torch.logspace(0, -2, 64))
+    errors = {}
+    for by in ("weights", "inputs"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64))
+        expected = model(x)
+        benchmark.factorize_(model, by, lambda x, model=model: model(x).sum(), [(x[:128],), (x[128:],)])
+        assert model[0].down.weight.shape[0] < 64
+        errors[by] = (model(x) - expected).norm().item()
+    assert errors["inputs"] < errors["weights"] / 2
 
 
 def gradients(encoder: nn.Module) -> list[torch.Tensor]:
