@@ -305,8 +305,8 @@ def sent(name: str, arm: str) -> float:
     if isinstance(settings.method, BlockInt8 | LoCo) and own[0]["commit"].startswith("f9df00b"):
         # That version counted the all-gather of the mean as one worker does it: 3 times the size, where four send 0.75 times.
         end *= (0.75 + 0.75) / (0.75 + 3)
-    if settings.plain:  # fp32, by a ring all-reduce
-        first, begin = settings.plain, 1.5 * 4 * mean(own, "trained")
+    if start := getattr(settings.method, "start", 0):  # fp32, by a ring all-reduce
+        first, begin = start, 1.5 * 4 * mean(own, "trained")
     else:  # as full training, for the tenth before a switch
         first, begin = math.ceil(0.1 * updates) * bool(settings.switch), mean(full, "wire_bytes")
     return (first * begin + (updates - first) * end) / updates

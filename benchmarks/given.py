@@ -60,7 +60,6 @@ class Arm:
     """A way of training a given model."""
 
     method: Method | dict[str, Method] = field(default_factory=BFloat16)
-    plain: int = 0  # uncompressed first updates
     error_feedback: bool | None = None  # None: as suits the method
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
@@ -75,9 +74,9 @@ ARMS = {
     "block int8": (Arm(pf.compression.BlockInt8()), FULL),
     "LoCo, 4 bits": (Arm(pf.compression.LoCo()), FULL),
     "PowerSGD(16)": (Arm(PowerSGD(16)), FULL),
-    "PowerSGD(16), 5 plain": (Arm(PowerSGD(16), plain=5), FULL),
+    "PowerSGD(16), 5 plain": (Arm(PowerSGD(16, start=5)), FULL),
     "PowerSGD(4)": (Arm(PowerSGD(4)), FULL),
-    "PowerSGD(4), 5 plain": (Arm(PowerSGD(4), plain=5), FULL),
+    "PowerSGD(4), 5 plain": (Arm(PowerSGD(4, start=5)), FULL),
     "PowerSGD(1)": (Arm(PowerSGD(1)), FULL),
     "LoRA 64": (Arm(lora=64), LORA),
     "LoRA 16": (Arm(lora=16), LORA),
@@ -200,13 +199,10 @@ def run(job: Job) -> Row:
         factorize_(task.model.to(DEVICE), arm.factorize, task.loss(task.model), batches)
     model, optimizer = prepare(arm, task.model, job.rate)
     compressed = Settings(arm.method, error_feedback=arm.error_feedback, seed=job.seed)
-    first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
-    ddp = SimulatedDDP(model, first, settings["workers"], optimizer=optimizer)
+    ddp = SimulatedDDP(model, compressed, settings["workers"], optimizer=optimizer)
     switch = pf.Switch(rank=arm.switch, when=pf.AtFraction(0.1)) if arm.switch else None
     warm_up, sent = max(task.updates // 10, 1), 0.0
     for update in range(task.updates):
-        if update == arm.plain > 0:
-            ddp.simulated.use(compressed)
         if switch:
             switch.step(model, optimizer, step=update, total=task.updates)
         for group in optimizer.param_groups:
@@ -220,7 +216,7 @@ def run(job: Job) -> Row:
         if settings["clip"]:
             nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
         optimizer.step()
-    embedding = next(p for name, p in model.named_parameters() if "embed" in name)
+    embedding = next(p for name, p in model.named_parameters() if "embed" in name).grad
     with torch.autocast(DEVICE.type, torch.bfloat16):
         scores = {split: task.score(model, split) for split in ("validation", "test")}
     return scores | {
@@ -228,8 +224,8 @@ def run(job: Job) -> Row:
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "wire_bytes": wire_bytes(ddp) - sent,
         "embedding_rows": 0
-        if embedding.grad is None
-        else int(embedding.grad.any(1).sum()),  # that are not zero
+        if embedding is None
+        else int(embedding.any(1).sum()),  # of the gradient, not zero
         "optimizer_bytes": sum(
             x.nbytes for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
         ),
