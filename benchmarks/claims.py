@@ -22,10 +22,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import given as minilm
+import given_steps
 
 from pufferfish.cli import main as pufferfish
 from pufferfish.compression import BlockInt8, LoCo
@@ -307,8 +308,8 @@ def sent(name: str, arm: str) -> float:
     if isinstance(settings.method, BlockInt8 | LoCo) and own[0]["commit"].startswith("f9df00b"):
         # That version counted the all-gather of the mean as one worker does it: 3 times the size, where four send 0.75 times.
         end *= (0.75 + 0.75) / (0.75 + 3)
-    if settings.plain:  # fp32, by a ring all-reduce
-        first, begin = settings.plain, 1.5 * 4 * mean(own, "trained")
+    if start := getattr(settings.method, "start", 0):  # fp32, by a ring all-reduce
+        first, begin = start, 1.5 * 4 * mean(own, "trained")
     else:  # as full training, for the tenth before a switch
         first, begin = math.ceil(0.1 * updates) * bool(settings.switch), mean(full, "wire_bytes")
     return (first * begin + (updates - first) * end) / updates
@@ -320,29 +321,35 @@ def megabytes(nbytes: float) -> str:
 
 def chosen_rate(name: str, own: Lines) -> str:
     tried = STUDIES[name].arms[own[0]["arm"]]
-    return f"{rate(own)}{' (edge)' * (own[0]['lr'] in (min(tried), max(tried)))}"
+    edge = len(tried) > 1 and own[0]["lr"] in (min(tried), max(tried))
+    return f"{rate(own)}{' (edge)' * edge}"
 
 
-def accuracy_at_1(name: str, arm: str) -> str:
-    return f"{mean(given_runs(name)[arm], 'test'):.2f} %"
+def scored(name: str, arm: str) -> str:
+    study = STUDIES[name]
+    return f"{mean(given_runs(name)[arm], 'test'):.{study.digits}f}{' %' * ('%' in study.score)}"
 
 
 def given_difference(name: str, ours: str, theirs: str) -> str:
-    return difference(given_runs(name)[ours], given_runs(name)[theirs], "test")
+    return difference(given_runs(name)[ours], given_runs(name)[theirs], "test", STUDIES[name].digits)
 
 
 def given(name: str) -> str:
-    of, full = given_runs(name), STUDIES[name].baseline
+    of, study = given_runs(name), STUDIES[name]
     columns = {
         "rate": lambda own: chosen_rate(name, own),
-        "accuracy@1": lambda own: accuracy_at_1(name, own[0]["arm"]),
-        "difference from full training": lambda own: difference(own, of[full], "test"),
+        study.score.split(",")[0]: lambda own: scored(name, own[0]["arm"]),
+        f"difference from {study.baseline.split(', bf16')[0]}": lambda own: given_difference(
+            name, own[0]["arm"], study.baseline
+        ),
         "seeds": seeds,
         "sent an update": lambda own: megabytes(sent(name, own[0]["arm"])),
         "optimizer state": lambda own: megabytes(mean(own, "optimizer_bytes")),
     }
+    if "embedding_rows" in study.columns:
+        columns["rows of the embedding's gradient"] = lambda own: f"{mean(own, 'embedding_rows'):,.0f}"
     source = f"{own_updates(name)} updates. {recorded(f'{name}.jsonl')}"
-    return arm_table(of, {arm: arm for arm in STUDIES[name].arms}, columns, source)
+    return arm_table(of, {arm: arm for arm in study.arms}, columns, source)
 
 
 def own_updates(name: str) -> int:
@@ -357,18 +364,84 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def given_pairs() -> str:
-    names = sorted(STUDIES, key=lambda name: (own_updates(name), STUDIES[name].settings["workers"]))
-    names = [name for name in names if STUDIES[name].settings["task"] == "minilm"]
+def lengths(task: str) -> list[str]:
+    """The studies of a task that compare PowerSGD and LoRA, the shortest runs first."""
+    names = [name for name, s in STUDIES.items() if s.settings["task"] == task and "LoRA 16" in s.arms]
+    return sorted(names, key=lambda name: (own_updates(name), STUDIES[name].settings["workers"]))
+
+
+def given_pairs(task: str) -> str:
+    names = lengths(task)
     head = ["", "compared with"]
     for name in names:
         workers = STUDIES[name].settings["workers"]
         head.append(f"{own_updates(name)} updates{f', {workers} workers' * (workers > 1)}")
     rows = []
     for ours, theirs in PAIRS:
-        gaps = [given_difference(name, ours, theirs) for name in names]
+        gaps = [given_difference(name, ours, theirs) if ours in STUDIES[name].arms else "" for name in names]
         rows.append([f"full training, {ours}", theirs, *gaps])
     return markdown(head, rows, recorded(*(f"{name}.jsonl" for name in names)))
+
+
+#: Studies of benchmarks/given_steps.py that have been run.
+STEPS = {study.name: study for study in given_steps.STUDIES if (RESULTS / f"{study.name}.jsonl").exists()}
+
+
+@functools.cache
+def step_rounds(name: str) -> dict[str, Lines]:
+    """The rounds of each arm."""
+    rows = read_rows(STEPS[name], RESULTS)
+    assert not [*jobs(STEPS[name], rows, Path())], f"{name} is not finished"
+    return by_arm(rows)
+
+
+def middle(lines: Lines, key: str) -> float:
+    return median(line[key] for line in lines.values())
+
+
+def given_steps_table(name: str) -> str:
+    of, full = step_rounds(name), STEPS[name].baseline
+    columns = {
+        "s a step": lambda own: f"{middle(own, 'step'):.2f}",
+        "alone": lambda own: f"{middle(own, 'alone'):.2f}",
+        "as fast as full training": lambda own: f"{middle(of[full], 'step') / middle(own, 'step'):.2f}×",
+        "sent an update": lambda own: megabytes(middle(own, "wire_bytes")),
+        "peak memory": lambda own: f"{middle(own, 'peak_bytes') / 1e9:.2f} GB",
+    }
+    return arm_table(of, {arm: arm for arm in STEPS[name].arms}, columns, recorded(f"{name}.jsonl"))
+
+
+def updates_to(target: float, arm: str, names: list[str]) -> int | None:
+    """Length of the shortest complete schedule whose mean accuracy is at least the target."""
+    there = (name for name in names if arm in STUDIES[name].arms)
+    reached = (name for name in there if mean(given_runs(name)[arm], "test") >= target)
+    return next(map(own_updates, reached), None)
+
+
+def given_times() -> str:
+    """Time to 1 point less than full training has at the end of the longest schedule."""
+    names = [name for name in lengths("minilm") if STUDIES[name].settings["workers"] == 1]
+    full = STUDIES[names[-1]].baseline
+    target = mean(given_runs(names[-1])[full], "test") - 1
+    links = {
+        name: study.settings["link"] for name, study in STEPS.items() if study.settings["task"] == "minilm"
+    }
+    head = ["", f"updates to {target:.2f} %", *(f"minutes, {link}" for link in links.values())]
+    head += [f"as fast as full training, {link}" for link in links.values()]
+
+    def seconds(arm: str) -> list[float]:
+        updates = updates_to(target, arm, names)
+        return [updates * middle(step_rounds(name)[arm], "step") for name in links] if updates else []
+
+    rows = []
+    for arm in (arm for arm in given_steps.ARMS if arm in minilm.MIDDLE):
+        found = [f"{s / 60:.1f}" for s in seconds(arm)] or ["not reached"] * len(links)
+        faster = [f"{t / s:.2f}×" for s, t in zip(seconds(arm), seconds(full), strict=False)]
+        rows.append([
+            arm, str(updates_to(target, arm, names) or ""), *found, *(faster or [""] * len(links)),
+        ])  # fmt: skip
+    files = [f"{name}.jsonl" for name in (*names, *links)]
+    return markdown(head, rows, recorded(*files))
 
 
 GIVEN = {
@@ -587,7 +660,7 @@ def readme() -> str:
          f"{fewer(compression['powersgd 4'], 'wire')} fewer bytes",
          "CIFAR-10, ResNet-18, 30 epochs, 4 simulated workers, 3 seeds, version 0.1.0"),
         ("fine-tuning, bytes sent an update",
-         "; ".join(f"{label}: {accuracy_at_1('minilm-2', arm)}, {megabytes(sent('minilm-2', arm))}"
+         "; ".join(f"{label}: {scored('minilm-2', arm)}, {megabytes(sent('minilm-2', arm))}"
                    for arm, label in TUNED.items())
          + f"; in {own_updates('minilm-0.1')} updates, `PowerSGD(4)` is **worse** than LoRA 16: "
          f"{given_difference('minilm-0.1', 'PowerSGD(4)', 'LoRA 16')} points",
@@ -603,7 +676,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "narrow": narrow,
     "factor_rules": factor_rules,
     **{name: functools.partial(given, name) for name in STUDIES},
-    "given_pairs": given_pairs,
+    **{f"{task}_pairs": functools.partial(given_pairs, task) for task in minilm.TASKS if lengths(task)},
+    **{name: functools.partial(given_steps_table, name) for name in STEPS},
+    **({"minilm_times": given_times} if "minilm-steps-100mbit" in STEPS else {}),
     "given_before": given_before,
     "tickets": tickets,
     "large_batches": large_batches,

@@ -1,12 +1,16 @@
 """The model is given: full training with compressed gradients, against LoRA, on two pre-trained models.
 
+    pip install transformers gguf peft
     python examples/bilingual/bilingual.py --fetch && python examples/continue_lm/continue_lm.py --fetch   # into data/
-    python benchmarks/given.py [STUDY ...] [--data data] [--processes 2]      # run what is missing
+    python benchmarks/given.py [STUDY ...] [--processes 2]      # run what is missing, with the folder DATA or data/
     python benchmarks/given.py [STUDY ...] --show
 
 minilm-E       MiniLM (22.7 M parameters) becomes bilingual in E epochs of Multi30k, batch 64 on one worker; accuracy@1 of both
                directions. Every length is a complete schedule. minilm-E-4: 4 simulated workers of 16 sentence pairs.
 smollm2-N      SmolLM2-135M continued on German captions, N updates of 256 tokens on one worker; bits per byte.
+…-choices      Other choices with PowerSGD, each at one rate, the best of its rank in the study without this ending:
+               embeddings sent in bf16 rather than as factors, factors in bf16, and no error feedback.
+…-factorized   Low rank from the start, by the weights alone or weighted by the inputs of each layer.
 
 AdamW without weight decay, linear warm-up over a tenth of the updates and linear decay to 0, bf16 autocast. Every arm is
 tried with its rates on the first seed, and validation chooses. Bytes are those that each of 4 workers sends in an update, by
@@ -18,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,10 @@ import torch
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.compression import Method, Settings
+from pufferfish.compression import BFloat16, Method, PowerSGD, Settings
+from pufferfish.compression.method import MessageGenerator, StepContext
+from pufferfish.lab.data import multi30k
+from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.train.simulated_ddp import SimulatedDDP
 
@@ -41,14 +48,24 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
+class Bf16Factors(PowerSGD):
+    """PowerSGD that sends its factors in bf16, as `PowerSGD` does for gradients in bf16."""
+
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
+        return super().compress(M, replace(ctx, dtype=torch.bfloat16))
+
+
+@dataclass(frozen=True)
 class Arm:
     """A way of training a given model."""
 
-    method: Method = field(default_factory=pf.compression.BFloat16)
-    plain: int = 0  # uncompressed first updates
+    method: Method | dict[str, Method] = field(default_factory=BFloat16)
+    error_feedback: bool | None = None  # None: as suits the method
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
-    frozen: str = ""  # parameters that are not trained
+    factorize: str = (
+        ""  # "weights" or "inputs": low rank 0.5 from the start, with the least ‖W − UV‖ or ‖(W − UV) X‖
+    )
 
 
 FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)
@@ -56,17 +73,27 @@ ARMS = {
     "full training, bf16": (Arm(), FULL),
     "block int8": (Arm(pf.compression.BlockInt8()), FULL),
     "LoCo, 4 bits": (Arm(pf.compression.LoCo()), FULL),
-    "PowerSGD(16)": (Arm(pf.compression.PowerSGD(16)), FULL),
-    "PowerSGD(16), 5 plain": (Arm(pf.compression.PowerSGD(16), plain=5), FULL),
-    "PowerSGD(4)": (Arm(pf.compression.PowerSGD(4)), FULL),
-    "PowerSGD(4), 5 plain": (Arm(pf.compression.PowerSGD(4), plain=5), FULL),
-    "PowerSGD(1)": (Arm(pf.compression.PowerSGD(1)), FULL),
+    "PowerSGD(16)": (Arm(PowerSGD(16)), FULL),
+    "PowerSGD(16), 5 plain": (Arm(PowerSGD(16, start=5)), FULL),
+    "PowerSGD(4)": (Arm(PowerSGD(4)), FULL),
+    "PowerSGD(4), 5 plain": (Arm(PowerSGD(4, start=5)), FULL),
+    "PowerSGD(1)": (Arm(PowerSGD(1)), FULL),
     "LoRA 64": (Arm(lora=64), LORA),
     "LoRA 16": (Arm(lora=16), LORA),
     "LoRA 4": (Arm(lora=4), LORA),
     "low rank 0.5 after a tenth": (Arm(switch=0.5), FULL),
+    "low rank 0.5, by the weights": (Arm(factorize="weights"), FULL),
+    "low rank 0.5, by the inputs": (Arm(factorize="inputs"), FULL),
+    "PowerSGD(16), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(16)}), FULL),
+    "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
+    "PowerSGD(16), no error feedback": (Arm(PowerSGD(16), error_feedback=False), FULL),
+    "PowerSGD(4), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(4)}), FULL),
 }
-LONG = [name for name in ARMS if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
+CHOICES = [name for name in ARMS if name.endswith((" in bf16", "no error feedback"))]
+FACTORIZED = ["low rank 0.5, by the weights", "low rank 0.5, by the inputs"]
+SHORT = [name for name in ARMS if name not in CHOICES + FACTORIZED]
+LONG = [name for name in SHORT if name not in ("block int8", "LoCo, 4 bits", "low rank 0.5 after a tenth")]
+MIDDLE = [name for name in LONG if "plain" not in name and name != "PowerSGD(1)"]
 
 
 class Bilingual:
@@ -116,29 +143,66 @@ TASKS: dict[str, Callable[[dict[str, Any]], Bilingual | Captions]] = {
 }
 
 
+def prepare(arm: Arm, model: nn.Module, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, with adapters if the arm has them, and the optimizer of what is trained."""
+    model = model.to(DEVICE).train()
+    if arm.lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear")
+        model = get_peft_model(model, config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+
+
+@torch.no_grad()
+def factorize_(
+    model: nn.Module, by: str, loss: Callable[..., Tensor], batches: list[tuple[Any, ...]]
+) -> None:
+    """Make a model low-rank, with the least ‖W − UV‖, or ‖(W − UV) X‖ for the inputs X of each layer in some batches.
+
+    With C Cᵀ = X Xᵀ, the factors for the inputs are those of W C, the second one times C⁻¹.
+    """
+    plan = pf.plan(model, rank=0.5)
+    layers = {name: model.get_submodule(name) for name in plan.ranks} if by == "inputs" else {}
+    roots: dict[str, Any] = dict.fromkeys(layers, 0)
+
+    def add(name: str, x: Tensor) -> None:
+        x = x.flatten(0, -2).float()
+        roots[name] = roots[name] + x.T @ x
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: add(name, inputs[0]))
+        for name, layer in layers.items()
+    ]
+    for batch in batches if layers else []:
+        loss(*batch)
+    for hook in hooks:
+        hook.remove()
+    for name, layer in layers.items():
+        roots[name].diagonal().add_(0.01 * roots[name].diagonal().mean())
+        roots[name] = torch.linalg.cholesky(roots[name])
+        layer.weight.copy_(layer.weight @ roots[name])
+    pf.factorize_(model, plan)
+    for name, root in roots.items():
+        down = model.get_submodule(name).down.weight
+        down.copy_(torch.linalg.solve_triangular(root, down, upper=False, left=False))
+
+
 def run(job: Job) -> Row:
     """Train one arm to the end of its schedule."""
     settings, (arm, _) = dict(job.settings), ARMS[job.arm]
     torch.manual_seed(job.seed)
     task = TASKS[settings["task"]](settings)
-    model = task.model.to(DEVICE).train()
-    if arm.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            model, LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear")
-        )
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=job.rate, weight_decay=0.0
-    )
-    compressed = Settings(arm.method, seed=job.seed)
-    first = Settings(pf.compression.NoCompression()) if arm.plain else compressed
-    ddp = SimulatedDDP(model, first, settings["workers"], optimizer=optimizer)
+    if arm.factorize:
+        batches = [task.batches(torch.Generator().manual_seed(job.seed), n, 1)[0] for n in range(16)]
+        factorize_(task.model.to(DEVICE), arm.factorize, task.loss(task.model), batches)
+    model, optimizer = prepare(arm, task.model, job.rate)
+    compressed = Settings(arm.method, error_feedback=arm.error_feedback, seed=job.seed)
+    ddp = SimulatedDDP(model, compressed, settings["workers"], optimizer=optimizer)
     switch = pf.Switch(rank=arm.switch, when=pf.AtFraction(0.1)) if arm.switch else None
     warm_up, sent = max(task.updates // 10, 1), 0.0
     for update in range(task.updates):
-        if update == arm.plain > 0:
-            ddp.simulated.use(compressed)
         if switch:
             switch.step(model, optimizer, step=update, total=task.updates)
         for group in optimizer.param_groups:
@@ -152,12 +216,16 @@ def run(job: Job) -> Row:
         if settings["clip"]:
             nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
         optimizer.step()
+    embedding = next(p for name, p in model.named_parameters() if "embed" in name).grad
     with torch.autocast(DEVICE.type, torch.bfloat16):
         scores = {split: task.score(model, split) for split in ("validation", "test")}
     return scores | {
         "updates": task.updates,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "wire_bytes": wire_bytes(ddp) - sent,
+        "embedding_rows": 0
+        if embedding is None
+        else int(embedding.any(1).sum()),  # of the gradient, not zero
         "optimizer_bytes": sum(
             x.nbytes for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
         ),
@@ -198,19 +266,20 @@ def _pairs() -> dict[str, Any]:
 @lru_cache
 def _rows() -> dict[str, tuple[Tensor, float]]:
     tokenizer = continue_lm.Tokenizer.from_file(str(DATA / "smollm2/tokenizer.json"))
-    found = {}
+    files, found = read_files(multi30k.DATASET, DATA), {}
     for split in ("train", "val", "test2016"):
-        text = (DATA / f"multi30k/{split}.de").read_text(encoding="utf-8")
-        rows, size = continue_lm.load_rows(tokenizer, text, 64)
+        rows, size = continue_lm.load_rows(tokenizer, files[f"{split}.de"].text(), 64)
         found[split] = rows.to(DEVICE), size
     return found
 
 
-def minilm(epochs: float, arms: list[str], workers: int = 1, seeds: tuple[int, ...] = (0, 1, 2)) -> Study:
+def minilm(
+    epochs: float, arms: list[str], workers: int = 1, seeds: tuple[int, ...] = (0, 1, 2), rates: int = 4
+) -> Study:
     return Study(
         name=f"minilm-{epochs:g}" + (f"-{workers}" if workers > 1 else ""), run=run,
-        arms={name: ARMS[name][1] for name in arms}, seeds=seeds, baseline="full training, bf16", score="accuracy@1, %",
-        columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
+        arms={name: ARMS[name][1][:rates] for name in arms}, seeds=seeds, baseline="full training, bf16",
+        score="accuracy@1, %", columns={"trained": ",.0f", "wire_bytes": ",.0f", "optimizer_bytes": ",.0f"},
         settings={"task": "minilm", "epochs": epochs, "batch": 64, "workers": workers, "clip": 0},
     )  # fmt: skip
 
@@ -225,10 +294,27 @@ def smollm2(updates: int, arms: list[str], seeds: tuple[int, ...] = (0, 1)) -> S
     )  # fmt: skip
 
 
+def factorized(study: Study) -> Study:
+    arms = dict.fromkeys(FACTORIZED, FULL)
+    return replace(study, name=f"{study.name}-factorized", arms=arms, baseline=FACTORIZED[0])
+
+
+def choices(study: Study, rates: dict[str, float]) -> Study:
+    """PowerSGD with other choices, each at the rate that is best without them."""
+    arms = {
+        name: (rate,) for start, rate in rates.items() for name in (start, *CHOICES) if name.startswith(start)
+    }
+    columns = study.columns | {"embedding_rows": ",.0f"}
+    return replace(study, name=f"{study.name}-choices", arms=arms, baseline="PowerSGD(16)", columns=columns)
+
+
 STUDIES = [
-    minilm(0.3, list(ARMS)), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
+    minilm(0.3, SHORT), minilm(2, LONG, seeds=(0, 1)), minilm(0.3, LONG, workers=4),
     smollm2(40, LONG), smollm2(160, LONG),
-    minilm(0.1, LONG), minilm(0.6, LONG, seeds=(0, 1)), minilm(1, LONG, seeds=(0, 1)),
+    minilm(0.1, LONG), minilm(0.6, MIDDLE, seeds=(0, 1), rates=3), minilm(1, MIDDLE, seeds=(0, 1), rates=3),
+    choices(minilm(0.3, []), {"PowerSGD(16)": 8e-4, "PowerSGD(4)": 4e-4}),
+    choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
+    factorized(minilm(0.3, [])), factorized(smollm2(40, [])),
 ]  # fmt: skip
 
 if __name__ == "__main__":

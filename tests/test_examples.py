@@ -39,18 +39,32 @@ def run(
     return run
 
 
-def run_as_torchrun(folder: Path, workers: int, name: str, *args: str, sigterm_at: int | None = None) -> str:
+def run_as_torchrun(
+    folder: Path,
+    workers: int,
+    name: str,
+    *args: str,
+    stop_at: int | None = None,
+    stop_by: signal.Signals = signal.SIGTERM,
+) -> str:
     """Run an example in forked workers with the environment of torchrun, and return the output of all.
 
     Args:
-        sigterm_at: the last worker sends itself SIGTERM after this many updates.
+        stop_at: the last worker sends itself `stop_by` after this many updates.
     """
-    forked(_torchrun_worker, workers, (workers, free_port(), folder, name, args, sigterm_at), name=name)
+    forked(_torchrun_worker, workers, (workers, free_port(), folder, name, args, stop_at, stop_by), name=name)
     return "".join((folder / f"output-{rank}").read_text() for rank in range(workers))
 
 
 def _torchrun_worker(
-    rank: int, size: int, port: int, folder: Path, name: str, args: tuple[str, ...], sigterm_at: int | None
+    rank: int,
+    size: int,
+    port: int,
+    folder: Path,
+    name: str,
+    args: tuple[str, ...],
+    stop_at: int | None,
+    stop_by: signal.Signals,
 ) -> None:
     as_torchrun(rank, size, port)
     os.chdir(folder)
@@ -58,8 +72,8 @@ def _torchrun_worker(
     real_step = Checkpoint.step
 
     def step(self: Checkpoint, *, step: int, **position: Any) -> bool:
-        if rank == size - 1 and step == sigterm_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if rank == size - 1 and step == stop_at:
+            os.kill(os.getpid(), stop_by)
         return real_step(self, step=step, **position)
 
     Checkpoint.step = step  # type: ignore[assignment, method-assign]
@@ -148,7 +162,7 @@ def test_resumable(tmp_path: Path) -> None:
     """A run stopped by SIGTERM and resumed ends like an uninterrupted one."""
     uninterrupted = run_as_torchrun(tmp_path, 2, "resumable.py", "uninterrupted")
     assert accuracies(uninterrupted)[0] >= 95, uninterrupted
-    assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped", sigterm_at=30) == ""
+    assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped", stop_at=30) == ""
     assert run_as_torchrun(tmp_path, 2, "resumable.py", "stopped") == uninterrupted
 
 

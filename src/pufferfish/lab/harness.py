@@ -81,8 +81,8 @@ class Study:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def main(studies: Sequence[Study], description: str | None = None) -> None:
-    """The command line of a script with studies."""
+def main(studies: Sequence[Study], description: str | None = None, processes: int | None = None) -> None:
+    """The command line of a script with studies. `processes`: runs at a time; None: one a core."""
     by_name = {study.name: study for study in studies}
     ask = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,9 +91,8 @@ def main(studies: Sequence[Study], description: str | None = None) -> None:
     ask.add_argument("--show", action="store_true", help="print the tables of finished runs")
     ask.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of STUDY.jsonl")
     ask.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of unfinished runs")
-    ask.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="runs at a time; default: one a core"
-    )
+    processes = processes or os.cpu_count()
+    ask.add_argument("--processes", type=int, default=processes, help=f"runs at a time; default: {processes}")
     ask.add_argument("--minutes", type=float, default=math.inf, help="start no run later than this")
     ask.add_argument("--arms", nargs="+", help="run only these arms")
     ask.add_argument("--pause", action="store_true", help="pause all runs of --work")
