@@ -12,8 +12,8 @@ from torch import Tensor, nn, optim
 import pufferfish as pf
 from nested import equal
 from pufferfish.compression import TopK
+from pufferfish.local.fragments import split_by_depth
 from pufferfish.local.local_steps import LocalSteps
-from pufferfish.local.split_by_depth import split_by_depth
 
 
 def names_in(local: LocalSteps) -> list[list[str]]:

@@ -22,8 +22,8 @@ import pufferfish as pf
 from nested import equal
 from processes import in_processes, same_everywhere
 from pufferfish.compression import BlockInt8, PowerSGD, TopK
+from pufferfish.local.fragments import split_by_depth
 from pufferfish.local.local_steps import LocalSteps
-from pufferfish.local.split_by_depth import split_by_depth
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9}
 

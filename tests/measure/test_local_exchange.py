@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pufferfish.compression import BFloat16, NoCompression, SparseLoCo
-from pufferfish.local.schedule import Schedule
+from pufferfish.local.fragments import Schedule
 from pufferfish.measure import CostModel, Link, Work
 from pufferfish.measure.dry_run import Traffic
 from pufferfish.measure.local_exchange import LocalExchange

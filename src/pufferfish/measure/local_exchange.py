@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..local.schedule import Schedule
+from ..local.fragments import Schedule
 from .dry_run import Traffic
 from .link import WIRE_FACTOR
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ..compression.settings import Methods
 from ..layers.names import own_name
-from ..local.schedule import Schedule
-from ..local.split_by_depth import split_by_depth
+from ..local.fragments import Schedule, split_by_depth
 from .cost_model import Work
 from .dry_run import dry_run
 from .local_exchange import LocalExchange

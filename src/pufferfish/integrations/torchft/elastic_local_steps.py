@@ -15,9 +15,7 @@ from ...compression.engine import Step
 from ...compression.exchange import Transport
 from ...compression.settings import Methods
 from ...layers.names import own_name, unwrap
-from ...local.anchor import Outer
-from ...local.flight import Flight, Means
-from ...local.fragment import Fragment
+from ...local.fragments import Flight, Fragment, Means, Outer
 from ...local.local_steps import LocalSteps
 from .elastic_exchange import ElasticExchange
 from .replica_transport import LostReplica
@@ -123,7 +121,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         self._local_tensors(model)  # raises if parameters were replaced
         self.position += 1
         self._phase = (self._phase + 1) % self.schedule.h
-        landing = self._rounds.count_update()
+        landing = self._count_update()
         due = self.schedule.due(self._phase)
         if landing:
             self._land()
@@ -152,7 +150,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         if self._flying is not None and self._resumed is None:
             average = self._flying[1]
             for fragment, since, steps in zip(average.fragments, average.since, average.counts, strict=True):
-                saved = state["fragments"][self._rounds.fragments.index(fragment)]
+                saved = state["fragments"][self._fragments.index(fragment)]
                 saved |= {"flight": None, "since": fragment.since + since}
                 saved["engine"] |= {"steps": steps}
         return state
@@ -173,7 +171,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         begin, self._due = time.perf_counter(), due
         while not self._attempt(self._join()):
             pass
-        self._rounds.waited += time.perf_counter() - begin
+        self.waited += time.perf_counter() - begin
 
     def _send(self, due: list[int]) -> None:
         """Start to average some fragments, with the replicas that are there now."""
@@ -186,7 +184,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         average = self._collect()
         device = next(iter(average.differences[0].values())).device
         flight = Flight.send(
-            lambda: self._exchange(average) or {}, self.schedule.delay, stream=self._rounds.stream(device)
+            lambda: self._exchange(average) or {}, self.schedule.delay, stream=self._stream(device)
         )
         for fragment in average.fragments:
             fragment.since, fragment.flight = 0, flight
@@ -198,7 +196,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         assert self._flying is not None
         begin, (flight, average), self._flying = time.perf_counter(), self._flying, None
         flight.wait()
-        self._rounds.waited += time.perf_counter() - begin
+        self.waited += time.perf_counter() - begin
         for fragment in average.fragments:
             fragment.flight = None
         if not self._finish(average):
@@ -212,7 +210,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             self._replicas.join()
         except LostReplica as error:
             return error
-        for fragment in self._rounds.fragments:
+        for fragment in self._fragments:
             fragment.engine.state.move(self._transport.worker, self._transport.size)
         return None
 
@@ -228,7 +226,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         assert self._anchor is not None
         assert self._state is not None
         tensors = self._local_tensors(self._state.model)
-        fragments = [self._rounds.fragments[p] for p in self._due]
+        fragments = [self._fragments[p] for p in self._due]
         counts = [fragment.engine.steps for fragment in fragments]
         layout = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
         return _Average(
@@ -277,7 +275,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         if blocking and len(average.fragments) in (0, self.schedule.fragments):
             self._synced = self.position
         if average.fragments:
-            self._rounds.apply(average.fragments, average.means, self._local_tensors(self._state.model))
+            self._apply(average.fragments, average.means, self._local_tensors(self._state.model))
         self._joined = True
         return True
 
@@ -325,7 +323,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         tensors = {**local["anchor"], **local["buffers"]}
         before = {name: x.clone() for name, x in self._anchor.tensors().items()}
         changed = {n for n, x in tensors.items() if not own or not torch.equal(before[n], x.to(before[n]))}
-        for fragment, theirs in zip(self._rounds.fragments, local["fragments"], strict=True):
+        for fragment, theirs in zip(self._fragments, local["fragments"], strict=True):
             fragment.engine.state.release_divided(self._replicas.manager.num_participants())
             mine = fragment.engine.state_dict()
             keep = own and not changed & set(fragment.names)

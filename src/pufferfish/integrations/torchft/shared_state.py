@@ -13,7 +13,7 @@ from ...checkpoint.checkpoint_files import load_model_state, model_state
 from ...checkpoint.expected_structure import expected_structure, known_plan, restructure_
 from ...checkpoint.stateful_parts import check_is_stateful, state_dicts
 from ...layers.names import own_name, unwrap
-from ...local.all_finite import all_finite
+from ...local.local_steps import all_finite
 from ...lowrank.factorize import merge_, ranks_of
 from ...optim.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
 from ...optim.carry import Optimizers, as_list

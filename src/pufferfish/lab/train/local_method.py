@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn, optim
 
 from ...compression import Method, NoCompression, Settings, SparseLoCo
+from ...local.fragments import Schedule
 from ...local.local_steps import LocalSteps
-from ...local.schedule import Schedule
 
 #: An example of each name.
 LOCAL_METHODS = ("diloco-30", "streaming-30x4", "sparseloco-30")

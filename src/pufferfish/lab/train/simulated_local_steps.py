@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...compression import Simulated
-from ...local.all_finite import all_finite
-from ...local.anchor import Anchor
-from ...local.averaged_tensors import averaged_buffers, check_model, trainable_parameters
-from ...local.fragment import move_engine_states, settings_for
-from ...local.split_by_depth import split_by_depth
+from ...local.fragments import Anchor, Means, move_engine_states, settings_for, split_by_depth
+from ...local.local_steps import all_finite, averaged_buffers, check_model, trainable_parameters
 from .local_method import LocalMethod
 
-Means = dict[str, Tensor]
 _SAVED = ("since", "means", "remaining", "sent_bytes")
 
 

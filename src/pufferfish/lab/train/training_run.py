@@ -12,7 +12,7 @@ from ...checkpoint import Checkpoint
 from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
-from ...local.all_finite import all_finite
+from ...local.local_steps import all_finite
 from ...measure import Breakdown
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
