@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.checkpoint import Checkpoint
-from pufferfish.checkpoint.folder_owner import OWNER
+from pufferfish.checkpoint.folder import OWNER
 
 SWITCH, TOTAL = 4, 7
 

@@ -19,8 +19,8 @@ from runs import Loader, names
 from torch import nn
 
 from pufferfish.checkpoint import Checkpoint
-from pufferfish.checkpoint.folder_owner import OWNER
-from pufferfish.checkpoint.sigterm import Sigterm
+from pufferfish.checkpoint.folder import OWNER
+from pufferfish.checkpoint.process import Sigterm
 
 
 def killed_at(event: int, work: Callable[[], Any]) -> bool:

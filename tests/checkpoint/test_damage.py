@@ -13,7 +13,8 @@ import torch
 from runs import names
 from torch import nn
 
-from pufferfish.checkpoint import Checkpoint, manifest
+from pufferfish.checkpoint import Checkpoint
+from pufferfish.checkpoint import folder as folder_file
 
 
 def test_the_last_ones_are_kept_in_the_order_of_saving(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def sign(checkpoint: Path, **changes: Any) -> None:
     data = json.loads((checkpoint / "manifest.json").read_text())
     del data["sha256"]
     data |= changes
-    (checkpoint / "manifest.json").write_text(json.dumps(data | {"sha256": manifest._digest(data)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(data | {"sha256": folder_file._digest(data)}))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_all_damaged(tmp_path: Path) -> None:
 
 def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoint(tmp_path, nn.Linear(2, 2)) as checkpoint:
-        monkeypatch.setattr(manifest, "_VERSION", 2)
+        monkeypatch.setattr(folder_file, "_VERSION", 2)
         checkpoint.save()
         monkeypatch.undo()
         with pytest.raises(ValueError, match="format is 2, but this version of pufferfish reads format 1"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from pufferfish.checkpoint.skip_batches import skip_batches
+from pufferfish.checkpoint.process import skip_batches
 
 
 class Squares(Dataset[int]):

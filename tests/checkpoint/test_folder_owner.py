@@ -20,7 +20,7 @@ from torch import nn
 
 from processes import in_processes
 from pufferfish.checkpoint import Checkpoint
-from pufferfish.checkpoint.folder_owner import OWNER
+from pufferfish.checkpoint.folder import OWNER
 
 pytestmark = pytest.mark.timeout(120)  # the hang guard
 

@@ -15,7 +15,7 @@ import torch
 from test_train import SMALL, values, weights
 from torch import Tensor, nn
 
-from pufferfish.checkpoint.checkpoint_folder import list_checkpoints
+from pufferfish.checkpoint.folder import list_checkpoints
 from pufferfish.cli import main
 from pufferfish.lab.rivals.model_change import ModelChange
 from pufferfish.lab.tasks import Recipe

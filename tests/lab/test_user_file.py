@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 import pufferfish as pf
 from processes import as_torchrun, forked, free_port
-from pufferfish.checkpoint.checkpoint_folder import list_checkpoints
+from pufferfish.checkpoint.folder import list_checkpoints
 from pufferfish.cli import main
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.file_task import FileTask

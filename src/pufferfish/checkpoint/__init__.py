@@ -1,6 +1,6 @@
 """Save and resume a whole training job, across the switch and across a crash."""
 
 from .checkpoint import Checkpoint, Resumed
-from .skip_batches import skip_batches
+from .process import skip_batches
 
 __all__ = ["Checkpoint", "Resumed", "skip_batches"]

@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,30 +15,31 @@ import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
-from ..distributed.job import find_ddp
+from ..distributed.job import Job, find_ddp
 from ..distributed.workers import Workers
-from ..layers.names import rebuilt, unwrap
-from ..lowrank.checks import check_wrapper_passed, factorized_weights
-from ..lowrank.factorize import ranks_of
-from ..optim.by_name import load_optimizer, names_by_id, optimizer_state
+from ..layers import meta_copy
+from ..layers.names import own_name, rebuilt, unwrap
+from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
+from ..lowrank.factorize import ranks_of, svd_factors
+from ..lowrank.plan_of import plan_of
+from ..lowrank.rewrite import Rewrite, nan_factors, replace_layers_
+from ..optim.by_name import group_names, load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
 from ..switching.switch import Switch
-from .atomic_publish import create_hidden_folder, publish_by_rename
-from .checkpoint_files import (
+from .files import (
     SavedCheckpoint,
     differing_state,
+    is_sharded,
     load_model_state,
     model_state,
     write_files,
 )
-from .checkpoint_folder import newest_checkpoint
-from .expected_structure import expected_structure, known_plan, restructure_
-from .folder_owner import FolderOwner
-from .rng_state import rng_state, seed_rng, set_rng_state
-from .sharded_tensors import is_sharded
-from .sigterm import Sigterm
-from .stateful_parts import check_is_stateful, check_parts, class_name, load_parts, state_dicts
+from .folder import FolderOwner, create_hidden_folder, newest_checkpoint, publish_by_rename
+from .process import Sigterm, rng_state, seed_rng, set_rng_state
+
+Ranks = dict[str, dict[str, int]]  # of a model's low-rank layers
+Parts = Mapping[str, Any]  # objects with a state_dict, by name; None: there is none
 
 
 @dataclass(frozen=True)
@@ -241,13 +242,17 @@ class Checkpoint:
             )
         return saved.plan
 
+    def _check_model(self) -> None:
+        self.model = rebuilt(self.model)
+        if self._worker_parts["compressor"] is None and find_hook(self.model) is not None:
+            raise ValueError(
+                f"{self.folder}: the model's gradients are compressed, and that state would be lost; pass "
+                "compressor=hook, the result of pf.compress, to Checkpoint"
+            )
+
     def _begin_save(self) -> str:
         self._owner = FolderOwner.take(self.folder, self._owner)
         return str(create_hidden_folder(self.folder))
-
-    def _newest(self, damaged: str) -> tuple[str, str] | None:
-        self._owner = FolderOwner.take_to_resume(self.folder, self._owner)
-        return newest_checkpoint(self.folder, damaged)
 
     def _write(self, hidden: Path, position: dict[str, Any]) -> dict[str, Any]:
         """Write this worker's files and return their manifest entries."""
@@ -258,13 +263,17 @@ class Checkpoint:
             raise OSError(
                 f"{self.folder}: this worker does not see files of worker 0; all workers must share the folder"
             )
-        worker, names, inner = self._workers.rank, names_by_id(self.model), unwrap(self.model)
-        weights = model_state(inner)
-        model_per_worker = getattr(self._worker_parts["compressor"], "has_model_per_worker", False)
+        names = names_by_id(self.model)
         optimizers = [optimizer_state(optimizer, names) for optimizer in self.optimizers]
+        job_states = self._job_states(position, optimizers)
+        return write_files(hidden, self._workers.rank, job_states, self._worker_state(optimizers))
+
+    def _job_states(self, position: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the whole job by file, equal on all workers, except for shards."""
+        inner = unwrap(self.model)
         plan = known_plan(self.model, self.switch)
-        job_states = {
-            "model": weights,
+        return {
+            "model": model_state(inner),
             "optimizer": optimizers,
             "training": {
                 "position": position,
@@ -272,58 +281,45 @@ class Checkpoint:
                 "plan": plan and plan.to_json(),
                 "averages": len(self.also),
                 "parts": state_dicts(self._job_parts | {"switch": self.switch}),
-                "classes": {name: class_name(x) for name, x in self._job_parts.items()},
+                "classes": {name: _class_name(x) for name, x in self._job_parts.items()},
             },
         } | {f"average-{i}": model_state(average) for i, average in enumerate(self.also)}
+
+    def _worker_state(self, optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this worker alone. What worker 0 has in the files of the job is not repeated."""
+        worker, inner = self._workers.rank, unwrap(self.model)
+        model_per_worker = getattr(self._worker_parts["compressor"], "has_model_per_worker", False)
         # Every worker saves and reads its shards in any case.
-        own = model_per_worker and not is_sharded(inner)
+        own_optimizers = worker and model_per_worker and not is_sharded(inner)
         own_parts = self._job_parts if worker and model_per_worker else {}
-        worker_state = {
+        return {
             "random": rng_state(_gpus(inner)),
             "buffers": differing_state(inner, model_per_worker) if worker else {},
             "averages": [differing_state(x, model_per_worker) for x in (self.also if worker else [])],
-            "optimizers": optimizers if worker and own else None,
+            "optimizers": optimizers if own_optimizers else None,
             "parts": state_dicts(self._worker_parts | own_parts),
         }
-        return write_files(hidden, worker, job_states, worker_state)
 
-    def _check_model(self) -> None:
-        self.model = rebuilt(self.model)
-        if self._worker_parts["compressor"] is None and find_hook(self.model) is not None:
-            raise ValueError(
-                f"{self.folder}: the model's gradients are compressed, and that state would be lost; pass "
-                "compressor=hook, the result of pf.compress, to Checkpoint"
-            )
+    def _newest(self, damaged: str) -> tuple[str, str] | None:
+        self._owner = FolderOwner.take_to_resume(self.folder, self._owner)
+        return newest_checkpoint(self.folder, damaged)
 
     def _prepare_resume(self, path: str, digest: str) -> Callable[[], Resumed]:
         """Read and check everything, and return a function that restores it."""
         worker, size = self._workers.rank, self._workers.size
         saved = SavedCheckpoint(Path(path), self.model, digest=digest, worker=worker, world_size=size)
-        structure = saved.path, saved.ranks, saved.plan
-        model, optimizers = expected_structure(
-            *structure, unwrap(self.model), self.optimizers, self.switch is not None
-        )
-        if model is not unwrap(self.model) and saved.plan is not None:
-            check_wrapper_passed(factorized_weights(unwrap(self.model), saved.plan), find_ddp(self.model))
-        weights = saved.weights("model", model)
-        count = saved.training["averages"]
-        if count != len(self.also):
-            raise ValueError(f"{path}: saved with {count} averaged models, now {len(self.also)}; pass also=")
-        averages = [
-            saved.weights(f"average-{i}", expected_structure(*structure, average)[0])
-            for i, average in enumerate(self.also)
-        ]
-        optimizer_states = saved.optimizer_states(
-            model, optimizers, [type(optimizer).__name__ for optimizer in self.optimizers]
-        )
+        passed = self._job_parts | self._worker_parts
         worker_state = saved.worker_state or {
             "buffers": {},
             "parts": {"compressor": saved.first_compressor_state()},
         }
-        own_averages = worker_state.get("averages") or [{} for _ in averages]
         parts = saved.training["parts"] | worker_state["parts"]
-        passed = self._job_parts | self._worker_parts
-        check_parts(saved.path, passed, parts, saved.training.get("classes", {}))
+        try:
+            weights, averages, optimizer_states = self._read_models(saved)
+            _check_parts(passed, parts, saved.training.get("classes", {}))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        own_averages = worker_state.get("averages") or [{} for _ in averages]
 
         def apply() -> Resumed:
             if self.switch is not None and parts["switch"] is not None:
@@ -339,7 +335,7 @@ class Checkpoint:
             with warnings.catch_warnings():
                 if worker or saved.worker_state is None:  # worker 0, or `reset`, says it once for all
                     warnings.filterwarnings("ignore", ".*starts with empty error feedback")
-                load_parts(saved.path, passed, parts)
+                _load_parts(saved.path, passed, parts)
             # Last, because loading may draw random numbers.
             if saved.worker_state is not None:
                 set_rng_state(worker_state["random"], _gpus(inner))
@@ -350,8 +346,147 @@ class Checkpoint:
 
         return apply
 
+    def _read_models(
+        self, saved: SavedCheckpoint
+    ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the states of model, averages and optimizers; ValueError if they do not fit. Changes nothing."""
+        now = unwrap(self.model)
+        model, optimizers = expected_structure(
+            saved.ranks, saved.plan, now, self.optimizers, self.switch is not None
+        )
+        if model is not now and saved.plan is not None:
+            check_wrapper_passed(factorized_weights(now, saved.plan), find_ddp(self.model))
+        weights = saved.weights("model", model)
+        count = saved.training["averages"]
+        if count != len(self.also):
+            raise ValueError(f"saved with {count} averaged models, now {len(self.also)}; pass also=")
+        averages = [
+            saved.weights(f"average-{i}", expected_structure(saved.ranks, saved.plan, average)[0])
+            for i, average in enumerate(self.also)
+        ]
+        class_names = [type(optimizer).__name__ for optimizer in self.optimizers]
+        return weights, averages, saved.optimizer_states(model, optimizers, class_names)
+
+
+def check_is_stateful(parts: Parts) -> None:
+    """Raise TypeError if a part lacks `state_dict` or `load_state_dict`."""
+    for name, x in parts.items():
+        if x is not None and not (hasattr(x, "state_dict") and hasattr(x, "load_state_dict")):
+            raise TypeError(f"{name} is a {type(x).__name__} without state_dict and load_state_dict")
+
+
+def known_plan(model: nn.Module, switch: Switch | None) -> Plan | None:
+    """Return the plan that makes the dense model this one; None if it is dense or not known."""
+    ranks, report = ranks_of(model), switch.report if switch else None
+    if report is not None and report.plan.ranks == ranks:
+        return report.plan
+    return plan_of(model) if ranks and not is_sharded(model) else None
+
+
+def state_dicts(parts: Parts) -> dict[str, Any]:
+    """Return the state of each part."""
+    return {name: None if x is None else x.state_dict() for name, x in parts.items()}
+
+
+def _class_name(x: Any) -> str:
+    """Return the class of a part; for a scheduler of schedulers with theirs.
+
+    >>> from torch import nn, optim
+    >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters())
+    >>> _class_name(optim.lr_scheduler.ChainedScheduler([optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]))
+    'ChainedScheduler(ExponentialLR)'
+    """
+    inner = [_class_name(scheduler) for scheduler in getattr(x, "_schedulers", ())]
+    return type(x).__name__ + (f"({', '.join(inner)})" if inner else "")
+
 
 def _gpus(model: nn.Module) -> list[torch.device]:
     """GPUs that hold the model. The current device may be another one."""
     found = {p.device for p in model.parameters() if p.device.type == "cuda"}
     return sorted(found, key=lambda device: device.index or 0)
+
+
+def expected_structure(
+    ranks: Ranks,
+    plan: Plan | None,
+    model: nn.Module,
+    optimizers: Sequence[optim.Optimizer] = (),
+    may_change: bool = True,
+) -> tuple[nn.Module, list[optim.Optimizer]]:
+    """Return model and optimizers with the structure of the saved ones; `model` itself is not changed.
+
+    These are the given objects if their structure fits, otherwise a converted copy on the meta device.
+
+    Args:
+        ranks: ranks of the saved model's low-rank layers.
+        plan: the plan that makes a dense model the saved one.
+        may_change: whether a dense model may be converted.
+    """
+    current = ranks_of(model)
+    for name, p in unwrap(model).named_parameters():
+        if p.is_meta:
+            raise ValueError(f"{name} is on the meta device; call model.to_empty(device=…) before resume")
+    if current == ranks:
+        return model, list(optimizers)
+    if current or plan is None or not may_change or is_sharded(model):
+        raise ValueError(
+            f"the saved model is {_structure(ranks)}, this one is {_structure(current)}; build it dense and "
+            "pass switch=, or call pf.reshape_(model, pf.Checkpoint.plan_in(folder)) before wrapping it"
+        )
+    names, copy = names_by_id(model), meta_copy(model)
+    by_name = {own_name(name): p for name, p in unwrap(copy).named_parameters()}
+    stand_ins: list[optim.Optimizer] = []
+    for optimizer in optimizers:
+        groups = [{"params": [by_name[name] for name in group]} for group in group_names(optimizer, names)]
+        # Muon takes matrices only, so some of its factors go to another optimizer.
+        kind = optim.Muon if isinstance(optimizer, optim.Muon) else optim.SGD
+        stand_ins.append(kind(groups))
+    check_plan(unwrap(copy), plan)
+    replace_layers_(unwrap(copy), plan, stand_ins, svd_factors)
+    return copy, stand_ins
+
+
+def _structure(ranks: Ranks) -> str:
+    return f"low-rank in {len(ranks)} layers" if ranks else "dense"
+
+
+def _check_parts(parts: Parts, states: Mapping[str, Any], classes: Mapping[str, str]) -> None:
+    """Raise ValueError if a part cannot load its saved state, as far as that is known without loading it.
+
+    Args:
+        classes: `class_name` of the parts that were saved, where it is known.
+    """
+    for name, x in _with_state(parts, states).items():
+        now = _class_name(x)
+        if classes.get(name, now) != now:
+            raise ValueError(f"{name} was saved as {classes[name]}, but is {now}; pass the same class")
+        if hasattr(x, "check_state_dict"):
+            try:
+                x.check_state_dict(states[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+def _with_state(parts: Parts, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that have a saved state."""
+    return {name: x for name, x in parts.items() if x is not None and states.get(name) is not None}
+
+
+def restructure_(
+    model: nn.Module, ranks: Ranks, plan: Plan | None, optimizers: Sequence[optim.Optimizer] = ()
+) -> None:
+    """Give a dense model, such as an averaged copy, the structure that `expected_structure` has checked."""
+    if plan is not None and ranks_of(model) != ranks:
+        change = Rewrite(unwrap(model), optimizers)
+        change.factorize(plan, nan_factors)
+        Job(model).commit([change], {})
+
+
+def _load_parts(path: Path, parts: Parts, states: Mapping[str, Any]) -> None:
+    """Load the saved state of each part that has one; ValueError names a part that fails."""
+    for name, x in _with_state(parts, states).items():
+        try:
+            x.load_state_dict(states[name])
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            message = f"{path}: {name}: {type(error).__name__}: {error}"
+            raise ValueError(f"{message}; pass the {name} that was saved") from error

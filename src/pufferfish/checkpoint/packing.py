@@ -72,16 +72,16 @@ class _Packer:  # a class, not nested functions: those would keep the tensors al
             items = [self.walk(value, f"{prefix}{i}") for i, value in enumerate(x)]
             return items if type(x) is list else {"tuple": items}
         if type(x) in _MAPPINGS.values():
-            kind = type(x).__name__
-            if all(type(key) is str for key in x):
-                return {kind: {key: self.walk(value, f"{prefix}{key}") for key, value in x.items()}}
-            return {
-                kind: [[self.walk(k, f"{prefix}{k!r} (a key)"), self.walk(x[k], f"{prefix}{k}")] for k in x]
-            }
+            return {type(x).__name__: self.items(x, prefix)}
         raise TypeError(
             f"{self.name}: {path or 'the value'} is a {_type_name(x)}, which cannot be saved; use numbers, strings, "
             "tensors, None, and lists, tuples and dicts of these"
         )
+
+    def items(self, x: Mapping[Any, Any], prefix: str) -> Any:
+        if all(type(key) is str for key in x):
+            return {key: self.walk(value, f"{prefix}{key}") for key, value in x.items()}
+        return [[self.walk(k, f"{prefix}{k!r} (a key)"), self.walk(x[k], f"{prefix}{k}")] for k in x]
 
     def leaf(self, x: Tensor, path: str) -> dict[str, Any]:
         if type(x) not in _TENSOR_TYPES or x.layout != torch.strided or x.is_meta or x.is_quantized:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compression import Meter, NoCompression, Settings
 from ..compression.exchange import Group, Transport
 from ..compression.settings import Methods
+from ..distributed.job import reshard
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
 from .fragments import (
@@ -487,9 +487,7 @@ def _inside_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, by name."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass without a backward pass leaves whole parameters
+    reshard(model)  # a forward pass without a backward pass leaves whole parameters
     return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 

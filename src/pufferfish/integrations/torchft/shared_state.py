@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from ...checkpoint.checkpoint_files import load_model_state, model_state
-from ...checkpoint.expected_structure import expected_structure, known_plan, restructure_
-from ...checkpoint.stateful_parts import check_is_stateful, state_dicts
+from ...checkpoint.checkpoint import (
+    check_is_stateful,
+    expected_structure,
+    known_plan,
+    restructure_,
+    state_dicts,
+)
+from ...checkpoint.files import load_model_state, model_state
 from ...layers.names import own_name, unwrap
 from ...local.local_steps import all_finite
 from ...lowrank.factorize import merge_, ranks_of
@@ -113,9 +117,7 @@ class SharedState:
         if self.ranks and self.ranks != state["ranks"]:
             return
         plan = None if state["plan"] is None else Plan.from_json(state["plan"])
-        model, optimizers = expected_structure(
-            Path("the state"), state["ranks"], plan, inner, self.optimizers
-        )
+        model, optimizers = expected_structure(state["ranks"], plan, inner, self.optimizers)
         expected, params = model_state(model), dict(model.named_parameters())
         for name in {*tensors, *map(own_name, params)}:
             there, here = (getattr(x.get(name), "shape", None) for x in (tensors, expected))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoint.sigterm import Sigterm
+from ...checkpoint.process import Sigterm
 from ...distributed.workers import Workers
 from ..advise.timing_rounds import steps_per_round, timing_rounds
 from ..network import LinkShape

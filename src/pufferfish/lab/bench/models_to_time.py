@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.checkpoint_folder import list_checkpoints
+from ...checkpoint.folder import list_checkpoints
 from ...layers.names import unwrap
 from ...measure import read_run
 from ...optim.frobenius_decay import FrobeniusDecay

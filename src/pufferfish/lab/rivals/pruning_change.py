@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ...checkpoint.checkpoint_files import SavedCheckpoint
-from ...checkpoint.checkpoint_folder import newest_checkpoint
+from ...checkpoint.files import SavedCheckpoint
+from ...checkpoint.folder import newest_checkpoint
 from ...distributed.job import Job
 from ...measure import RunLog
 from ...optim.carry import Optimizers

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.checkpoint_folder import list_checkpoints
+from ...checkpoint.folder import list_checkpoints
 from ...measure import read_run
 from ...measure.saved_run import RUN_FILE, read_run_file
 from ..tasks import Task

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...checkpoint.checkpoint_files import load_model_state, model_state
+from ...checkpoint.files import load_model_state, model_state
 from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
 from ...optim.carry import as_list
 from ..rivals.model_change import ModelChange
