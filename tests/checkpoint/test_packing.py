@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pufferfish.checkpoint.packing import pack, storable, unpack
+from pufferfish.checkpoint.files import pack, storable, unpack
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

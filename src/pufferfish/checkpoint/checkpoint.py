@@ -309,10 +309,7 @@ class Checkpoint:
         worker, size = self._workers.rank, self._workers.size
         saved = SavedCheckpoint(Path(path), self.model, digest=digest, worker=worker, world_size=size)
         passed = self._job_parts | self._worker_parts
-        worker_state = saved.worker_state or {
-            "buffers": {},
-            "parts": {"compressor": saved.first_compressor_state()},
-        }
+        worker_state = saved.worker_state()
         parts = saved.training["parts"] | worker_state["parts"]
         try:
             weights, averages, optimizer_states = self._read_models(saved)
@@ -333,11 +330,11 @@ class Checkpoint:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_optimizer(optimizer, names_by_id(inner), state)
             with warnings.catch_warnings():
-                if worker or saved.worker_state is None:  # worker 0, or `reset`, says it once for all
+                if worker or not saved.same_workers:  # worker 0, or `reset`, says it once for all
                     warnings.filterwarnings("ignore", ".*starts with empty error feedback")
                 _load_parts(saved.path, passed, parts)
             # Last, because loading may draw random numbers.
-            if saved.worker_state is not None:
+            if saved.same_workers:
                 set_rng_state(worker_state["random"], _gpus(inner))
             else:
                 seed_rng(f"{digest} {worker} of {size}")

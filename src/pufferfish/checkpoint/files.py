@@ -1,5 +1,7 @@
 """The files of one checkpoint: every worker writes its own, and reads and checks them against its model.
 
+Nested state becomes JSON and tensors, and comes back exactly, without pickle.
+
 A tensor sharded by FSDP2 is in the files of several workers: each writes its own shard, and reads the parts that it needs from
 any file. At most one mesh dimension may shard it, and the others replicate it: `fully_shard` on a 1-D mesh, or on a 2-D mesh
 with replicas (HSDP).
@@ -8,8 +10,11 @@ with replicas (HSDP).
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,9 @@ from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .folder import file_record, read_manifest
-from .packing import ShardedTensorSpec, pack, storable, unpack
 
+_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_TENSOR_TYPES = (Tensor, nn.Parameter, DTensor)
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part of a tensor
 
 
@@ -55,7 +61,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def write_files(
-    folder: Path, worker: int, job_states: Mapping[str, Any], worker_state: Mapping[str, Any]
+    folder: Path, worker: int, job_states: Mapping[str, Any], worker_state: dict[str, Any]
 ) -> dict[str, Any]:
     """Write this worker's files into `folder`.
 
@@ -67,7 +73,7 @@ def write_files(
         Manifest entry of each file, by file name.
     """
     own_file = _worker_file(worker)
-    tree, tensors = pack(dict(worker_state), own_file)
+    tree, tensors = pack(worker_state, own_file)
     offsets: dict[str, list[int]] = {}
     files = []
     for name, state in job_states.items():
@@ -163,16 +169,20 @@ class SavedCheckpoint:
         self.ranks: dict[str, dict[str, int]] = self.training["ranks"]
         plan = self.training["plan"]
         self.plan = None if plan is None else Plan.from_json(plan)
-        #: State of this worker alone; None if the world size has changed.
-        self.worker_state: dict[str, Any] | None = None
-        if world_size == self.world_size:
-            self.worker_state = self._read(_worker_file(worker), self._device)
+        self._worker = worker
+        #: Whether every worker finds a state of its own.
+        self.same_workers = world_size == self.world_size
         order = sorted(range(self.world_size), key=lambda w: w != worker)  # this worker's file first
         self._shards = ShardReader([path / f"{_worker_file(w)}.safetensors" for w in order])
 
-    def first_compressor_state(self) -> Any:
-        """Return worker 0's compressor state, for a changed world size; the compressor loads its shared part."""
-        return self._read(_worker_file(0), self._device)["parts"]["compressor"]
+    def worker_state(self) -> dict[str, Any]:
+        """Return the state of this worker alone; if the world size has changed, only worker 0's compressor state.
+
+        A compressor loads what its workers shared of that.
+        """
+        state = self._read(_worker_file(self._worker if self.same_workers else 0), self._device)
+        compressor = {"compressor": state["parts"]["compressor"]}
+        return state if self.same_workers else {"buffers": {}, "parts": compressor}
 
     def not_restored(self, passed: Mapping[str, Any], saved: Mapping[str, Any], world_size: int) -> list[str]:
         """Return the parts that are not restored, with the reason.
@@ -186,7 +196,7 @@ class SavedCheckpoint:
         """
         lost: dict[str, str] = {}
         reset = []
-        if self.worker_state is None:
+        if not self.same_workers:
             by = f"{self.world_size} worker{'s' * (self.world_size > 1)}"
             feedback = "error feedback of the compressor"
             if getattr(passed["compressor"], "has_model_per_worker", False):
@@ -324,3 +334,161 @@ class ShardReader:
 
 def _relative(offset: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, offset, strict=True))
+
+
+def pack(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """Split `state` into a tree for JSON and the tensors that the tree refers to by key.
+
+    State consists of dicts, lists, tuples, None, bools, numbers, strings and tensors. A tensor that occurs
+    twice is stored once; a sharded one is unpacked as a `ShardedTensorSpec`.
+
+    Args:
+        name: name of the state, for error messages.
+
+    Raises:
+        TypeError: for any other type, with the path to the value.
+
+    >>> tree, tensors = pack({"lr": 0.1, "betas": (0.9, 0.99), "m": torch.zeros(2)})
+    >>> tree
+    {'dict': {'lr': 0.1, 'betas': {'tuple': [0.9, 0.99]}, 'm': {'tensor': 'm'}}}
+    >>> unpack(tree, tensors)
+    {'lr': 0.1, 'betas': (0.9, 0.99), 'm': tensor([0., 0.])}
+    """
+    packer = _Packer(name)
+    return packer.walk(state, ""), packer.tensors
+
+
+class _Packer:  # a class, not nested functions: those would keep the tensors alive until a garbage collection
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensors: dict[str, Tensor] = {}
+        self.keys: dict[Any, str] = {}  # storage key → key of the tensor
+
+    def walk(self, x: Any, path: str) -> Any:
+        if x is None or isinstance(x, bool):
+            return x
+        if isinstance(x, int):
+            return int(x)
+        if isinstance(x, float):
+            return float(x) if math.isfinite(x) else {"float": str(float(x))}
+        if isinstance(x, str):
+            return str(x)
+        if isinstance(x, Tensor):
+            return self.leaf(x, path)
+        prefix = f"{path}/" if path else ""
+        if type(x) in (list, tuple):
+            items = [self.walk(value, f"{prefix}{i}") for i, value in enumerate(x)]
+            return items if type(x) is list else {"tuple": items}
+        if type(x) in _MAPPINGS.values():
+            return {type(x).__name__: self.items(x, prefix)}
+        raise TypeError(
+            f"{self.name}: {path or 'the value'} is a {_type_name(x)}, which cannot be saved; use numbers, strings, "
+            "tensors, None, and lists, tuples and dicts of these"
+        )
+
+    def items(self, x: Mapping[Any, Any], prefix: str) -> Any:
+        if all(type(key) is str for key in x):
+            return {key: self.walk(value, f"{prefix}{key}") for key, value in x.items()}
+        return [[self.walk(k, f"{prefix}{k!r} (a key)"), self.walk(x[k], f"{prefix}{k}")] for k in x]
+
+    def leaf(self, x: Tensor, path: str) -> dict[str, Any]:
+        if type(x) not in _TENSOR_TYPES or x.layout != torch.strided or x.is_meta or x.is_quantized:
+            raise TypeError(f"{self.name}: {path} is a {_type_name(x)}, which cannot be saved")
+        x = x.detach()
+        storage_key = _storage_key(x)
+        key = self.keys.get(storage_key)
+        if key is None:
+            key = path
+            while key in self.tensors:
+                key += "'"  # {"a": {"b": …}} and {"a/b": …}
+            self.tensors[self.keys.setdefault(storage_key, key)] = x
+        node: dict[str, Any] = {"tensor": key}
+        if isinstance(x, DTensor):
+            return node | {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+        if x.device.type != "cpu":
+            node["device"] = x.device.type
+        if not x.is_contiguous() and _has_no_gaps(x):
+            node["stride"] = list(x.stride())  # such as channels last
+        return node
+
+
+def _storage_key(x: Tensor) -> Any:
+    """Return a value that is equal for two tensors with the same elements in the same memory."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if local.numel() == 0:
+        return id(x)  # empty tensors have no address
+    return local.data_ptr(), local.device, local.dtype, tuple(local.shape), local.stride(), tuple(x.shape)
+
+
+def _has_no_gaps(x: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def _type_name(x: Any) -> str:
+    if isinstance(x, Tensor) and type(x) in _TENSOR_TYPES:
+        return "tensor on the meta device" if x.is_meta else f"{x.layout} or quantized tensor"
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+
+
+def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as safetensors needs them: on the CPU, contiguous, without shared memory."""
+    result: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for key, x in tensors.items():
+        x = x.detach().cpu().contiguous()
+        storage = x.untyped_storage()
+        if x.numel() and (storage.data_ptr() in seen or storage.nbytes() != x.numel() * x.itemsize):
+            x = x.clone(memory_format=torch.contiguous_format)
+        seen.add(x.untyped_storage().data_ptr())
+        result[key] = x
+    return result
+
+
+@dataclass(frozen=True)
+class ShardedTensorSpec:
+    """Description of a saved tensor whose shards lie in the files of several workers."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """Return the state that `pack` split. Tensors are copies; those not saved from the CPU move to `device`."""
+    return _Unpacker(tensors, device).walk(tree)
+
+
+class _Unpacker:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
+        self.tensors, self.device = tensors, device
+        self.copies: dict[str, Tensor] = {}
+
+    def walk(self, x: Any) -> Any:
+        if isinstance(x, list):
+            return [self.walk(item) for item in x]
+        if not isinstance(x, dict):
+            return x
+        if "tensor" in x:
+            return self.leaf(x)
+        ((kind, value),) = x.items()
+        if kind == "float":
+            return float(value)
+        if kind == "tuple":
+            return tuple(self.walk(item) for item in value)
+        pairs = value.items() if isinstance(value, dict) else ((self.walk(key), item) for key, item in value)
+        return _MAPPINGS[kind]({key: self.walk(item) for key, item in pairs})
+
+    def leaf(self, node: dict[str, Any]) -> Tensor | ShardedTensorSpec:
+        key = node["tensor"]
+        if "shape" in node:
+            dtype = getattr(torch, node["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{node['dtype']!r} is not a dtype")
+            return ShardedTensorSpec(key, tuple(node["shape"]), dtype)
+        if key not in self.copies:
+            x = self.tensors[key].detach()
+            device = x.device if self.device is None or "device" not in node else self.device
+            stride = node.get("stride", x.contiguous().stride())
+            self.copies[key] = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=device).copy_(x)
+        return self.copies[key]

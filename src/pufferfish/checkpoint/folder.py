@@ -170,7 +170,12 @@ def publish_by_rename(
     Returns:
         The folder of the checkpoint.
     """
-    _write_manifest(hidden, files, world_size)
+    data = {"pufferfish checkpoint": _VERSION, "world": world_size, "files": dict(sorted(files.items()))}
+    data["sha256"] = _digest(data)
+    manifest = hidden / MANIFEST
+    write_text(manifest, json.dumps(data, indent=1) + "\n")
+    sync(manifest)
+    sync(hidden)
     older = list_checkpoints(hidden.parent)
     number = 1 + _running_number(older[-1]) if older else 1
     published = hidden.with_name(f"{number:06d}" if step is None else f"{number:06d}-step-{step}")
@@ -181,16 +186,6 @@ def publish_by_rename(
         path.rename(renamed)  # first, so that nobody reads a half-removed checkpoint
         shutil.rmtree(renamed, ignore_errors=True)
     return published
-
-
-def _write_manifest(folder: Path, files: Mapping[str, Any], world_size: int) -> None:
-    """Write the manifest of `files` (name → `file_record`) and flush it to disk."""
-    data = {"pufferfish checkpoint": _VERSION, "world": world_size, "files": dict(sorted(files.items()))}
-    data["sha256"] = _digest(data)
-    manifest = folder / MANIFEST
-    write_text(manifest, json.dumps(data, indent=1) + "\n")
-    sync(manifest)
-    sync(folder)
 
 
 def _digest(data: Any) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import safetensors.torch
 from torchft.checkpointing import CheckpointTransport
 
-from ...checkpoint.packing import pack, storable, unpack
+from ...checkpoint.files import pack, storable, unpack
 
 #: Bytes that are sent at a time: each part has the whole time-out.
 _PART = 1 << 20
