@@ -13,9 +13,8 @@ from torch import nn
 
 from pufferfish.compression import AlternatingPowerSGD, BFloat16, NoCompression, PowerSGD, TopK
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work, dry_run
-from pufferfish.measure.link import WIRE_FACTOR
-from pufferfish.measure.probe import COLLECTIVES
-from pufferfish.measure.step_messages import ddp_bucket_bytes
+from pufferfish.measure.cost_model import ddp_bucket_bytes
+from pufferfish.measure.link import COLLECTIVES, WIRE_FACTOR
 
 SIZES = [2**k for k in range(10, 26, 3)]
 
@@ -163,7 +162,7 @@ def test_buckets_equal_ddp() -> None:
 def test_messages_do_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that change from step to step: workers that run more steps must still report the same ones."""
     like = {"w": torch.empty(256, 64)}
-    module = importlib.import_module("pufferfish.measure.dry_run")
+    module = importlib.import_module("pufferfish.measure.cost_model")
     found = set()
     for most in (6, 7):
         monkeypatch.setattr(module, "_MAX_STEPS", most)

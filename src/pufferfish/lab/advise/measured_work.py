@@ -8,11 +8,16 @@ import torch.distributed as dist
 
 from ...compression.method import Method
 from ...distributed.workers import Workers
-from ...measure import Work, dry_run
-from ...measure.clock import trimmed_mean
-from ...measure.measure_compute import COMPUTE_PARTS, measure_compute
-from ...measure.option_builder import TrainingOption
-from ...measure.step_messages import trainable_parameters, with_ddp_messages
+from ...measure import Work
+from ...measure.breakdown import trimmed_mean
+from ...measure.cost_model import (
+    COMPUTE_PARTS,
+    measure_compute,
+    trainable_parameters,
+    with_compression,
+    with_ddp_messages,
+)
+from ...measure.options import TrainingOption
 from .timed_model import TimedModel
 
 #: Seconds to time steps for, and the least and largest number of steps.
@@ -60,24 +65,19 @@ def with_compute_seconds(work: Work, seconds: float) -> Work:
     return replace(work, **scaled)
 
 
-def with_messages(
-    work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1
-) -> Work:
+def with_messages(work: Work, model: torch.nn.Module, method: Method | None, size: int) -> Work:
     """Return `work` with the messages of plain DDP, or those of a dry run of a compression method.
 
     Args:
         model: the model without wrappers.
         method: compression method; None: plain DDP.
-        per_node: workers per machine that average before the compression; 1: no hierarchy.
     """
     parameters = trainable_parameters(model)
-    work = with_ddp_messages(work, parameters)
     if method is None:
-        return work
+        return with_ddp_messages(work, parameters)
     if dist.is_initialized():
         dist.barrier()
-    traffic = dry_run(method, parameters, size, per_node=per_node)
-    return slowest_coding(replace(work, **vars(traffic)))
+    return slowest_coding(with_compression(work, method, parameters, size))
 
 
 def slowest_coding(work: Work) -> Work:
