@@ -69,8 +69,8 @@ class Breakdown:
         state = self.ddp._comm_hooks[0][1] if self.ddp is not None and self.ddp._comm_hooks else None
         self.hook = state if isinstance(state, DDPHook) else None
         self._meter = self.hook.meter if self.hook is not None and self.device.type == "cpu" else None
-        # With our hooks DDP counts their work as backward, so its own measurement of the overlap is wrong.
-        self._samples_ddp = self.ddp is not None and not isinstance(state, AtLastBucket)
+        # Measures its overlap by itself. With our hooks DDP counts their work as backward, so that would be wrong.
+        self._sampled = None if isinstance(state, AtLastBucket) else self.ddp
         self._handles: list[Any] = []
         self.parts: dict[str, float] = {}
         self.steps = 0  # number of steps that `parts` averages over
@@ -88,11 +88,17 @@ class Breakdown:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         if self.hook is not None and self._meter is None:
-            vars(self.hook)["average"] = self._marked(self.hook.average)
-        if self.ddp is not None and self._samples_ddp:
+            average = self.hook.average
+
+            def marked(buckets: list[Any]) -> None:
+                self._mark("exchange")
+                average(buckets)
+
+            vars(self.hook)["average"] = marked
+        if self._sampled is not None:
             self._sampled_iteration: Any = 0  # the iteration of DDP's latest measurement
             self._sample_due = False  # whether the measurement of a pass in this block is still to come
-            self.ddp._set_ddp_runtime_logging_sample_rate(_SAMPLE_EVERY.get(self.device.type, 1))
+            self._sampled._set_ddp_runtime_logging_sample_rate(_SAMPLE_EVERY.get(self.device.type, 1))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -135,21 +141,12 @@ class Breakdown:
             handle.remove()
         if self.hook is not None:
             vars(self.hook).pop("average", None)
-        if self.ddp is not None and self._samples_ddp and self._handles:
-            self.ddp._set_ddp_runtime_logging_sample_rate(_TORCH_SAMPLE_EVERY)
+        if self._sampled is not None and self._handles:
+            self._sampled._set_ddp_runtime_logging_sample_rate(_TORCH_SAMPLE_EVERY)
         self._handles = []
 
     def _mark(self, event: str) -> None:
         self._marks.append((event, timestamp(self.device)))
-
-    def _marked(self, average: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-        """A hook's `average` that begins the exchange."""
-
-        def marked(buckets: list[Any]) -> None:
-            self._mark("exchange")
-            average(buckets)
-
-        return marked
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -211,16 +208,17 @@ class Breakdown:
 
     def _sample_ddp(self, now: bool = False) -> None:
         """Collect DDP's measured overlap; DDP computes it for a synchronized pass when the next pass starts."""
-        if self.ddp is None or not self._samples_ddp or (now and not self._sample_due):
+        ddp = self._sampled
+        if ddp is None or (now and not self._sample_due):
             return
-        if now and self.ddp.logger is not None:
-            self.ddp.logger.set_runtime_stats_and_log()
-        data = self.ddp._get_ddp_logging_data()
+        if now and ddp.logger is not None:
+            ddp.logger.set_runtime_stats_and_log()
+        data = ddp._get_ddp_logging_data()
         if self._sample_due and data.get("iteration", 0) != self._sampled_iteration:
             self._overlaps.append(int(data.get("backward_compute_comm_overlap_time", 0)) / 1e9)
             self._sample_due = False
         self._sampled_iteration = data.get("iteration", 0)
-        if not now and torch.is_grad_enabled() and self.ddp.require_backward_grad_sync:
+        if not now and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._sample_due = True
 
 

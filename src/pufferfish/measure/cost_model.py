@@ -22,7 +22,7 @@ from ..layers.names import own_name
 from ..local.schedule import Schedule
 from ..local.split_by_depth import split_by_depth
 from ..optim.carry import Optimizers
-from .breakdown import Breakdown, GradientTimeline, pause, trimmed_mean
+from .breakdown import PARTS, Breakdown, GradientTimeline, pause, trimmed_mean
 from .link import WIRE_FACTOR, Link, interpolate
 
 #: Parts of a step that need no other worker.
@@ -98,6 +98,18 @@ class CostModel:
             hidden=(sent - waited) / h,
         )
 
+    def _times(self, work: Work, size: int) -> list[float]:
+        """Seconds of each message."""
+        link = self.link
+        if not work.intra_node_bytes:
+            return [link.seconds(kind, nbytes, size) for kind, nbytes in work.messages]
+        machines = size // link.per_node
+        return [
+            link.seconds("all_reduce", work.intra_node_bytes, scope="intra_node"),
+            link.seconds("broadcast", work.intra_node_bytes, scope="intra_node"),
+            *(link.seconds(kind, nbytes, machines, "inter_node") for kind, nbytes in work.messages),
+        ]
+
     def _overlapped(self, work: Work, times: Sequence[float], size: int) -> tuple[float, float]:
         """Seconds from the start of backward to the end of the last message, and to the end of computation."""
         compute = work.backward + work.encode
@@ -122,18 +134,6 @@ class CostModel:
             clock, done = clock + seconds, min(compute, done + pace * seconds)
         compute_end = clock + compute - done if compute_end is None else compute_end
         return max(clock, compute_end), compute_end
-
-    def _times(self, work: Work, size: int) -> list[float]:
-        """Seconds of each message."""
-        link = self.link
-        if not work.intra_node_bytes:
-            return [link.seconds(kind, nbytes, size) for kind, nbytes in work.messages]
-        machines = size // link.per_node
-        return [
-            link.seconds("all_reduce", work.intra_node_bytes, scope="intra_node"),
-            link.seconds("broadcast", work.intra_node_bytes, scope="intra_node"),
-            *(link.seconds(kind, nbytes, machines, "inter_node") for kind, nbytes in work.messages),
-        ]
 
     def without_contention(self, work: Work) -> Work:
         """Return `work`, whose backward was measured while messages were sent, as it would be without them.
@@ -169,13 +169,12 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Computing time over the time of the step."""
-        return sum((self.data, self.forward, self.backward, self.optimizer)) / self.step
+        return float(sum(getattr(self, name) for name in COMPUTE_PARTS)) / self.step
 
     @property
     def step(self) -> float:
         """Seconds of the whole step: the sum of its parts."""
-        before, after = (self.data, self.forward, self.backward), (self.decode, self.optimizer)
-        return sum((*before, self.encode, self.exchange, *after))
+        return float(sum(getattr(self, name) for name in PARTS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,14 +66,19 @@ class Link:
         >>> Link.nominal(bandwidth=1e9, latency=0, size=2).seconds("all_reduce", 10**6)
         0.00843
         """
-        sizes = {"all": self.size, "intra_node": self.per_node, "inter_node": self.size // self.per_node}
-        measured = size is None or size == sizes[scope]
-        size = sizes[scope] if size is None else size
+        measured, costs = {
+            "all": (self.size, self.collectives),
+            "intra_node": (self.per_node, self.intra_node or self.collectives),
+            "inter_node": (self.size // self.per_node, self.inter_node or self.collectives),
+        }[scope]
+        size = measured if size is None else size
         if size < 2 or not nbytes:
             return 0.0
-        scopes = {"all": self.collectives, "intra_node": self.intra_node, "inter_node": self.inter_node}
-        costs = scopes[scope] or self.collectives
-        if measured and kind in costs and (seconds := interpolate(costs[kind].points, nbytes)) is not None:
+        if (
+            size == measured
+            and kind in costs
+            and (seconds := interpolate(costs[kind].points, nbytes)) is not None
+        ):
             return seconds
         return (costs.get(kind) or costs["all_reduce"]).seconds(kind, nbytes, size)
 

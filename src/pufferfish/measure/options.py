@@ -61,7 +61,16 @@ class OptionBuilder:
     def options(self, methods: Sequence[Method]) -> Iterator[TrainingOption]:
         """All options except low rank combined with compression."""
         if self.size > 1:
-            yield from self._lossless_options()
+            if self.method is None:
+                for cap in _BUCKET_CAPS:
+                    work = with_ddp_messages(self.compute, self.parameters, cap)
+                    yield TrainingOption(kind="buckets", name=f"DDP(…, bucket_cap_mb={cap})", work=work)
+            if self.method != BFloat16():
+                yield replace(self.compressed_option(BFloat16()), kind="free")
+            for n in _ACCUMULATED_BATCHES:
+                name, note = f"{n} batches per step, ddp.no_sync()", "larger batch: tune the learning rate"
+                work = self.work.accumulated(n)
+                yield TrainingOption(kind="free", name=name, work=work, batches=n, note=note)
             for method in methods:
                 if method != self.method:
                     yield self.compressed_option(method)
@@ -97,18 +106,6 @@ class OptionBuilder:
         return TrainingOption(
             kind="both", name=name, work=work, method=method, warm_up=compressed.work, note=self.note
         )
-
-    def _lossless_options(self) -> Iterator[TrainingOption]:
-        if self.method is None:
-            for cap in _BUCKET_CAPS:
-                work = with_ddp_messages(self.compute, self.parameters, cap)
-                yield TrainingOption(kind="buckets", name=f"DDP(…, bucket_cap_mb={cap})", work=work)
-        if self.method != BFloat16():
-            yield replace(self.compressed_option(BFloat16()), kind="free")
-        for n in _ACCUMULATED_BATCHES:
-            name, note = f"{n} batches per step, ddp.no_sync()", "larger batch: tune the learning rate"
-            work = self.work.accumulated(n)
-            yield TrainingOption(kind="free", name=name, work=work, batches=n, note=note)
 
     @property
     def low_rank_work(self) -> Work:
@@ -266,11 +263,11 @@ def estimate(
     1.12
     """
 
-    def step(work: Work) -> float:
-        return costs.predict(work, size).step + waiting
-
-    before, after = step(current), step(option.work) / option.batches
-    first = step(option.warm_up) if option.warm_up else after
+    predicted = costs.predict(option.work, size)
+    before = costs.predict(current, size).step + waiting
+    first = after = (predicted.step + waiting) / option.batches
+    if option.warm_up:
+        first = costs.predict(option.warm_up, size).step + waiting
     run_speedup = before / (warm_up * first + (1 - warm_up) * after)
     return SpeedupEstimate(
         kind=option.kind,
@@ -281,7 +278,7 @@ def estimate(
         hours=None if hours is None else hours / run_speedup,
         wire_bytes=wire_bytes(option.work, size, costs.link.per_node) / option.batches,
         note=option.note,
-        utilisation=costs.predict(option.work, size).utilisation,
+        utilisation=predicted.utilisation,
     )
 
 
@@ -295,26 +292,21 @@ def estimate_table(estimates: Sequence[SpeedupEstimate]) -> Table:
           ms/step  measured  error  MB sent   step    run    time
     dense     100       110    -9%        1  1.00×  1.00×  15 min
     """
-    kinds = any(e.kind for e in estimates)
-    measured = any(e.measured is not None for e in estimates)
-    timed = any(e.hours is not None for e in estimates)
-    repeated = any(e.interval is not None for e in estimates)
-    head = ["ms/step", *["measured", "error"] * measured, "MB sent", "step", "run"]
-    head += [*["range"] * repeated, *["time"] * timed, "note"]
-    rows = [[*[""] * kinds, "", *head]]
-    for e in estimates:
-        check = ["", ""]
-        if e.measured is not None:
-            check = [f"{1e3 * e.measured:.4g}", f"{e.step / e.measured - 1:+.0%}"]
-        rows.append([
-            *[e.kind] * kinds, e.name, f"{1e3 * e.step:.4g}", *(check if measured else []),
-            f"{e.wire_bytes / 1e6:.3g}", f"{e.speedup:.2f}×", f"{e.run_speedup:.2f}×",
-            *[_range(e)] * repeated, *[format_hours(e.hours)] * timed, e.note,
-        ])  # fmt: skip
-    if not any(e.note for e in estimates):
-        rows = [row[:-1] for row in rows]
-    left = [0, *[1] * kinds, *[len(rows[0]) - 1] * (rows[0][-1] == "note")]
-    return Table(rows, left, spare=("note", "MB sent", "error", "measured"))
+    head = ["", "", "ms/step", "measured", "error", "MB sent", "step", "run", "range", "time", "note"]
+    rows = [
+        [
+            e.kind, e.name, f"{1e3 * e.step:.4g}",
+            f"{1e3 * e.measured:.4g}" if e.measured is not None else "",
+            f"{e.step / e.measured - 1:+.0%}" if e.measured is not None else "",
+            f"{e.wire_bytes / 1e6:.3g}", f"{e.speedup:.2f}×", f"{e.run_speedup:.2f}×", _range(e),
+            format_hours(e.hours), e.note,
+        ]
+        for e in estimates
+    ]  # fmt: skip
+    used = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    left = [place for place, i in enumerate(used) if head[i] in ("", "note")]
+    cells = [[row[i] for i in used] for row in (head, *rows)]
+    return Table(cells, left, spare=("note", "MB sent", "error", "measured"))
 
 
 def _range(e: SpeedupEstimate) -> str:

@@ -146,13 +146,10 @@ class RunLog:
         """Add predicted results, under the same names as in `result`."""
         self._add("predicted", values)
 
-    def describe(
-        self, *, link: Mapping[str, Any] | None = None, layers: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        """Set what becomes known during the run: the measured link, the layers and their ranks."""
+    def describe(self, *, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Set what becomes known during the run: the layers and their ranks."""
         if self.writes:
-            self.data |= {} if link is None else {"link": dict(link)}
-            self.data |= {} if layers is None else {"layers": [dict(layer) for layer in layers]}
+            self.data["layers"] = [dict(layer) for layer in layers]
             self._write()
 
     def close(self, finished: bool = True) -> None:

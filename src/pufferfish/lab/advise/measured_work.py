@@ -31,14 +31,13 @@ def measured_work(model: TimedModel) -> Work:
         (seconds,) = workers.mean([model.compute_seconds()])
     steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_SECONDS / seconds)))
     work = measure_compute(model.model, lambda: model.step(exchange=False), model.optimizer, steps=steps)
-    parts = workers.mean([getattr(work, name) for name in COMPUTE_PARTS])
-    own = [model.compute_seconds() for _ in range(steps)]
-    slowest = workers.max(torch.tensor(own, dtype=torch.float64)).tolist()
-    scale = max(1.0, trimmed_mean(slowest) / sum(parts))
-    scaled: dict[str, Any] = {name: scale * x for name, x in zip(COMPUTE_PARTS, parts, strict=True)}
+    means = workers.mean([getattr(work, name) for name in COMPUTE_PARTS])
+    parts: dict[str, Any] = dict(zip(COMPUTE_PARTS, means, strict=True))
+    slowest = max(sum(means), _slowest_seconds(model, steps))
     buffer_bytes = sum(x.nbytes for x in model.inner.buffers()) if workers.size > 1 else 0
     curve = tuple((x, y) for x, y in workers.broadcast_object(work.gradient_curve))
-    return replace(work, **scaled, buffer_bytes=buffer_bytes, gradient_curve=curve)
+    work = replace(work, **parts, buffer_bytes=buffer_bytes, gradient_curve=curve)
+    return with_compute_seconds(work, slowest)
 
 
 def repeated_seconds(model: TimedModel, seconds: float) -> float:
@@ -47,7 +46,10 @@ def repeated_seconds(model: TimedModel, seconds: float) -> float:
     Args:
         seconds: of a step, as measured before; the same on all workers.
     """
-    steps = max(2, min(_MAX_STEPS, int(0.3 * _SECONDS / seconds)))
+    return _slowest_seconds(model, max(2, min(_MAX_STEPS, int(0.3 * _SECONDS / seconds))))
+
+
+def _slowest_seconds(model: TimedModel, steps: int) -> float:
     own = torch.tensor([model.compute_seconds() for _ in range(steps)], dtype=torch.float64)
     slowest: list[float] = Workers.of_job("advise").max(own).tolist()
     return trimmed_mean(slowest)

@@ -137,13 +137,8 @@ class TimedModel:
         if self.hook is not None:
             meter = self.hook.meter
             return meter.wire_bytes / max(meter.steps, 1), round(meter.messages / max(meter.steps, 1))
-        sizes = self.bucket_bytes()
+        sizes = built_buckets(self.ddp)
         return 2 * (self.size - 1) / self.size * sum(sizes), len(sizes)
-
-    def bucket_bytes(self) -> list[int]:
-        """Bytes of the buckets of plain DDP, in order; DDP rebuilds them in the first step."""
-        assert self.ddp is not None
-        return built_buckets(self.ddp)
 
     @contextlib.contextmanager
     def _gradient_sync(self, exchange: bool) -> Iterator[None]:
