@@ -11,8 +11,8 @@ from torch._utils import _unflatten_dense_tensors
 
 from .method import Mean, Method
 from .methods.accordion import Accordion
-from .methods.casts import NoCompression
 from .methods.powersgd import row_blocks
+from .methods.sums import NoCompression
 from .settings import Settings
 
 #: Bytes of the first bucket, where several are sent one after the other.

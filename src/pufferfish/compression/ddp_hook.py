@@ -23,7 +23,7 @@ from .batch import make_batches
 from .engine import Engine, Step
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
 from .meter import Meter
-from .methods.casts import BFloat16
+from .methods.sums import BFloat16
 from .settings import HierarchyLike, Methods, Settings
 from .state import check_format, updates_by_rate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .method import Method
-from .methods.casts import NoCompression
+from .methods.sums import NoCompression
 
 #: Kind of compression error → why methods of that kind have no error feedback; "": they have it by default.
 KINDS = {
