@@ -31,8 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.compression import Method
-from pufferfish.compression.meter import Meter
+from pufferfish.compression import Meter, Method
 from pufferfish.compression.methods.quantized import pack, unpack
 from pufferfish.compression.parse_method import parse_method
 from pufferfish.lab.models import GPT, REFERENCES

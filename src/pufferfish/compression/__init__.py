@@ -3,8 +3,8 @@
 from .check_compressor import check_compressor
 from .ddp_hook import DDPHook, compress
 from .engine import Engine
+from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook
-from .meter import Meter
 from .method import Gather, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
 from .methods.powersgd import AlternatingPowerSGD, Atomo, PowerSGD

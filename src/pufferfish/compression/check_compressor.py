@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .engine import Batch
 from .method import Method
 from .settings import Settings
 from .simulated import Simulated

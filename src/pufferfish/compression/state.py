@@ -1,16 +1,19 @@
 """`State`: everything that compression keeps from step to step, by parameter name: moved to new batches, rescaled, saved."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
 
-from .batch import Batch
+if TYPE_CHECKING:
+    from .engine import Batch
 
 #: Version of the saved format.
 FORMAT = 1
@@ -241,27 +244,33 @@ def updates_by_rate(optimizer: optim.Optimizer) -> bool:
 
 def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:
     """Give a batch its error feedback and state, from that of its parameters."""
-    mine = []
     always = {ERROR, *(batch.policy.shared_state if batch.policy != batch.method else ())}
+    states: list[dict[str, Tensor]] = []
     for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
         same = methods.get(name) == key
         state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k in always}
         if ERROR in state and state[ERROR].shape != shape:
             del state[ERROR]
-        mine.append(state)
-    for key in sorted({key for state in mine for key in state}):
-        pairs = list(zip(mine, batch.shapes, strict=True))
-        like_gradients = all(state[key].shape == shape for state, shape in pairs if key in state)
-        if like_gradients or key in batch.method.in_units:  # where nothing was kept, it is zero
-            x, like = next((state[key], shape) for state, shape in pairs if key in state)
-            for state, shape in pairs:
-                state.setdefault(key, x.new_zeros(shape if x.shape == like else x.shape))
-        if all(key in state for state in mine):
-            stacked = batch.stack([state[key] for state in mine])
-            if stacked is not None and key == ERROR:
-                batch.error = stacked
-            elif stacked is not None:
-                batch.state[key] = stacked
+        states.append(state)
+    for key in sorted(set().union(*states)):
+        stacked = _stacked(batch, key, states)
+        if stacked is not None and key == ERROR:
+            batch.error = stacked
+        elif stacked is not None:
+            batch.state[key] = stacked
+
+
+def _stacked(batch: Batch, key: str, states: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """State of one key in the batch's layout, from that of its parameters; None if it does not fit or some have none."""
+    known = [(state[key], shape) for state, shape in zip(states, batch.shapes, strict=True) if key in state]
+    if all(x.shape == shape for x, shape in known) or key in batch.method.in_units:
+        x, like = known[0]  # where nothing was kept, it is zero
+        each = x.shape == like
+        pairs = zip(states, batch.shapes, strict=True)
+        return batch.stack(
+            [s[key] if key in s else x.new_zeros(shape if each else x.shape) for s, shape in pairs]
+        )
+    return batch.stack([x for x, _ in known]) if len(known) == len(states) else None
 
 
 def _scaled(batch: Batch, x: Tensor, factors: Sequence[float]) -> Tensor:

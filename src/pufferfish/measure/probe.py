@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression.exchange import Group
-from ..compression.hierarchy import Machine
+from ..compression.exchange import Group, Machine
 from ..distributed.workers import Workers
 from .clock import elapsed, pause, timestamp, trimmed_mean
 from .link import WIRE_FACTOR, AlphaBeta, Link

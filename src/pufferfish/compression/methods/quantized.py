@@ -85,8 +85,7 @@ class TwoStage(Method):
         small = spare.view(-1)[: b * s].view(b, 1, s)
         for theirs in received[1:]:
             mean += self.decode(theirs, small)
-        if ctx.size > 1:
-            mean /= ctx.size
+        mean /= ctx.size
         rest = x if feedback else None
         if direct and self.kind != "vote":
             return mean.view(b, s)[:, :d], rest
