@@ -5,7 +5,7 @@ from .ddp_hook import DDPHook, compress
 from .engine import Engine
 from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook
-from .method import Gather, Method, Scatter, StepContext, Sum
+from .method import Gather, Kept, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
 from .methods.powersgd import AlternatingPowerSGD, Atomo, PowerSGD
 from .methods.quantized import QSGD, BlockFP8, BlockInt8, Int2, Int4, LoCo, TernGrad
@@ -33,6 +33,7 @@ __all__ = [
     "Gather",
     "Int2",
     "Int4",
+    "Kept",
     "LoCo",
     "Meter",
     "Method",

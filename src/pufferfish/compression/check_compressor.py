@@ -37,7 +37,7 @@ def check_compressor(
     step that is not finite; and continue from a saved state as if it had not stopped.
 
     A second error feedback, at the owners of shards, is expected in `ctx.state["owner"]`: (b, s) as `ctx.shards` cuts, in
-    units of the mean. The method lists it in `in_units`. A method that lets error feedback fade loses a part of it: test it
+    units of the mean. The method's table `state` lists it as `Kept("divided", follows="units")`. A method that lets error feedback fade loses a part of it: test it
     with a setting that does not, such as `SparseLoCo(decay=1)`.
 
     Args:

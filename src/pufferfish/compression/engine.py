@@ -81,12 +81,15 @@ class Engine:
         overlap = settings.overlap
         if overlap is None:
             flat = settings.scope == "layer" and self.machine is None
-            overlap = flat and all(method.elementwise for method in methods)
+            overlap = flat and all(method.layout == "row" for method in methods)
         #: Size of the buckets that are sent during the backward pass; None: everything is sent after it.
         self.overlap_bytes = BUCKET if overlap else None
         #: Whether loss scale and learning rate matter, to rescale kept state or to a method; if not, `units` may be omitted.
         self.keeps_units = any(
-            isinstance(m, Accordion) or m.in_units or m.in_scale or settings.has_error_feedback(m)
+            isinstance(m, Accordion)
+            or m.keys("units")
+            or m.keys("loss scale")
+            or settings.has_error_feedback(m)
             for m in methods
         )
 
@@ -397,8 +400,8 @@ def make_batches(
         method = policy
         if isinstance(policy, Accordion):
             method = policy.choose(bool((kept or {}).get(name, {}).get("light", True)))
-        row = policy.elementwise or settings.scope == "global"
-        form = None if row else (shape[0], shape.numel()) if method.matrix else shape.numel()
+        row = policy.layout == "row" or settings.scope == "global"
+        form = None if row else (shape[0], shape.numel()) if method.layout == "matrices" else shape.numel()
         groups.setdefault((method, policy, row, form, gradients[name].dtype), []).append(name)
     return [
         Batch(
@@ -468,7 +471,7 @@ class Batch:
         b, first = len(self.names), self.shapes[0]
         if self.row:
             return 1, sum(self.sizes)
-        return (b, first[0], first[1:].numel()) if self.method.matrix else (b, first.numel())
+        return (b, first[0], first[1:].numel()) if self.method.layout == "matrices" else (b, first.numel())
 
     @cached_property
     def precision(self) -> torch.dtype:
@@ -573,7 +576,7 @@ class Batch:
             if known is not None and known.shape == value.shape:
                 self.state[key] = self.where(used, value, known)
             elif bool(ok):  # new state: that of unused parameters is zero if it accumulates gradients
-                fresh = key in self.method.in_units
+                fresh = key in self.method.keys("units")
                 self.state[key] = self.where(used, value, torch.zeros_like(value)) if fresh else value
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor | None:

@@ -70,7 +70,7 @@ def compress_fsdp2(
 
     def checked() -> Settings:
         chosen = settings()
-        matrices = any(method.matrix for method in chosen.by_pattern.values())
+        matrices = any(method.layout == "matrices" for method in chosen.by_pattern.values())
         smallest = chosen.smallest if matrices else 1024
         if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=smallest, overlap=None):
             raise ValueError(
@@ -341,7 +341,9 @@ def choose_settings(
                 )
     # A flat shard has no small tensors.
     return {
-        name: replace(settings, method=method, smallest=settings.smallest if method.matrix else 0)
+        name: replace(
+            settings, method=method, smallest=settings.smallest if method.layout == "matrices" else 0
+        )
         for name, method in chosen.items()
     }
 
@@ -455,7 +457,7 @@ class Rows:
     ) -> None:
         self.settings = settings
         #: Whether the method is one for matrices.
-        self.matrix = any(method.matrix for method in settings.by_pattern.values())
+        self.matrix = any(method.layout == "matrices" for method in settings.by_pattern.values())
         #: Elements of the flat shard if all parameters are used, padding included.
         self.numel = 0
         place = "[{}/{}]".format(*shard)  # part of the names: every shard draws its own random numbers

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -110,6 +110,30 @@ class StepContext:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Whose a tensor in `ctx.state` is and what it is rescaled with: an entry of a method's table `state`.
+
+    Args:
+        of: "own": this worker's. "shared": equal on all workers, and valid for another number of workers. "divided": this
+            worker keeps it for all, so that its shape depends on the number of workers.
+        follows: "units": it is in the gradients' units and rescaled with the error feedback when those change. "loss scale":
+            it follows the loss scale but not the learning rate, such as a momentum. None: it is never rescaled.
+
+    >>> Kept("shared")
+    Kept(of='shared', follows=None)
+    """
+
+    of: Literal["own", "shared", "divided"] = "own"
+    follows: Literal["units", "loss scale"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in ("own", "shared", "divided") or self.follows not in ("units", "loss scale", None):
+            raise ValueError(
+                f'{self!r}: of is "own", "shared" or "divided"; follows is "units", "loss scale" or None'
+            )
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to average gradients with fewer bytes. To add one, write a frozen dataclass with `compress`.
 
@@ -128,36 +152,22 @@ class Method:
     {'w': tensor([2.0, 0.252])}
     """
 
-    #: Whether x is (b, m, n), each gradient as a matrix (first dimension × the rest), instead of (b, d).
-    matrix: ClassVar[bool] = False
-    #: Whether elements are independent: all tensors, also 1-D and small ones, go in one row, whatever their shapes.
-    elementwise: ClassVar[bool] = False
-    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; in a matrix method vectors are columns.
+    #: What `compress` is given; with "vectors", "elements" and "matrices" all b tensors have one shape.
+    #:
+    #: - "vectors": x is (b, d).
+    #: - "elements": the same, for methods that choose elements: scope="global" lets them choose among those of all tensors.
+    #: - "matrices": x is (b, m, n), each gradient as a matrix (first dimension × the rest). Vectors are sent uncompressed.
+    #: - "row": elements are independent: all tensors, also 1-D and small ones, are one row (1, d), whatever their shapes.
+    layout: ClassVar[Literal["vectors", "elements", "matrices", "row"]] = "vectors"
+    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; as matrices, vectors are columns.
     small_too: ClassVar[bool] = False
-    #: Whether it can choose elements among all tensors at once (scope="global").
-    sparse: ClassVar[bool] = False
-    #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
-    shared_state: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def divided_state(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` that this worker keeps for all workers, so that their shapes depend on the number of workers."""
-        return ()
+    #: What it keeps in `ctx.state`, by key. Other keys are each worker's own and follow nothing.
+    state: ClassVar[Mapping[str, Kept]] = {}
 
     @property
     def has_momentum(self) -> bool:
         """Whether it has its own momentum, which an optimizer's momentum would multiply."""
         return False
-
-    @property
-    def in_scale(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` that follow the loss scale but not the learning rate: momenta."""
-        return ()
-
-    @property
-    def in_units(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` in the gradients' units, rescaled with the error feedback when those change."""
-        return ()
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -171,6 +181,10 @@ class Method:
     def kind(self) -> str:
         """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
         return "contraction"
+
+    def keys(self, what: Literal["shared", "divided", "units", "loss scale"]) -> set[str]:
+        """Keys of `ctx.state` that are shared or divided, or that follow the units or the loss scale."""
+        return {key for key, kept in self.state.items() if what in (kept.of, kept.follows)}
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         """Return the part of one parameter's gradients that `state` holds and that was not sent yet.

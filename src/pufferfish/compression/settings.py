@@ -97,7 +97,7 @@ class Settings:
         if self.exchange is not None and self.exchange not in method.exchanges:
             hint = f"it supports {', '.join(method.exchanges)}" if method.exchanges else "leave exchange=None"
             raise ValueError(f"{name} does not support exchange={self.exchange!r}; {hint}")
-        if self.scope == "global" and not method.sparse:
+        if self.scope == "global" and method.layout != "elements":
             raise ValueError(
                 f'{name} compresses every tensor separately; scope="global" is for methods that choose elements'
             )
@@ -133,10 +133,10 @@ class Settings:
 
     def compresses(self, method: Method, shape: torch.Size) -> bool:
         """Whether `method` compresses a tensor of this shape; otherwise it is sent uncompressed."""
-        if method.elementwise:
+        if method.layout == "row":
             return True
         small = self.smallest > 0 and (len(shape) < 2 or shape.numel() < self.smallest)
-        vector = method.matrix and len(shape) < 2
+        vector = method.layout == "matrices" and len(shape) < 2
         exempt = len(shape) == 0 if method.small_too else small or vector
         return not exempt and method.fits(shape)
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..method import Gather, MessageGenerator, Method, StepContext, Sum, check_whole
+from ..method import Gather, Kept, MessageGenerator, Method, StepContext, Sum, check_whole
 from .sums import NoCompression
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
@@ -19,7 +20,7 @@ class TwoFactors(Method):
 
     rank: int = 4
 
-    matrix = True
+    layout = "matrices"
     exchanges = ("all_reduce",)
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class PowerSGD(TwoFactors):
 
     start: int = 0
 
-    shared_state = ("Q",)
+    state: ClassVar = {"Q": Kept("shared")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +89,7 @@ class AlternatingPowerSGD(TwoFactors):
     (True, False)
     """
 
-    shared_state = ("P", "Q")
+    state: ClassVar = {"P": Kept("shared"), "Q": Kept("shared")}
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         left = ctx.step % 2 == 0  # whether this step computes P, the left factor

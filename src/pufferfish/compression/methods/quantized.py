@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..method import Gather, MessageGenerator, Method, Scatter, StepContext, check_whole
+from ..method import Gather, Kept, MessageGenerator, Method, Scatter, StepContext, check_whole
 
 #: Value of every byte.
 _FP8 = torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -33,14 +33,7 @@ class TwoStage(Method):
     """
 
     exchanges = ("all_to_all", "all_gather")
-
-    @property
-    def in_units(self) -> tuple[str, ...]:
-        return ("owner",) if self.kind == "contraction" else ()
-
-    @property
-    def divided_state(self) -> tuple[str, ...]:
-        return ("owner",)
+    state: ClassVar = {"owner": Kept("divided", follows="units")}
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         if "owner" not in state:
@@ -295,16 +288,13 @@ class LoCo(Int4):
     reset: int = 1024
 
     kind = "own"
+    state: ClassVar = {**TwoStage.state, "e": Kept(), "scale": Kept(follows="units")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ValueError(f"LoCo: beta={self.beta!r} is not in [0, 1)")
         check_whole(self, "reset")
-
-    @property
-    def in_units(self) -> tuple[str, ...]:
-        return ("owner", "scale")
 
     def keeps_errors(self, ctx: StepContext) -> bool:
         return True
@@ -401,6 +391,7 @@ class QSGD(TwoStage):
     bucket: int = 512
 
     kind = "unbiased"
+    state: ClassVar = {}
 
     def __post_init__(self) -> None:
         check_whole(self, "levels", most=127)

@@ -5,12 +5,13 @@ Seide et al., 2014.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, MessageGenerator, Method, StepContext
+from ..method import Gather, Kept, MessageGenerator, Method, StepContext
 from .quantized import TwoStage, pack, signs, unpack
 
 
@@ -28,6 +29,7 @@ class SignSGD(TwoStage):
     """
 
     kind = "vote"
+    state: ClassVar = {}
 
     def encode(self, x: Tensor, n: int, spare: Tensor, ctx: StepContext) -> tuple[Tensor, ...]:
         """Signs of the gradients; and, at the owner, of the mean vote."""
@@ -54,7 +56,7 @@ class Signum(SignSGD):
     momentum: float = 0.9
 
     has_momentum = True
-    in_scale = ("m",)
+    state: ClassVar = {"m": Kept(follows="loss scale")}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -96,7 +98,7 @@ class OneBitSGD(Method):
     (True, False)
     """
 
-    matrix = True
+    layout = "matrices"
     exchanges = ("all_gather",)
 
     def fits(self, shape: tuple[int, ...]) -> bool:

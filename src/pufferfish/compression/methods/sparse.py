@@ -6,13 +6,13 @@ Threshold is Strom, 2015; DGC is Deep Gradient Compression (Lin et al., 2018); S
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, MessageGenerator, Method, StepContext, Sum, check_count, check_whole, count
+from ..method import Gather, Kept, MessageGenerator, Method, StepContext, Sum, check_count, check_whole, count
 from .quantized import even, pack, signed_levels, two_levels, unpack
 
 
@@ -33,7 +33,7 @@ class TopK(Method):
     k: float | int = 0.01
     sample: float = 1.0
 
-    sparse = True
+    layout = "elements"
     exchanges = ("all_gather",)
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class RandomK(Method):
     coordinates: Literal["shared", "own"] = "shared"
     scale: bool = False
 
-    sparse = True
+    layout = "elements"
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -156,7 +156,7 @@ class Threshold(Method):
 
     tau: float = 1e-3
 
-    sparse = True
+    layout = "elements"
     exchanges = ("all_gather",)
 
     def __post_init__(self) -> None:
@@ -205,11 +205,11 @@ class DGC(Method):
     momentum: float = 0.9
     warm_up: int = 0
 
-    sparse = True
+    layout = "elements"
     exchanges = ("all_gather",)
     kind = "own"
     has_momentum = True
-    in_scale = ("u", "v")
+    state: ClassVar = {"u": Kept(follows="loss scale"), "v": Kept(follows="loss scale")}
 
     def __post_init__(self) -> None:
         for name in ("sparsity", "momentum"):
@@ -307,7 +307,7 @@ class SparseLoCo(Method):
     chunk: int = 4096
     decay: float = 0.95
 
-    matrix = True
+    layout = "matrices"
     small_too = True
     exchanges = ("all_gather",)
     has_momentum = True
