@@ -129,10 +129,8 @@ class Engine:
             return
         device = next((g.device for g in gradients.values()), torch.device("cpu"))
         group = self.transport.group if self.machine is None else self.machine.everyone
-        everyone = Workers(group, device, "Engine.average").gather(
-            lambda: layout
-        )  # of simulated workers, this one
-        for theirs in everyone:
+        # of simulated workers, only this one
+        for theirs in Workers(group, device, "Engine.average").gather(lambda: layout):
             for name in [*layout, *theirs]:
                 if layout.get(name) != theirs.get(name):
                     here, there = (

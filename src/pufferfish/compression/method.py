@@ -212,15 +212,6 @@ class Method:
         raise NotImplementedError
 
 
-def count(k: float | int, d: int) -> int:
-    """Number of elements out of `d`: a share if `k` is a float, a number if it is an int; at least 1.
-
-    >>> count(0.01, 1000), count(0.01, 10), count(50, 20)
-    (10, 1, 20)
-    """
-    return min(d, max(1, math.ceil(k * d) if isinstance(k, float) else k))
-
-
 def check_whole(of: object, name: str, least: int = 1, most: float = math.inf, multiple: int = 1) -> None:
     """Raise ValueError if the setting `name` is not an integer in these limits, and a multiple of `multiple`."""
     value = getattr(of, name)
@@ -228,13 +219,3 @@ def check_whole(of: object, name: str, least: int = 1, most: float = math.inf, m
         limits = f"an integer ≥ {least}" if most == math.inf else f"an integer from {least} to {most}"
         also = f" and a multiple of {multiple}" if multiple > 1 else ""
         raise ValueError(f"{type(of).__name__}: {name}={value!r} is not {limits}{also}")
-
-
-def check_count(method: str, k: float | int) -> None:
-    """Raise ValueError if `k` is neither a share nor a number of elements."""
-    share = isinstance(k, float) and 0 < k <= 1
-    number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
-    if not (share or number):
-        raise ValueError(
-            f"{method}: k={k!r} is neither a share (a float in (0, 1]) nor a number of elements (an int ≥ 1)"
-        )

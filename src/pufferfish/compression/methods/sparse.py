@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..method import Gather, Kept, MessageGenerator, Method, StepContext, Sum, check_count, check_whole, count
+from ..method import Gather, Kept, MessageGenerator, Method, StepContext, Sum, check_whole
 from .quantized import even, pack, signed_levels, two_levels, unpack
 
 
@@ -237,6 +237,25 @@ class DGC(Method):
         u.view(-1).index_add_(0, i, u.view(-1)[i], alpha=-1)
         ctx.state.update(u=u, v=v)
         return mean, None
+
+
+def check_count(method: str, k: float | int) -> None:
+    """Raise ValueError if `k` is neither a share nor a number of elements."""
+    share = isinstance(k, float) and 0 < k <= 1
+    number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
+    if not (share or number):
+        raise ValueError(
+            f"{method}: k={k!r} is neither a share (a float in (0, 1]) nor a number of elements (an int ≥ 1)"
+        )
+
+
+def count(k: float | int, d: int) -> int:
+    """Number of elements out of `d`: a share if `k` is a float, a number if it is an int; at least 1.
+
+    >>> count(0.01, 1000), count(0.01, 10), count(50, 20)
+    (10, 1, 20)
+    """
+    return min(d, max(1, math.ceil(k * d) if isinstance(k, float) else k))
 
 
 def gather_sparse(x: Tensor, i: Tensor, values: Tensor, ctx: StepContext) -> MessageGenerator:
