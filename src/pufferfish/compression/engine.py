@@ -520,7 +520,7 @@ class Batch:
         return torch.where(mask, new, old)
 
     def multiply(self, left: Tensor, right: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Write the products of two thin factors, (b, m, r) and (b, r, n), into the tensors of `out`, on a CPU.
+        """Write the products of two thin factors, (b, m, r) and (b, r, n), into tensors of `out`, on a CPU.
 
         It takes one pass over memory less than a product that is copied.
         """

@@ -1,4 +1,4 @@
-"""What workers send: `Exchange` packs messages into few collectives of a `Transport`, and a `Meter` counts their bytes."""
+"""`Exchange`: one worker's messages, packed into few collectives, sent by a `Transport` and counted by a `Meter`."""
 
 from __future__ import annotations
 

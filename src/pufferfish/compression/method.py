@@ -114,10 +114,11 @@ class Kept:
     """Whose a tensor in `ctx.state` is and what it is rescaled with: an entry of a method's table `state`.
 
     Args:
-        of: "own": this worker's. "shared": equal on all workers, and valid for another number of workers. "divided": this
-            worker keeps it for all, so that its shape depends on the number of workers.
-        follows: "units": it is in the gradients' units and rescaled with the error feedback when those change. "loss scale":
-            it follows the loss scale but not the learning rate, such as a momentum. None: it is never rescaled.
+        of: "own": this worker's. "shared": equal on all workers, and valid for another number of workers. "divided":
+            this worker keeps it for all, so that its shape depends on the number of workers.
+        follows: "units": it is in the gradients' units and rescaled with the error feedback when those change.
+            "loss scale": it follows the loss scale but not the learning rate, such as a momentum. None: it is never
+            rescaled.
 
     >>> Kept("shared")
     Kept(of='shared', follows=None)
@@ -155,11 +156,11 @@ class Method:
     #: What `compress` is given; with "vectors", "elements" and "matrices" all b tensors have one shape.
     #:
     #: - "vectors": x is (b, d).
-    #: - "elements": the same, for methods that choose elements: scope="global" lets them choose among those of all tensors.
-    #: - "matrices": x is (b, m, n), each gradient as a matrix (first dimension × the rest). Vectors are sent uncompressed.
-    #: - "row": elements are independent: all tensors, also 1-D and small ones, are one row (1, d), whatever their shapes.
+    #: - "elements": the same, for methods that choose elements; with scope="global", among those of all tensors.
+    #: - "matrices": x is (b, m, n), each gradient as a matrix (first dimension × the rest).
+    #: - "row": elements are independent: all tensors, also 1-D and small ones, are one row (1, d).
     layout: ClassVar[Literal["vectors", "elements", "matrices", "row"]] = "vectors"
-    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; as matrices, vectors are columns.
+    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; a vector is a matrix's column.
     small_too: ClassVar[bool] = False
     #: What it keeps in `ctx.state`, by key. Other keys are each worker's own and follow nothing.
     state: ClassVar[Mapping[str, Kept]] = {}

@@ -261,7 +261,7 @@ def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.
 
 
 def _stacked(batch: Batch, key: str, states: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-    """State of one key in the batch's layout, from that of its parameters; None if it does not fit or some have none."""
+    """State of one key in the batch's layout, from that of its parameters; None if it does not fit there."""
     known = [(state[key], shape) for state, shape in zip(states, batch.shapes, strict=True) if key in state]
     if all(x.shape == shape for x, shape in known) or key in batch.method.keys("units"):
         x, like = known[0]  # where nothing was kept, it is zero
