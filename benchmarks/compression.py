@@ -31,9 +31,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.compression import Method
-from pufferfish.compression.meter import Meter
-from pufferfish.compression.methods.bits import pack, unpack
+from pufferfish.compression import Meter, Method
+from pufferfish.compression.methods.quantized import pack, unpack
 from pufferfish.compression.parse_method import parse_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.planning.table import format_table

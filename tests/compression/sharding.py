@@ -186,7 +186,7 @@ def by_simulated_workers(model: nn.Module, mesh: DeviceMesh, method: Any, **opti
                     outer: str = outer) -> None:  # fmt: skip
             everyone = [torch.empty_like(flat) for _ in range(2)]
             dist.all_gather(everyone, flat, group=group)
-            if not mine.matrix:
+            if mine.layout != "matrices":
                 key = f"{outer}[{shard}/2]"
                 flat.copy_(simulated.average([{key: x} for x in everyone])[0][key])
                 return

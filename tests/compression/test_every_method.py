@@ -217,8 +217,6 @@ class Wrong(Method):
 
     mistake: str = ""
 
-    sparse = True
-
     @property
     def kind(self) -> str:
         return "unbiased" if self.mistake == "biased" else "contraction"

@@ -29,7 +29,7 @@ def test_properties(method: Method) -> None:
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("method", [m for m in METHODS if not isinstance(m, WAITING)], ids=repr)
 def test_nothing_waits(method: Method, scope: str) -> None:
-    if scope == "global" and not method.sparse:
+    if scope == "global" and method.layout != "elements":
         pytest.skip("for methods that choose elements")
     simulated = Simulated(Settings(method, smallest=0, scope=scope), 2)  # type: ignore[arg-type]
     given = [gradients(2, step, "cuda") for step in range(6)]

@@ -3,26 +3,15 @@
 from .check_compressor import check_compressor
 from .ddp_hook import DDPHook, compress
 from .engine import Engine
+from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook
-from .meter import Meter
-from .method import Gather, Method, Scatter, StepContext, Sum
+from .method import Gather, Kept, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
-from .methods.atomo import Atomo
-from .methods.blockrandom import BlockRandomK
-from .methods.blocks import BlockFP8, BlockInt8
-from .methods.casts import BFloat16, Float16, NoCompression
-from .methods.dgc import DGC
-from .methods.int4 import Int2, Int4
-from .methods.loco import LoCo
-from .methods.onebit import OneBitSGD
-from .methods.powersgd import AlternatingPowerSGD, PowerSGD
-from .methods.qsgd import QSGD
-from .methods.sign import SignSGD
-from .methods.signum import EFSignSGD, Signum
-from .methods.sparse import RandomK, TopK
-from .methods.sparseloco import SparseLoCo
-from .methods.terngrad import TernGrad
-from .methods.threshold import Threshold
+from .methods.powersgd import AlternatingPowerSGD, Atomo, PowerSGD
+from .methods.quantized import QSGD, BlockFP8, BlockInt8, Int2, Int4, LoCo, TernGrad
+from .methods.signs import EFSignSGD, OneBitSGD, SignSGD, Signum
+from .methods.sparse import DGC, BlockRandomK, RandomK, SparseLoCo, Threshold, TopK
+from .methods.sums import BFloat16, Float16, NoCompression
 from .settings import Settings
 from .simulated import Simulated
 
@@ -44,6 +33,7 @@ __all__ = [
     "Gather",
     "Int2",
     "Int4",
+    "Kept",
     "LoCo",
     "Meter",
     "Method",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .engine import Batch
 from .method import Method
 from .settings import Settings
 from .simulated import Simulated
@@ -36,9 +36,9 @@ def check_compressor(
     what is applied and what error feedback holds; accept zeros, empty, 0-d and one-element tensors; keep nothing of a
     step that is not finite; and continue from a saved state as if it had not stopped.
 
-    A second error feedback, at the owners of shards, is expected in `ctx.state["owner"]`: (b, s) as `ctx.shards` cuts, in
-    units of the mean. The method lists it in `in_units`. A method that lets error feedback fade loses a part of it: test it
-    with a setting that does not, such as `SparseLoCo(decay=1)`.
+    A second error feedback, at the owners of shards, is expected in `ctx.state["owner"]`: (b, s) as `ctx.shards` cuts,
+    in units of the mean. The method's table `state` lists it as `Kept("divided", follows="units")`. A method that lets
+    error feedback fade loses a part of it: test it with a setting that does not, such as `SparseLoCo(decay=1)`.
 
     Args:
         method: The method to test.

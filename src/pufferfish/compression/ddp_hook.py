@@ -19,11 +19,10 @@ from ..distributed.job import find_ddp
 from ..distributed.workers import Workers
 from ..layers.names import own_name
 from ..optim.carry import Optimizers, as_list, check_optimizers
-from .batch import make_batches
-from .engine import Engine, Step
+from .engine import Engine, Step, make_batches
+from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
-from .meter import Meter
-from .methods.casts import BFloat16
+from .methods.sums import BFloat16
 from .settings import HierarchyLike, Methods, Settings
 from .state import check_format, updates_by_rate
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,28 +14,20 @@ from torch import Tensor, nn, optim
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from ..distributed.workers import Workers
+from ..layers.names import join_name, own_name, unwrap
 from ..optim.carry import Optimizers, as_list
-from .engine import Engine, Step
-from .exchange import Group
-from .fsdp2_modules import (
-    check_replicas,
-    check_saved,
-    choose_settings,
-    group_of,
-    layout_of,
-    module_paths,
-    optimizer_groups,
-    sharded_modules,
-)
-from .fsdp2_rows import Rows, move_engine
-from .meter import Meter
+from .engine import Engine, Step, make_batches
+from .exchange import Group, Meter
 from .method import Method
-from .settings import Methods, Settings
+from .settings import Methods, Settings, matches
 from .state import updates_by_rate
 
 T = TypeVar("T")
+#: Name of the outermost module.
+ROOT = "(root)"
 
 
 def compress_fsdp2(
@@ -77,7 +70,7 @@ def compress_fsdp2(
 
     def checked() -> Settings:
         chosen = settings()
-        matrices = any(method.matrix for method in chosen.by_pattern.values())
+        matrices = any(method.layout == "matrices" for method in chosen.by_pattern.values())
         smallest = chosen.smallest if matrices else 1024
         if chosen != replace(chosen, scope="layer", hierarchy="flat", smallest=smallest, overlap=None):
             raise ValueError(
@@ -88,6 +81,60 @@ def compress_fsdp2(
 
     hook._attach(modules, module_paths(model), hook._run_on_all(checked))
     return hook
+
+
+def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
+    """Return the modules that have an FSDP parameter group, by name, and the mesh they are sharded over."""
+    found: dict[str, Any] = {}
+    meshes: list[DeviceMesh] = []
+    states = set()
+    for path, p in unwrap(model).named_parameters():
+        if p.is_complex() and p.requires_grad:
+            raise ValueError(
+                f"compress: {own_name(path)} is complex, which is supported under DDP only; keep it as real pairs "
+                "(torch.view_as_real)"
+            )
+    for path, module in unwrap(model).named_modules():
+        if not isinstance(module, FSDPModule) or module._get_fsdp_state() in states:
+            continue
+        name, state = own_name(path) or ROOT, module._get_fsdp_state()
+        states.add(state)  # several modules may share one
+        if len(getattr(state, "_fsdp_param_groups", ())) > 1:
+            raise ValueError(f"compress: {name} has parameters on several meshes; shard it over one")
+        for p in group_of(module).fsdp_params if group_of(module) else ():
+            mesh = _checked_mesh(name, p.sharded_param)
+            if meshes and mesh != meshes[0]:
+                raise ValueError(
+                    f"compress: {name} and {next(iter(found))} are sharded over different meshes; use one mesh"
+                )
+            meshes.append(mesh)
+            found[name] = module
+    if not found:
+        raise TypeError(
+            f"compress: a {type(model).__name__} is not sharded; apply fully_shard first, with a 1-D mesh"
+        )
+    return found, meshes[0]
+
+
+def _checked_mesh(name: str, p: Any) -> DeviceMesh:
+    """The 1-D mesh that a parameter is sharded over; raise ValueError if it is on another kind."""
+    mesh: DeviceMesh = p.device_mesh
+    if mesh.ndim != 1 or not isinstance(p.placements[0], Shard):
+        raise ValueError(
+            f"compress: {name} is placed as {p.placements}, so FSDP itself averages between replicas; pass "
+            'only the 1-D mesh["shard"] to fully_shard, and the group of mesh["replicate"] to compress'
+        )
+    return mesh
+
+
+def check_replicas(replicas: dist.ProcessGroup | None, mesh: DeviceMesh) -> None:
+    wanted = 'pass replicas=mesh["replicate"].get_group(), the ranks that hold the same shard'
+    if not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(f"compress: replicas={replicas!r} is not a process group; {wanted}")
+    here = set(dist.get_process_group_ranks(mesh.get_group()))
+    others = here & set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
+    if others:
+        raise ValueError(f"compress: rank {min(others)} holds another shard of this replica; {wanted}")
 
 
 def find_fsdp2_hook(model: nn.Module) -> FSDP2Hook | None:
@@ -264,6 +311,56 @@ class FSDP2Hook:
             )
 
 
+def _refuse_other_hook(name: str, present: Any, hook: FSDP2Hook) -> None:
+    """Raise ValueError if a module has an all-reduce hook that is not ours: it takes only one."""
+    if isinstance(present, _ModuleHook) and present.hook is not hook:
+        raise ValueError(
+            "compress: this model is already compressed; call use() of its hook to change the method"
+        )
+    if present is not None and not isinstance(present, _ModuleHook):
+        raise ValueError(f"compress: {name} already has an all-reduce hook, and supports only one")
+
+
+def choose_settings(
+    modules: Mapping[str, Any], settings: Settings, optimizers: Sequence[optim.Optimizer]
+) -> dict[str, Settings]:
+    """Return the settings, with one method, of every sharded module; raise ValueError if it cannot work there."""
+    for pattern in settings.by_pattern:
+        if not any(matches(name, pattern) for name in modules):
+            raise ValueError(
+                f"compress: the pattern {pattern!r} matches no module that fully_shard was applied to; these are "
+                f"{', '.join(list(modules)[:5])} …"
+            )
+    chosen = settings.choose(modules)
+    for name, method in chosen.items():
+        for optimizer, group in optimizer_groups(optimizers, modules[name]):
+            if method.has_momentum and (group.get("momentum") or "betas" in group):
+                raise ValueError(
+                    f"{name}: {type(method).__name__} has its own momentum, and so does the {type(optimizer).__name__} of "
+                    "its parameters; use an optimizer without momentum"
+                )
+    # A flat shard has no small tensors.
+    return {
+        name: replace(
+            settings, method=method, smallest=settings.smallest if method.layout == "matrices" else 0
+        )
+        for name, method in chosen.items()
+    }
+
+
+def check_saved(state: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Raise ValueError if `state` is none of this hook's, or has none of the sharded modules of this model."""
+    missing = {"shard", "shards", "modules"} - state.keys()
+    if missing:
+        raise ValueError(f"not a state of sharded compression: it lacks {', '.join(sorted(missing))}")
+    saved, here = list(state["modules"]), list(modules)
+    if saved and not set(saved) & set(here):
+        raise ValueError(
+            f"this compression state belongs to another model, with {', '.join(saved[:3])} …; this model has "
+            f"{', '.join(here[:3])} …; load the state that was saved with it"
+        )
+
+
 @dataclass(eq=False)
 class _ModuleHook:
     """The all-reduce hook of one module that FSDP was applied to: averages the flat shard of its gradients in place."""
@@ -331,11 +428,124 @@ class _ModuleHook:
         return self.rows.units(rates, self.hook._loss_scale())
 
 
-def _refuse_other_hook(name: str, present: Any, hook: FSDP2Hook) -> None:
-    """Raise ValueError if a module has an all-reduce hook that is not ours: it takes only one."""
-    if isinstance(present, _ModuleHook) and present.hook is not hook:
-        raise ValueError(
-            "compress: this model is already compressed; call use() of its hook to change the method"
-        )
-    if present is not None and not isinstance(present, _ModuleHook):
-        raise ValueError(f"compress: {name} already has an all-reduce hook, and supports only one")
+def optimizer_groups(
+    optimizers: Sequence[optim.Optimizer], module: Any
+) -> list[tuple[optim.Optimizer, dict[str, Any]]]:
+    """Optimizers and parameter groups that hold parameters of a sharded module."""
+    mine = {id(p.sharded_param) for p in group_of(module).fsdp_params}
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    return [(optimizer, group) for optimizer, group in groups if any(id(p) in mine for p in group["params"])]
+
+
+class Rows:
+    """Tensors that the engine averages for one sharded module, as views of its flat shard.
+
+    A method for matrices gets this worker's part of each trainable parameter, in its shape: some of the rows, where the
+    first dimension is sharded. FSDP pads each part to the same number of rows on all workers; the padding is left out. A
+    worker that has no rows takes part with one zero of its padding. Other methods get the shard as one vector.
+
+    Args:
+        name: Name of the module.
+        module: A module that `fully_shard` was applied to.
+        settings: Settings of the module, with one method.
+        paths: Names of all modules of the model, by id.
+        shard: This worker's shard and the number of shards.
+    """
+
+    def __init__(
+        self, name: str, module: Any, settings: Settings, paths: Mapping[int, str], shard: tuple[int, int]
+    ) -> None:
+        self.settings = settings
+        #: Whether the method is one for matrices.
+        self.matrix = any(method.layout == "matrices" for method in settings.by_pattern.values())
+        #: Elements of the flat shard if all parameters are used, padding included.
+        self.numel = 0
+        place = "[{}/{}]".format(*shard)  # part of the names: every shard draws its own random numbers
+        rows: dict[str, _Place] = {}
+        self._padded: dict[str, tuple[int, ...]] = {}
+        trainable = [p for p in group_of(module).fsdp_params if p.sharded_param.requires_grad]
+        for p in trainable:
+            key = join_name(paths[id(p._module_info.module)], p._module_info.param_name) + place
+            if p.sharded_size.numel():
+                rows[key] = _Place(self.numel, p.sharded_size, [p])
+            self._padded[key] = p.padded_sharded_param_size
+            self.numel += p.padded_sharded_param_size.numel()
+        whole = {name + place: _Place(0, (1,) if self.matrix else None, trainable)}
+        self._places = rows if self.matrix and rows else whole
+
+    @property
+    def compressed(self) -> set[Method]:
+        """Methods that compress some of the tensors, on the worker that has the most rows."""
+        if not self.matrix:
+            return set(self.settings.by_pattern.values())
+        like = {name: torch.empty(shape, device="meta") for name, shape in self._padded.items()}
+        return {batch.policy for batch in make_batches(self.settings, like)}
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {
+            name: flat if shape is None else flat[begin : begin + torch.Size(shape).numel()].view(shape)
+            for name, (begin, shape, _) in self._places.items()
+        }
+
+    def units(self, rates: Sequence[tuple[float, set[int]]], scale: float) -> dict[str, float]:
+        """Loss scale over learning rate of each tensor; 0 where its parameters have several rates.
+
+        Args:
+            rates: Learning rates, each with the ids of its parameters; others have the rate 1.
+            scale: The loss scale.
+        """
+        units = {}
+        for name, place in self._places.items():
+            mine = {id(p.sharded_param) for p in place.parameters}
+            known = {rate for rate, ids in rates if ids & mine} or {1.0}
+            rate = known.pop() if len(known) == 1 else 0.0
+            units[name] = scale / rate if rate else 0.0
+        return units
+
+
+class _Place(NamedTuple):
+    """One tensor in a flat shard."""
+
+    begin: int
+    shape: tuple[int, ...] | None  # None: the whole shard
+    parameters: list[Any]  # FSDP's, whose gradients it holds
+
+
+def move_engine(engine: Engine, before: Rows, after: Rows) -> Engine:
+    """Return an engine for other views of the same flat shard, with the position and error feedback of `engine`."""
+    moved = Engine(after.settings, engine.transport)
+    moved.state.steps, moved.state.scale = engine.state.steps, engine.state.scale
+    errors = engine.state.errors()
+    if errors:
+        flat = next(iter(errors.values())).new_zeros(after.numel)
+        for name, view in before.views(flat).items():
+            if name in errors and errors[name].shape == view.shape:  # not if parameters were unused
+                view.copy_(errors[name])
+        known = set(engine.state.units.values())
+        views = after.views(flat)
+        moved.state.start_with(views, dict.fromkeys(views, known.pop() if len(known) == 1 else 0.0))
+        moved.arrange(views)
+    return moved
+
+
+def module_paths(model: nn.Module) -> dict[int, str]:
+    """Return the names of all modules, by id."""
+    return {id(module): own_name(path) for path, module in unwrap(model).named_modules()}
+
+
+def group_of(module: Any) -> Any:
+    """FSDP's parameter group of a module, which holds its parameters and hook; None if there is not one."""
+    state = module._get_fsdp_state()
+    # With several, which `sharded_modules` refuses, reading the attribute raises AssertionError.
+    return None if len(getattr(state, "_fsdp_param_groups", ())) > 1 else state._fsdp_param_group
+
+
+def layout_of(group: Any) -> str:
+    """Digest of the names and shapes in a flat shard."""
+    parts = [
+        (p._module_info.param_name, tuple(p.sharded_param.shape))
+        for p in group.fsdp_params
+        if p.sharded_param.requires_grad
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -110,6 +110,31 @@ class StepContext:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Whose a tensor in `ctx.state` is and what it is rescaled with: an entry of a method's table `state`.
+
+    Args:
+        of: "own": this worker's. "shared": equal on all workers, and valid for another number of workers. "divided":
+            this worker keeps it for all, so that its shape depends on the number of workers.
+        follows: "units": it is in the gradients' units and rescaled with the error feedback when those change.
+            "loss scale": it follows the loss scale but not the learning rate, such as a momentum. None: it is never
+            rescaled.
+
+    >>> Kept("shared")
+    Kept(of='shared', follows=None)
+    """
+
+    of: Literal["own", "shared", "divided"] = "own"
+    follows: Literal["units", "loss scale"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in ("own", "shared", "divided") or self.follows not in ("units", "loss scale", None):
+            raise ValueError(
+                f'{self!r}: of is "own", "shared" or "divided"; follows is "units", "loss scale" or None'
+            )
+
+
+@dataclass(frozen=True)
 class Method:
     """A way to average gradients with fewer bytes. To add one, write a frozen dataclass with `compress`.
 
@@ -128,36 +153,22 @@ class Method:
     {'w': tensor([2.0, 0.252])}
     """
 
-    #: Whether x is (b, m, n), each gradient as a matrix (first dimension × the rest), instead of (b, d).
-    matrix: ClassVar[bool] = False
-    #: Whether elements are independent: all tensors, also 1-D and small ones, go in one row, whatever their shapes.
-    elementwise: ClassVar[bool] = False
-    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; in a matrix method vectors are columns.
+    #: What `compress` is given; with "vectors", "elements" and "matrices" all b tensors have one shape.
+    #:
+    #: - "vectors": x is (b, d).
+    #: - "elements": the same, for methods that choose elements; with scope="global", among those of all tensors.
+    #: - "matrices": x is (b, m, n), each gradient as a matrix (first dimension × the rest).
+    #: - "row": elements are independent: all tensors, also 1-D and small ones, are one row (1, d).
+    layout: ClassVar[Literal["vectors", "elements", "matrices", "row"]] = "vectors"
+    #: Whether 1-D tensors, and those below `Settings.smallest`, are compressed too; a vector is a matrix's column.
     small_too: ClassVar[bool] = False
-    #: Whether it can choose elements among all tensors at once (scope="global").
-    sparse: ClassVar[bool] = False
-    #: Keys of `ctx.state` that are equal on all workers and valid for another number of workers.
-    shared_state: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def divided_state(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` that this worker keeps for all workers, so that their shapes depend on the number of workers."""
-        return ()
+    #: What it keeps in `ctx.state`, by key. Other keys are each worker's own and follow nothing.
+    state: ClassVar[Mapping[str, Kept]] = {}
 
     @property
     def has_momentum(self) -> bool:
         """Whether it has its own momentum, which an optimizer's momentum would multiply."""
         return False
-
-    @property
-    def in_scale(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` that follow the loss scale but not the learning rate: momenta."""
-        return ()
-
-    @property
-    def in_units(self) -> tuple[str, ...]:
-        """Keys of `ctx.state` in the gradients' units, rescaled with the error feedback when those change."""
-        return ()
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -171,6 +182,10 @@ class Method:
     def kind(self) -> str:
         """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
         return "contraction"
+
+    def keys(self, what: Literal["shared", "divided", "units", "loss scale"]) -> set[str]:
+        """Keys of `ctx.state` that are shared or divided, or that follow the units or the loss scale."""
+        return {key for key, kept in self.state.items() if what in (kept.of, kept.follows)}
 
     def unsent(self, state: Mapping[str, Tensor], shape: torch.Size, worker: int, size: int) -> Tensor | None:
         """Return the part of one parameter's gradients that `state` holds and that was not sent yet.
@@ -198,15 +213,6 @@ class Method:
         raise NotImplementedError
 
 
-def count(k: float | int, d: int) -> int:
-    """Number of elements out of `d`: a share if `k` is a float, a number if it is an int; at least 1.
-
-    >>> count(0.01, 1000), count(0.01, 10), count(50, 20)
-    (10, 1, 20)
-    """
-    return min(d, max(1, math.ceil(k * d) if isinstance(k, float) else k))
-
-
 def check_whole(of: object, name: str, least: int = 1, most: float = math.inf, multiple: int = 1) -> None:
     """Raise ValueError if the setting `name` is not an integer in these limits, and a multiple of `multiple`."""
     value = getattr(of, name)
@@ -214,13 +220,3 @@ def check_whole(of: object, name: str, least: int = 1, most: float = math.inf, m
         limits = f"an integer ≥ {least}" if most == math.inf else f"an integer from {least} to {most}"
         also = f" and a multiple of {multiple}" if multiple > 1 else ""
         raise ValueError(f"{type(of).__name__}: {name}={value!r} is not {limits}{also}")
-
-
-def check_count(method: str, k: float | int) -> None:
-    """Raise ValueError if `k` is neither a share nor a number of elements."""
-    share = isinstance(k, float) and 0 < k <= 1
-    number = isinstance(k, int) and not isinstance(k, bool) and k >= 1
-    if not (share or number):
-        raise ValueError(
-            f"{method}: k={k!r} is neither a share (a float in (0, 1]) nor a number of elements (an int ≥ 1)"
-        )

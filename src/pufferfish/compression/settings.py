@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from .method import Method
-from .methods.casts import NoCompression
+from .methods.sums import NoCompression
 
 #: Kind of compression error → why methods of that kind have no error feedback; "": they have it by default.
 KINDS = {
@@ -20,6 +23,9 @@ KINDS = {
     "vote": "a vote has no magnitude, so there is no rest to keep",
     "own": "it has its own",
 }
+
+#: Bytes of the first bucket, where several are sent one after the other.
+FIRST_BUCKET = 2**20
 
 #: One method, or a mapping name pattern → method.
 Methods = Method | Mapping[str, Method]
@@ -91,7 +97,7 @@ class Settings:
         if self.exchange is not None and self.exchange not in method.exchanges:
             hint = f"it supports {', '.join(method.exchanges)}" if method.exchanges else "leave exchange=None"
             raise ValueError(f"{name} does not support exchange={self.exchange!r}; {hint}")
-        if self.scope == "global" and not method.sparse:
+        if self.scope == "global" and method.layout != "elements":
             raise ValueError(
                 f'{name} compresses every tensor separately; scope="global" is for methods that choose elements'
             )
@@ -124,6 +130,15 @@ class Settings:
             name: next((m for pattern, m in patterns.items() if matches(name, pattern)), NoCompression())
             for name in names
         }
+
+    def compresses(self, method: Method, shape: torch.Size) -> bool:
+        """Whether `method` compresses a tensor of this shape; otherwise it is sent uncompressed."""
+        if method.layout == "row":
+            return True
+        small = self.smallest > 0 and (len(shape) < 2 or shape.numel() < self.smallest)
+        vector = method.layout == "matrices" and len(shape) < 2
+        exempt = len(shape) == 0 if method.small_too else small or vector
+        return not exempt and method.fits(shape)
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise ValueError if a pattern matches none of `names`, or only names that earlier patterns match."""
@@ -161,3 +176,28 @@ def matches(name: str, pattern: str) -> bool:
     """
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def make_buckets(gradients: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:
+    """Names of the gradients that are sent together, in reverse order: the last layers' gradients are ready first.
+
+    The first bucket is small, like DDP's, so that the link is used early; not where all gradients are small, because
+    that would only add a message. `nbytes` None: one bucket.
+
+    >>> make_buckets({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2)}, 16)
+    [['c', 'b'], ['a']]
+    >>> make_buckets(dict.fromkeys("abcd", torch.empty(4, 2**20, dtype=torch.int8)), 2**23)
+    [['d'], ['c', 'b'], ['a']]
+    """
+    if nbytes is None:
+        return [list(reversed(list(gradients)))]
+    small = sum(x.nbytes for x in gradients.values()) < 8 * FIRST_BUCKET
+    buckets: list[list[str]] = [[]]
+    size, limit = 0, nbytes if small else min(FIRST_BUCKET, nbytes)
+    for name in reversed(list(gradients)):
+        if size >= limit:
+            buckets.append([])
+            size, limit = 0, nbytes
+        buckets[-1].append(name)
+        size += gradients[name].nbytes
+    return buckets

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .engine import Engine
-from .exchange import Started, Transport, no_wait
-from .meter import Meter
+from .exchange import Meter, Started, Transport, no_wait
 from .settings import Settings
 
 

@@ -1,16 +1,19 @@
 """`State`: everything that compression keeps from step to step, by parameter name: moved to new batches, rescaled, saved."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, optim
 
-from .batch import Batch
+if TYPE_CHECKING:
+    from .engine import Batch
 
 #: Version of the saved format.
 FORMAT = 1
@@ -94,7 +97,7 @@ class State:
         """Make the errors of a shard that this worker owned for all its error feedback, in a job of `size` workers from now on."""
         before = self.worker, self.size
         for batch in self.batches:
-            for key in batch.state.keys() & set(batch.method.divided_state):
+            for key in batch.state.keys() & batch.method.keys("divided"):
                 pieces = zip(batch.unstack(batch.state.pop(key)), batch.shapes, strict=True)
                 unsent = [batch.method.unsent({key: piece}, shape, *before) for piece, shape in pieces]
                 known = [x for x in unsent if x is not None]
@@ -128,13 +131,13 @@ class State:
         factors = {name: u / old[name] if old[name] else follow for name, u in known.items()}
         for batch in self.batches:
             if follow != 1:
-                for key in batch.state.keys() & set(batch.method.in_scale):
+                for key in batch.state.keys() & batch.method.keys("loss scale"):
                     batch.state[key].mul_(follow)
             mine = [factors.get(name, 1.0) for name in batch.names]
             if any(f != 1 for f in mine):
                 if batch.error is not None:
                     batch.error = _scaled(batch, batch.error, mine)
-                for key in batch.state.keys() & set(batch.method.in_units):
+                for key in batch.state.keys() & batch.method.keys("units"):
                     batch.state[key] = _scaled(batch, batch.state[key], mine)
         self.units, self.scale = known or self.units, scale
 
@@ -169,7 +172,7 @@ class State:
             return self.resumed | {"steps": self.steps}
         shared: Named = {}
         own: Named = {}
-        keys = {name: batch.policy.shared_state for batch in self.batches for name in batch.names}
+        keys = {name: batch.policy.keys("shared") for batch in self.batches for name in batch.names}
         for name, state in self.named().items():
             for key, x in state.items():
                 place = shared if key in keys[name] else own
@@ -241,27 +244,33 @@ def updates_by_rate(optimizer: optim.Optimizer) -> bool:
 
 def _fill(batch: Batch, named: Named, methods: Mapping[str, Any], device: torch.device) -> None:
     """Give a batch its error feedback and state, from that of its parameters."""
-    mine = []
-    always = {ERROR, *(batch.policy.shared_state if batch.policy != batch.method else ())}
+    always = {ERROR, *(batch.policy.keys("shared") if batch.policy != batch.method else ())}
+    states: list[dict[str, Tensor]] = []
     for (name, key), shape in zip(_method_keys(batch).items(), batch.shapes, strict=True):
         same = methods.get(name) == key
         state = {k: x.to(device) for k, x in named.get(name, {}).items() if same or k in always}
         if ERROR in state and state[ERROR].shape != shape:
             del state[ERROR]
-        mine.append(state)
-    for key in sorted({key for state in mine for key in state}):
-        pairs = list(zip(mine, batch.shapes, strict=True))
-        like_gradients = all(state[key].shape == shape for state, shape in pairs if key in state)
-        if like_gradients or key in batch.method.in_units:  # where nothing was kept, it is zero
-            x, like = next((state[key], shape) for state, shape in pairs if key in state)
-            for state, shape in pairs:
-                state.setdefault(key, x.new_zeros(shape if x.shape == like else x.shape))
-        if all(key in state for state in mine):
-            stacked = batch.stack([state[key] for state in mine])
-            if stacked is not None and key == ERROR:
-                batch.error = stacked
-            elif stacked is not None:
-                batch.state[key] = stacked
+        states.append(state)
+    for key in sorted(set().union(*states)):
+        stacked = _stacked(batch, key, states)
+        if stacked is not None and key == ERROR:
+            batch.error = stacked
+        elif stacked is not None:
+            batch.state[key] = stacked
+
+
+def _stacked(batch: Batch, key: str, states: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """State of one key in the batch's layout, from that of its parameters; None if it does not fit there."""
+    known = [(state[key], shape) for state, shape in zip(states, batch.shapes, strict=True) if key in state]
+    if all(x.shape == shape for x, shape in known) or key in batch.method.keys("units"):
+        x, like = known[0]  # where nothing was kept, it is zero
+        each = x.shape == like
+        pairs = zip(states, batch.shapes, strict=True)
+        return batch.stack(
+            [s[key] if key in s else x.new_zeros(shape if each else x.shape) for s, shape in pairs]
+        )
+    return batch.stack([x for x, _ in known]) if len(known) == len(states) else None
 
 
 def _scaled(batch: Batch, x: Tensor, factors: Sequence[float]) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression.exchange import Group
-from ..compression.hierarchy import Machine
+from ..compression.exchange import Group, Machine
 from ..distributed.workers import Workers
 from .breakdown import elapsed, pause, timestamp, trimmed_mean
 

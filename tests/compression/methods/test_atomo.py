@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver import drive, normal
-from pufferfish.compression.methods.atomo import Atomo
+from pufferfish.compression import Atomo
 
 
 def water(sigma: list[float], r: int) -> list[float]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver import drive, normal
-from pufferfish.compression.methods.blockrandom import BlockRandomK
+from pufferfish.compression import BlockRandomK
 
 
 def run_from(start: int, k: int, d: int) -> list[int]:

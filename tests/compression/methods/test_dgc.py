@@ -3,9 +3,8 @@
 import torch
 
 from driver import State, drive, normal
-from pufferfish.compression import Engine, Settings
+from pufferfish.compression import DGC, Engine, Settings
 from pufferfish.compression.check_compressor import gradients
-from pufferfish.compression.methods.dgc import DGC
 
 
 def slow(g: list[float], u: list[float], v: list[float], k: int, m: float) -> list[float]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from driver import drive, normal
-from pufferfish.compression.methods.onebit import OneBitSGD
+from pufferfish.compression import OneBitSGD
 
 
 def slow(M: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from driver import State, drive, normal
-from pufferfish.compression.methods.signum import Signum
+from pufferfish.compression import Signum
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from driver import drive, normal
-from pufferfish.compression import StepContext
-from pufferfish.compression.methods.terngrad import TernGrad
+from pufferfish.compression import StepContext, TernGrad
 
 
 def slow(g: Tensor, chance: Tensor, s: list[float]) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from driver import drive, normal
-from pufferfish.compression.methods.threshold import Threshold
+from pufferfish.compression import Threshold
 
 
 def slow(x: Tensor, tau: float) -> Tensor:

@@ -184,7 +184,7 @@ def test_methods_use_the_chosen_collective(method: Method) -> None:
     assert method.exchanges
     (x, y) = normal(2, 8, 9, workers=2)
     for exchange in method.exchanges:
-        shaped = [z if method.matrix else z.flatten(1) for z in (x, y)]
+        shaped = [z if method.layout == "matrices" else z.flatten(1) for z in (x, y)]
         used = {
             key for key, n in drive(method, shaped, exchange=exchange).meter.collective_bytes.items() if n
         }

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..method import Method, check_whole
+from ..method import Kept, Method, check_whole
 
 #: Relative change of the norm from which the light method is used, as in the paper.
 _CHANGE = 0.5
@@ -37,8 +38,8 @@ class Accordion(Method):
     high: Method
     every: int
 
-    matrix = True
-    shared_state = ("light", "count", "total", "norm", "unit")
+    layout = "matrices"
+    state: ClassVar = dict.fromkeys(("light", "count", "total", "norm", "unit"), Kept("shared"))
 
     def __post_init__(self) -> None:
         for name, method in (("low", self.low), ("high", self.high)):

@@ -1,13 +1,14 @@
-"""PowerSGD (Vogels et al., 2019) and ACP-SGD (Zhang et al., 2023): gradients as products of two thin matrices."""
+"""Low rank: PowerSGD (Vogels et al., 2019), ACP-SGD (Zhang et al., 2023) and ATOMO (Wang et al., 2018)."""
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..method import MessageGenerator, Method, StepContext, Sum, check_whole
-from .casts import NoCompression
+from ..method import Gather, Kept, MessageGenerator, Method, StepContext, Sum, check_whole
+from .sums import NoCompression
 
 #: Number of steps with their own noise in `orthonormal_rows`; then it repeats.
 SHIFTS = 1024
@@ -19,7 +20,7 @@ class TwoFactors(Method):
 
     rank: int = 4
 
-    matrix = True
+    layout = "matrices"
     exchanges = ("all_reduce",)
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class PowerSGD(TwoFactors):
 
     start: int = 0
 
-    shared_state = ("Q",)
+    state: ClassVar = {"Q": Kept("shared")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +89,7 @@ class AlternatingPowerSGD(TwoFactors):
     (True, False)
     """
 
-    shared_state = ("P", "Q")
+    state: ClassVar = {"P": Kept("shared"), "Q": Kept("shared")}
 
     def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
         left = ctx.step % 2 == 0  # whether this step computes P, the left factor
@@ -178,3 +179,56 @@ def _noise(r: int, n: int, device: torch.device) -> Tensor:
     rng = torch.Generator(device).manual_seed(0)
     noise = torch.randn(r * n + SHIFTS, dtype=torch.float64, device=device, generator=rng)
     return noise.mul_(3e-7 * n**-0.5)
+
+
+@dataclass(frozen=True)
+class Atomo(TwoFactors):
+    """M = Σ σᵢ uᵢ vᵢᵀ; term i is sent with probability pᵢ, divided by pᵢ, all-gathered.
+
+    pᵢ = min(1, c·σᵢ) with Σ pᵢ = r, which minimises the variance. Systematic sampling: one random number u draws all terms;
+    term i is taken if one of u, u + 1, … falls into the i-th of consecutive intervals of lengths pᵢ. Exactly r terms
+    are taken, so that messages have one size. A matrix of lower rank is padded with zeros.
+
+    An SVD of every matrix in every step is slow: this method is for comparison.
+
+    Args:
+        rank: r, the number of terms. Lower → fewer bytes, more noise. A matrix that does not become smaller,
+            r (m + n) ≥ m n, is sent uncompressed.
+
+    >>> Atomo(rank=2).fits((64, 3, 3, 3)), Atomo(rank=2).fits((2, 100))
+    (True, False)
+    """
+
+    rank: int = 3
+
+    exchanges = ("all_gather",)
+    kind = "unbiased"
+
+    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
+        U, sigma, Vt = torch.linalg.svd(M, full_matrices=False)
+        p = probabilities(sigma.double(), self.rank)
+        ends = p.cumsum(-1)
+        u = torch.rand(len(M), 1, dtype=p.dtype, device=M.device, generator=ctx.own_rng)
+        marks = u + torch.arange(self.rank, device=M.device)
+        i = torch.searchsorted(ends, marks, right=True).clamp_(max=p.shape[1] - 1)
+        weight = (sigma / p.clamp_min(1e-300)).gather(1, i)
+        weight *= marks < ends[:, -1:]  # no term beyond the last interval
+        left = U.gather(2, i[:, None].expand(-1, M.shape[1], -1)) * weight[:, None].to(M.dtype)
+        right = Vt.gather(1, i[..., None].expand(-1, -1, M.shape[2]))
+        lefts, rights = zip(*(yield Gather((left, right))), strict=True)
+        return torch.cat(lefts, 2) @ torch.cat(rights, 1) / ctx.size, None
+
+
+def probabilities(sigma: Tensor, r: int) -> Tensor:
+    """min(1, c·σᵢ) with the sum r, or the number of σᵢ > 0 if that is less; σ is in descending order.
+
+    >>> probabilities(torch.tensor([[6.0, 2.0, 1.0, 1.0]]), 2)
+    tensor([[1.0000, 0.5000, 0.2500, 0.2500]])
+    """
+    rest = sigma.flip(-1).cumsum(-1).flip(-1)  # σᵢ + σᵢ₊₁ + …
+    room = r - torch.arange(
+        sigma.shape[-1], device=sigma.device
+    )  # their sum of probabilities if all before are 1
+    first = (sigma * room <= rest).int().argmax(-1, keepdim=True)  # the first below 1
+    c = room.expand_as(rest).gather(-1, first) / rest.gather(-1, first).clamp_min(1e-300)
+    return (c * sigma).clamp_max(1)

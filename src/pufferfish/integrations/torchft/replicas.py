@@ -320,7 +320,7 @@ def engine_state_for(
     transport: ReplicaTransport, settings: Settings, state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a saved state of an `Engine` for the place of this replica now, without parts that belong to another one."""
-    divided = {key for method in settings.by_pattern.values() for key in method.divided_state}
+    divided = {key for method in settings.by_pattern.values() for key in method.keys("divided")}
     own = {
         name: {key: x for key, x in tensors.items() if key not in divided}
         for name, tensors in state["own"].items()

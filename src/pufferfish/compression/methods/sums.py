@@ -15,7 +15,7 @@ class _Average(Method):
 
     dtype: ClassVar[torch.dtype | None] = None  # None: that of the gradients
 
-    elementwise = True
+    layout = "row"
     exchanges = ("all_reduce",)
     kind = "rounding"
 
