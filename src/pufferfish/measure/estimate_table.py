@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..planning.table import Table
+from ..planning.text import Table
 from .speedup_estimate import SpeedupEstimate
 
 

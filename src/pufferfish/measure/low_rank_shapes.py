@@ -8,8 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ..layers import meta_copy
 from ..lowrank.factorize import reshape_
-from ..planning.plan import Plan
-from ..planning.planner import plan
+from ..planning.plan import Plan, plan
 
 RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..planning.plan import Entry, Plan
+from ..planning.entries import Entry
+from ..planning.plan import Plan
 from .cost_model import CostModel, Work
 
 #: Lower bound of the remaining compute time, as a fraction; the savings of single layers may add up to more than the step.

@@ -14,7 +14,7 @@ from ...measure.measure_compute import COMPUTE_PARTS
 from ...measure.option_builder import as_code
 from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
 from ...planning.plan import Plan
-from ...planning.table import Table
+from ...planning.text import Table
 from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
 from .method_name import NODE, is_local, parse_method_name, warm_up_name
 
