@@ -20,7 +20,6 @@ from .rules import Budget, Rule
 
 Owners = dict[int, list[str]]  # names of each parameter, by its id
 
-DEPTHWISE = "depthwise"
 _LOOKUP = "embedding: a lookup, not a product"
 _UNREGISTERED = "no low-rank form is registered"
 
@@ -231,7 +230,7 @@ def _tied_or_depthwise(layer: str, module: nn.Module, matrix: Matrix, owners: Ow
             if other != join_name(layer, tensor):
                 return f"tied weight: shared with {other}"
     depthwise = getattr(module, "groups", None) == getattr(module, "in_channels", 0)
-    return DEPTHWISE if matrix.blocks > 1 and depthwise else ""
+    return "depthwise" if matrix.blocks > 1 and depthwise else ""
 
 
 def _held(parameter: nn.Parameter, name: str, owners: Owners) -> int | None:

@@ -90,7 +90,6 @@ def plan(
     rule = as_rule(rank)
     embed_rule = None if embed is None else as_rule(embed, "embed")
     rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
-    keep, only = as_patterns("keep", keep), as_patterns("only", only)
     if multiple < 1:
         raise ValueError(f"multiple={multiple} is not a whole number ≥ 1")
     if embed_rule and not any(isinstance(module, nn.Embedding) for module in model.modules()):
@@ -100,6 +99,7 @@ def plan(
     profiled = None if example is None else profile(model, example)
     before = totals(model, profiled)
     entries, layers = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
+    keep, only = as_patterns("keep", keep), as_patterns("only", only)
     entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
     plan = Plan(
         entries=tuple(entries),
@@ -107,7 +107,7 @@ def plan(
         min_saving=min_saving,
         before=before,
         parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
-        functional=dict(profiled.functional) if profiled else {},
+        functional=profiled.functional if profiled else {},
         shared_inputs=_shared_inputs(profiled.calls, layers) if profiled else (),
     )
     plan = apply_rules(plan, None)

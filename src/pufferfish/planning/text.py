@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from .entries import DEPTHWISE, Entry
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line imports this file before torch
+    from .entries import Entry
     from .plan import Plan, Totals
 
 T = TypeVar("T")
@@ -111,8 +110,8 @@ def _row(
         "n": str(len(entries)),
         "shape": _shape(e),
         "rank": str(e.rule or e.rank or "–"),
-        "weights": _arrow(sum(x.before for x in entries), sum(x.after for x in entries), format_count),
-        "MACs": _arrow(macs[0], macs[1], format_count) if macs[0] else "",
+        "weights": _arrow(sum(x.before for x in entries), sum(x.after for x in entries)),
+        "MACs": _arrow(*macs) if macs[0] else "",
         "ms": "→".join(f"{x:.3g}" if x < 1000 else f"{x:,.0f}" for x in ms),
         "error": "–".join(dict.fromkeys([errors[0], errors[-1]])) if errors else "",
         "bytes": f"{sent / total:.1%}",
@@ -122,7 +121,7 @@ def _row(
 
 def _shape(e: Entry) -> str:
     shape = "×".join(map(str, e.shape)) or "?"
-    blocks = 1 if e.matrix is None or e.reason == DEPTHWISE else e.matrix.blocks
+    blocks = 1 if e.matrix is None or e.reason == "depthwise" else e.matrix.blocks
     return f"{shape} in {blocks}" if blocks > 1 else shape
 
 
@@ -135,12 +134,9 @@ def format_count(n: float) -> str:
     return f"{n:,.3g} T"
 
 
-def _full(n: float) -> str:
-    return f"{n:,.0f}"
-
-
-def _arrow(before: float, after: float, show: Callable[[float], str] = _full) -> str:
-    return show(before) if before == after else f"{show(before)}→{show(after)}"
+def _arrow(before: int, after: int) -> str:
+    shown = format_count(before), format_count(after)
+    return shown[0] if before == after else "→".join(shown)
 
 
 def _totals(plan: Plan) -> Table:
@@ -150,7 +146,7 @@ def _totals(plan: Plan) -> Table:
     def add(label: str, b: int | None, a: int | None) -> None:
         if b and a:
             gain = f"{b / a:.2f}× smaller" if a < b else f"{a / b:.2f}× larger" if a > b else ""
-            rows.append([label, _full(b), _full(a), gain])
+            rows.append([label, f"{b:,}", f"{a:,}", gain])
 
     add("parameters", before.parameters, after.parameters)
     add("MACs forward", before.forward_macs, after.forward_macs)
