@@ -197,13 +197,6 @@ def _covered(
     entries = []
     for x in matrices:
         weight = module.get_parameter(x.weight)
-        reason = _tied_or_depthwise(layer, module, x, owners)
-        if not reason and outside:
-            reason = "its weight is used outside the layer too"
-        if not reason and x.lookup and not embed:
-            reason = f"{_LOOKUP}; embed= (--embed) factorizes it"
-        if not reason and not (weight.requires_grad or frozen):
-            reason = "frozen: training could not reduce its error; frozen=True (--frozen) factorizes it"
         left_out = x.lookup and not embed  # a plan without embeddings fits models with another vocabulary too
         entries.append(
             Entry(
@@ -212,7 +205,7 @@ def _covered(
                 type=type(module).__name__,
                 shape=x.shape,
                 matrix=None if left_out else x,
-                reason=reason,
+                reason=_why_dense(layer, module, x, owners, outside, embed, frozen),
                 held=_held(weight, join_name(layer, x.weight), owners),
                 itemsize=weight.element_size(),
                 trainable=weight.requires_grad,
@@ -223,14 +216,24 @@ def _covered(
     return entries
 
 
-def _tied_or_depthwise(layer: str, module: nn.Module, matrix: Matrix, owners: Owners) -> str:
+def _why_dense(
+    layer: str, module: nn.Module, matrix: Matrix, owners: Owners, outside: bool, embed: bool, frozen: bool
+) -> str:
+    """Reason why a matrix of a registered type stays dense; "" if it can be factorized."""
     # A bias that is split (attention has three in one) must not be tied either.
     for tensor in (matrix.weight, matrix.bias) if matrix.bias and matrix.dense else (matrix.weight,):
         for other in owners[id(module.get_parameter(tensor))]:
             if other != join_name(layer, tensor):
                 return f"tied weight: shared with {other}"
-    depthwise = getattr(module, "groups", None) == getattr(module, "in_channels", 0)
-    return "depthwise" if matrix.blocks > 1 and depthwise else ""
+    if matrix.blocks > 1 and getattr(module, "groups", None) == getattr(module, "in_channels", 0):
+        return "depthwise"
+    if outside:
+        return "its weight is used outside the layer too"
+    if matrix.lookup and not embed:
+        return f"{_LOOKUP}; embed= (--embed) factorizes it"
+    if not (module.get_parameter(matrix.weight).requires_grad or frozen):
+        return "frozen: training could not reduce its error; frozen=True (--frozen) factorizes it"
+    return ""
 
 
 def _held(parameter: nn.Parameter, name: str, owners: Owners) -> int | None:
@@ -320,7 +323,7 @@ def _register_line(module: nn.Module) -> str:
 
 
 def select(
-    entries: Iterable[Entry],
+    entries: list[Entry],
     layers: Mapping[str, nn.Module],
     rule: Rule,
     *,
@@ -330,15 +333,15 @@ def select(
     overrides: Mapping[str, Rule],
 ) -> list[Entry]:
     """Give the entries that become low-rank their rule, and the others a reason. For the arguments see `plan`."""
-    entries = list(entries)
     _check_patterns(entries, keep=keep, only=only, overrides=overrides)
     slow = {name for name, layer in layers.items() if _slower_on_its_device(layer)}
+    by_lookup = {False: rule, True: embed or rule}
     selected = []
     for e in entries:
         if not e.reason:
             lookup = e.matrix is not None and e.matrix.lookup
             kept, special = _matching(e, keep), _matching(e, overrides)
-            chosen = overrides[special[-1]] if special else embed if embed and lookup else rule
+            chosen = overrides[special[-1]] if special else by_lookup[lookup]
             if kept:
                 e = e.keep_dense(f"kept by pattern {kept[0]!r}")
             elif only and not _matching(e, only):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from ..layers import Matrix
 if TYPE_CHECKING:
     from .entries import Entry
     from .plan import Plan
-
-Ranks = list[int | None]  # None: the matrix stays dense
 
 
 @dataclass(frozen=True)
@@ -333,21 +331,17 @@ def _within_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) ->
         assert e.matrix is not None
         macs = (e.positions or 0) * e.matrix.used_blocks / e.matrix.blocks
         costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": macs}
-        cost = costs[budget.unit]
-        candidates.append(Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=cost))
+        candidates.append(
+            Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=costs[budget.unit])
+        )
     rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
     spare = 0.01 * budget.amount
     ranks = allocate(candidates, budget.amount - rest, plan.multiple, plan.min_saving, spare)
-    by_name = dict(zip((e.name for e in chosen), ranks, strict=True))
-    entries = []
-    for e in plan.entries:
-        if e.name not in by_name:
-            entries.append(e)
-        elif (r := by_name[e.name]) is not None:
-            entries.append(e.with_rank(r))
-        else:
-            entries.append(e.keep_dense("the budget is best spent on leaving it dense"))
-    return plan.replace(entries)
+    dense = "the budget is best spent on leaving it dense"
+    shared = {
+        e.name: e.with_rank(r) if r else e.keep_dense(dense) for e, r in zip(chosen, ranks, strict=True)
+    }
+    return plan.replace(shared.get(e.name, e) for e in plan.entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +355,8 @@ class Candidate:
 
 def allocate(
     candidates: Sequence[Candidate], budget: float, multiple: int, min_saving: float, spare: float = 0.0
-) -> Ranks:
-    """Choose ranks whose total cost stays below a budget.
+) -> list[int | None]:
+    """Choose ranks whose total cost stays below a budget; None: the matrix stays dense.
 
     Greedy: the next step of `multiple` ranks goes to the matrix that gains most relative energy σ²/‖W‖² for
     its cost. Singular values are sorted, so the steps of one matrix come in the right order. If more than
@@ -374,83 +368,80 @@ def allocate(
         min_saving: Share of its weights that a factorized matrix must save.
         spare: Part of the budget that may stay unused.
     """
-    choices = [_Choice.of(c, multiple, min_saving) for c in candidates]
-    left = budget - sum(c.costs[0] for c in choices)
+    levels = [_levels(c, multiple, min_saving) for c in candidates]
+    left = budget - sum(x[0].cost for x in levels)
     if left < 0:
         raise ValueError(
             f"the budget is too small: at rank {multiple} everywhere the factorized layers exceed their share by "
             f"{-left:,.0f}; raise the budget, or lower `multiple`"
         )
-    left, at = _spend(choices, [0] * len(choices), left)
+    left, at = _spend(levels, [0] * len(levels), left)
     count = 1
-    while left > spare and count <= (2 if len(choices) <= 40 else 1):  # many matrices need no pairs
+    while left > spare and count <= (2 if len(levels) <= 40 else 1):  # many matrices need no pairs
         movable = [i for i, k in enumerate(at) if k]
-        exchanges = (_exchange(choices, at, left, taken) for taken in combinations(movable, count))
-        fuller = [(rest <= spare, _energy(choices, new), rest, new) for rest, new in exchanges if rest < left]
+        exchanges = (_exchange(levels, at, left, taken) for taken in combinations(movable, count))
+        fuller = [(rest <= spare, _energy(levels, new), rest, new) for rest, new in exchanges if rest < left]
         best = max(fuller, key=lambda x: x[:2], default=None)
-        if best is not None and best[1] > 0.95 * _energy(choices, at):
+        if best is not None and best[1] > 0.95 * _energy(levels, at):
             *_, left, at = best
         else:
             count += 1
-    return [c.ranks[k] for c, k in zip(choices, at, strict=True)]
+    return [x[k].rank for x, k in zip(levels, at, strict=True)]
 
 
-@dataclass
-class _Choice:
-    """The ranks that a matrix can take, from the smallest to dense, with the cost and the relative energy of each."""
+class _Level(NamedTuple):
+    """One of the ranks that a matrix can take, with its cost and the relative energy that it keeps."""
 
-    ranks: Ranks
-    costs: list[float]
-    energies: list[float]
+    rank: int | None
+    cost: float
+    energy: float
 
-    @staticmethod
-    def of(c: Candidate, multiple: int, min_saving: float) -> _Choice:
-        ranks = range(multiple, largest_rank(c.matrix, min_saving) + 1, multiple)
-        squares = c.spectrum.double().square()
-        sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-        kept = (sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
-        weights = [*map(c.matrix.factor_numel, ranks), c.matrix.numel]
-        return _Choice(
-            [*ranks, None], [c.cost_per_weight * n for n in weights], [*(kept[r] for r in ranks), 1.0]
-        )
+
+def _levels(c: Candidate, multiple: int, min_saving: float) -> list[_Level]:
+    """The ranks of a matrix from the smallest to dense."""
+    squares = c.spectrum.double().square()
+    sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
+    kept = (sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+    ranks = range(multiple, largest_rank(c.matrix, min_saving) + 1, multiple)
+    levels = [_Level(r, c.cost_per_weight * c.matrix.factor_numel(r), kept[r]) for r in ranks]
+    return [*levels, _Level(None, c.cost_per_weight * c.matrix.numel, 1.0)]
 
 
 def _spend(
-    choices: Sequence[_Choice], at: Sequence[int], left: float, frozen: tuple[int, ...] = ()
+    levels: Sequence[Sequence[_Level]], at: Sequence[int], left: float, frozen: tuple[int, ...] = ()
 ) -> tuple[float, list[int]]:
-    """Spend the remaining budget `left` in steps; `at` is the place of each matrix in its choice, `frozen` ones stay."""
+    """Spend the remaining budget `left` in steps from the levels `at`; the `frozen` matrices stay where they are."""
     at = list(at)
 
     def step(i: int) -> tuple[float, int]:
         """Next step of a matrix: (−gain per cost, matrix)."""
-        c, k = choices[i], at[i]
-        return -(c.energies[k + 1] - c.energies[k]) / max(c.costs[k + 1] - c.costs[k], 1e-300), i
+        now, after = levels[i][at[i] : at[i] + 2]
+        return -(after.energy - now.energy) / max(after.cost - now.cost, 1e-300), i
 
-    steps = [step(i) for i, c in enumerate(choices) if at[i] + 1 < len(c.ranks) and i not in frozen]
+    steps = [step(i) for i, x in enumerate(levels) if at[i] + 1 < len(x) and i not in frozen]
     heapq.heapify(steps)
     while steps:
         _, i = heapq.heappop(steps)
-        costs = choices[i].costs
-        extra = costs[at[i] + 1] - costs[at[i]]
+        extra = levels[i][at[i] + 1].cost - levels[i][at[i]].cost
         if extra > left:
             continue  # a cheaper step of another matrix may still fit
         left -= extra
         at[i] += 1
-        if at[i] + 1 < len(costs):
+        if at[i] + 1 < len(levels[i]):
             heapq.heappush(steps, step(i))
     return left, at
 
 
 def _exchange(
-    choices: Sequence[_Choice], at: Sequence[int], left: float, taken: tuple[int, ...]
+    levels: Sequence[Sequence[_Level]], at: Sequence[int], left: float, taken: tuple[int, ...]
 ) -> tuple[float, list[int]]:
     """Take back the last step of the matrices `taken` and spend its cost on the others."""
     lowered = list(at)
     for i in taken:
         lowered[i] -= 1
-        left += choices[i].costs[at[i]] - choices[i].costs[lowered[i]]
-    return _spend(choices, lowered, left, frozen=taken)
+        left += levels[i][at[i]].cost - levels[i][lowered[i]].cost
+    return _spend(levels, lowered, left, frozen=taken)
 
 
-def _energy(choices: Sequence[_Choice], at: Sequence[int]) -> float:
-    return sum(c.energies[k] for c, k in zip(choices, at, strict=True))
+def _energy(levels: Sequence[Sequence[_Level]], at: Sequence[int]) -> float:
+    return sum(x[k].energy for x, k in zip(levels, at, strict=True))

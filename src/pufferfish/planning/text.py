@@ -50,10 +50,9 @@ def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
     for row in rows:
         if row["note"]:
             row["note"] = str(notes.setdefault(row["note"], len(notes) + 1))
-    unused = {"type"} if folded else set()
-    unused |= {"n"} if len(rows) == len(plan.entries) else set()
+    hidden = {"type": folded, "n": len(rows) == len(plan.entries)}
     columns = [
-        [head, *(row[head] for row in rows)] for head in (rows[0] if rows else ()) if head not in unused
+        [head, *(row[head] for row in rows)] for head in (rows[0] if rows else ()) if not hidden.get(head)
     ]
     shown = [column for column in columns if any(column[1:])]
     left = [i for i, column in enumerate(shown) if column[0] in ("layer", "type", "shape")]
@@ -100,8 +99,6 @@ def _row(
     """The cells of matrices that are shown in one row. `times` are taken from the dict when they are shown."""
     e = entries[0]
     macs = [sum(x.macs(low_rank)[0] for x in entries if x.positions) for low_rank in (False, True)]
-    layers = dict.fromkeys(x.layer for x in entries)
-    ms = [sum(both) for both in zip(*(times.pop(layer) for layer in layers if layer in times), strict=True)]
     errors = sorted({f"{x.error:.3f}" for x in entries if x.error is not None})
     sent = sum(x.after * x.itemsize for x in entries if x.trainable)
     return {
@@ -112,11 +109,17 @@ def _row(
         "rank": str(e.rule or e.rank or "–"),
         "weights": _arrow(sum(x.before for x in entries), sum(x.after for x in entries)),
         "MACs": _arrow(*macs) if macs[0] else "",
-        "ms": "→".join(f"{x:.3g}" if x < 1000 else f"{x:,.0f}" for x in ms),
+        "ms": _times(entries, times),
         "error": "–".join(dict.fromkeys([errors[0], errors[-1]])) if errors else "",
         "bytes": f"{sent / total:.1%}",
         "note": e.reason or e.note,
     }
+
+
+def _times(entries: Sequence[Entry], times: dict[str, tuple[float, float]]) -> str:
+    layers = dict.fromkeys(e.layer for e in entries)
+    ms = [sum(both) for both in zip(*(times.pop(layer) for layer in layers if layer in times), strict=True)]
+    return "→".join(f"{x:.3g}" if x < 1000 else f"{x:,.0f}" for x in ms)
 
 
 def _shape(e: Entry) -> str:
