@@ -339,7 +339,8 @@ def select(
     selected = []
     for e in entries:
         if not e.reason:
-            lookup = e.matrix is not None and e.matrix.lookup
+            assert e.matrix is not None
+            lookup = e.matrix.lookup
             kept, special = _matching(e, keep), _matching(e, overrides)
             chosen = overrides[special[-1]] if special else by_lookup[lookup]
             if kept:

@@ -23,7 +23,7 @@ from .entries import Entry, as_patterns, candidates, select
 from .json_file import write_text
 from .profile import Call, Example, Profile, profile
 from .rules import RankLike, Rule, apply_rules, as_rule
-from .text import obstacles, plan_text, track
+from .text import Table, obstacles, plan_parts, track
 from .timing import Mode, with_measured_times
 
 VERSION = 1  # of the JSON format
@@ -413,7 +413,8 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
     def __str__(self) -> str:
-        return plan_text(self)
+        parts = plan_parts(self)
+        return "\n\n".join(str(part.fitted(80)) if isinstance(part, Table) else part for part in parts)
 
 
 def check_is_plan(plan: object, function: str) -> None:

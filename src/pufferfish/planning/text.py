@@ -1,4 +1,4 @@
-"""How a plan prints (`plan_text` for 80 columns, `plan_table` with all columns), the `Table` for any rows, and progress.
+"""How a plan prints: its tables and remarks (`plan_parts`, `obstacles`); the plain `Table`; the progress of long loops.
 
 Loops report their progress by `track` and `progress`, which show nothing unless a program calls `display_progress`.
 """
@@ -22,22 +22,20 @@ Display = Callable[[str, float | None], AbstractContextManager[Callable[[float],
 _display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
-def plan_text(plan: Plan) -> str:
-    """Format a plan in tables of at most 80 columns: repeated blocks are one row, and reasons are numbered notes."""
-    parts = plan_parts(plan)
-    return "\n\n".join(str(part.fitted(80)) if isinstance(part, Table) else part for part in parts)
+def plan_parts(plan: Plan, folded: bool = True) -> list[str | Table]:
+    """The tables and paragraphs of a printed plan. Reasons are numbered notes.
+
+    Args:
+        folded: show repeated blocks in one row, and leave out the type of each layer.
+    """
+    layers, notes = _layers(plan, folded)
+    parts: list[str | Table] = [layers, notes, _totals(plan), _expected(plan), *_remarks(plan)]
+    return [part for part in parts if str(part)]
 
 
 def plan_table(plan: Plan) -> str:
     """Format a plan with one row per layer and all columns."""
     return "\n\n".join(map(str, plan_parts(plan, folded=False)))
-
-
-def plan_parts(plan: Plan, folded: bool = True) -> list[str | Table]:
-    """The tables and paragraphs of `plan_text`, for a terminal of any width."""
-    layers, notes = _layers(plan, folded)
-    parts: list[str | Table] = [layers, notes, _totals(plan), _expected(plan), *_remarks(plan)]
-    return [part for part in parts if str(part)]
 
 
 def _layers(plan: Plan, folded: bool) -> tuple[Table, str]:
