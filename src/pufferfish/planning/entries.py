@@ -7,7 +7,6 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -90,31 +89,6 @@ class Entry:
     def with_rank(self, rank: int) -> Entry:
         """Return the entry with this rank."""
         return dataclasses.replace(self, rank=rank, rule=None, reason="")
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry as values that JSON can hold, without defaults."""
-        matrix = {"matrix": _without_defaults(self.matrix)} if self.matrix else {}
-        rule = {"rule": self.rule.as_json()} if self.rule else {}
-        return _without_defaults(self) | matrix | rule
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Entry:
-        """Convert the values of `as_json`."""
-        data = dict(data)
-        if data.get("matrix"):
-            data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
-        if data.get("rule"):
-            data["rule"] = Rule.from_json(data["rule"])
-        return Entry(**{key: _tuples(value) for key, value in data.items()})
-
-
-def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
-    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {f.name: value for f, value in fields if value != f.default}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def candidates(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import LowRankLinear, low_rank_type
+from ..layers import LowRankLinear, Matrix, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .entries import Entry, as_patterns, candidates, select
@@ -364,7 +364,7 @@ class Plan:
             "pufferfish_plan": VERSION, "hash": self.hash, "multiple": self.multiple, "min_saving": self.min_saving,
             "before": dataclasses.asdict(self.before), "functional": self.functional, "parameters": self.parameters,
             "shared_inputs": self.shared_inputs, "measured": self.measured,
-            "entries": [e.as_json() for e in self.entries],
+            "entries": [_entry_as_data(e) for e in self.entries],
         }  # fmt: skip
 
     @staticmethod
@@ -388,7 +388,7 @@ class Plan:
             )
         try:
             return Plan(
-                entries=tuple(Entry.from_json(e) for e in data["entries"]),
+                entries=tuple(_entry_from_data(e) for e in data["entries"]),
                 multiple=data["multiple"],
                 min_saving=data["min_saving"],
                 before=Totals(**data["before"]),
@@ -415,6 +415,32 @@ class Plan:
     def __str__(self) -> str:
         parts = plan_parts(self)
         return "\n\n".join(str(part.fitted(80)) if isinstance(part, Table) else part for part in parts)
+
+
+def _entry_as_data(e: Entry) -> dict[str, Any]:
+    """The entry as values that JSON can hold, without defaults."""
+    matrix = {"matrix": _without_defaults(e.matrix)} if e.matrix else {}
+    rule = {"rule": e.rule.as_json()} if e.rule else {}
+    return _without_defaults(e) | matrix | rule
+
+
+def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
+    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
+    return {f.name: value for f, value in fields if value != f.default}
+
+
+def _entry_from_data(data: dict[str, Any]) -> Entry:
+    """Convert the values of `_entry_as_data`."""
+    data = dict(data)
+    if data.get("matrix"):
+        data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
+    if data.get("rule"):
+        data["rule"] = Rule.from_json(data["rule"])
+    return Entry(**{key: _tuples(value) for key, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_is_plan(plan: object, function: str) -> None:
