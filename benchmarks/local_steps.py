@@ -39,7 +39,7 @@ from pufferfish.lab.network import Network
 from pufferfish.lab.report.formatting import format_bytes
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import CostModel, Link, Work
-from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages, with_local_exchange
+from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages, with_local_exchange
 from pufferfish.planning.text import Table
 
 

@@ -1,4 +1,4 @@
-"""Runs with made-up figures, as measure/runlog.py writes them."""
+"""Runs with made-up figures, as measure/run_log.py writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = {  # seconds a step, bytes a step, parameters, last accuracy, seconds 
 
 
 def write_run(folder: Path, name: str, seed: int, *, epochs: int = 20, **changed: Any) -> Path:
-    """A run as measure/runlog.py writes it, with made-up figures."""
+    """A run as measure/run_log.py writes it, with made-up figures."""
     step, sent, parameters, accuracy, hidden = METHODS.get(name, METHODS["dense"])
     dense_step, dense_sent = METHODS["dense"][:2]
     wiggle = math.sin(7.0 * seed + len(name)) * 0.001

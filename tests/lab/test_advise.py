@@ -18,9 +18,8 @@ from pufferfish.lab.advise import Advice, advise, load_workload, measured_work, 
 from pufferfish.lab.advise.combine_rounds import is_stable, median_interval
 from pufferfish.lab.network import LinkShape
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work
-from pufferfish.measure.option_builder import OptionBuilder
-from pufferfish.measure.select_layers import select_layers
-from pufferfish.measure.step_messages import trainable_parameters, with_ddp_messages
+from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages
+from pufferfish.measure.options import OptionBuilder, select_layers
 
 #: The functions of users' files, by file.
 FILES = {

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pufferfish.measure import Breakdown, breakdown, gradient_timeline
-from pufferfish.measure.breakdown import PARTS
-from pufferfish.measure.gradient_timeline import GradientTimeline
+from pufferfish.measure import Breakdown, breakdown
+from pufferfish.measure.breakdown import PARTS, GradientTimeline
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -198,7 +197,7 @@ def test_timeline_follows_the_order_of_backward() -> None:
 def test_timeline_starts_with_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the head comes first, but most of the backward pass has gone by then."""
     clock = itertools.count()
-    monkeypatch.setattr(gradient_timeline, "timestamp", lambda device: float(next(clock)))
+    monkeypatch.setattr(breakdown, "timestamp", lambda device: float(next(clock)))
 
     class Slow(torch.autograd.Function):
         @staticmethod

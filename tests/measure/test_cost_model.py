@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pufferfish.compression import AlternatingPowerSGD, BFloat16, NoCompression, PowerSGD, TopK
-from pufferfish.measure import AlphaBeta, CostModel, Link, Work, dry_run
-from pufferfish.measure.link import WIRE_FACTOR
-from pufferfish.measure.probe import COLLECTIVES
-from pufferfish.measure.step_messages import ddp_bucket_bytes
+from pufferfish.measure import AlphaBeta, CostModel, Link, Work, cost_model, dry_run
+from pufferfish.measure.cost_model import ddp_bucket_bytes
+from pufferfish.measure.link import COLLECTIVES, WIRE_FACTOR
 
 SIZES = [2**k for k in range(10, 26, 3)]
 
@@ -163,10 +161,9 @@ def test_buckets_equal_ddp() -> None:
 def test_messages_do_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that change from step to step: workers that run more steps must still report the same ones."""
     like = {"w": torch.empty(256, 64)}
-    module = importlib.import_module("pufferfish.measure.dry_run")
     found = set()
     for most in (6, 7):
-        monkeypatch.setattr(module, "_MAX_STEPS", most)
+        monkeypatch.setattr(cost_model, "_MAX_STEPS", most)
         found.add(dry_run(AlternatingPowerSGD(4), like, 8).messages)
     assert len(found) == 1
     assert dry_run(AlternatingPowerSGD(4), like, 8, steps=2).messages not in found

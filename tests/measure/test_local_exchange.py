@@ -8,10 +8,7 @@ import torch
 from pufferfish.compression import BFloat16, NoCompression, SparseLoCo
 from pufferfish.local.schedule import Schedule
 from pufferfish.measure import CostModel, Link, Work
-from pufferfish.measure.dry_run import Traffic
-from pufferfish.measure.local_exchange import LocalExchange
-from pufferfish.measure.speedup_estimate import wire_bytes
-from pufferfish.measure.step_messages import with_local_exchange
+from pufferfish.measure.cost_model import LocalExchange, Traffic, wire_bytes, with_local_exchange
 
 LIKE = {f"blocks.{i}.weight": torch.empty(64, 64) for i in range(4)}
 COMPUTE = Work(forward=0.01, backward=0.02, optimizer=0.01)

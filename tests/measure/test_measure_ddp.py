@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -22,8 +21,9 @@ import pufferfish as pf
 from processes import in_processes
 from pufferfish.distributed.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
+from pufferfish.measure import link as link_module
 from pufferfish.measure.breakdown import PARTS
-from pufferfish.measure.step_messages import trainable_parameters
+from pufferfish.measure.cost_model import trainable_parameters
 
 
 def build() -> nn.Module:
@@ -98,8 +98,7 @@ def compressed_steps_add_up(rank: int, size: int) -> None:
 def make_probe_fast() -> None:
     """One short measurement of everything: only the values of a real probe need more."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    module = importlib.import_module("pufferfish.measure.probe")
-    module._SECONDS, module._MAX_REPEATS, module._CONTENTION_SECONDS = 0.0, 1, 0.01  # type: ignore[attr-defined]
+    link_module._SECONDS, link_module._MAX_REPEATS, link_module._CONTENTION_SECONDS = 0.0, 1, 0.01
 
 
 def probe_is_equal_on_all_workers(rank: int, size: int) -> None:

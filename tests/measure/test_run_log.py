@@ -94,7 +94,7 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with RunLog(tmp_path / "run") as log:
         log.log(step=1, loss=1.0)
         log.result(accuracy=1)
-        log.describe(link={})
+        log.describe(layers=[])
     assert not (tmp_path / "run").exists()
 
 

@@ -39,7 +39,7 @@ def environment() -> dict[str, str]:
 
     from .. import __version__
     from ..lab.network import unavailable_reason
-    from ..measure.machine import hardware
+    from ..measure.run_log import hardware
 
     machine = hardware()
     built = [f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"]

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from ..measure.machine import hardware, versions
+from ..measure.run_log import hardware, versions
 from ..planning.text import Table
 from .report.seed_statistics import estimate, paired_differences
 

@@ -1,15 +1,19 @@
 """`diagnose`: times the steps of a training loop and predicts what would make them shorter."""
 
+from __future__ import annotations
+
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
 
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
 from ..distributed.bucket_hook import AtLastBucket
@@ -18,22 +22,36 @@ from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
 from ..optim.carry import Optimizers
-from ..planning.plan import Plan
+from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
-from .breakdown import Breakdown
-from .cost_model import CostModel, Work
-from .diagnosis import Diagnosis
-from .dry_run import dry_run
-from .gradient_timeline import GradientTimeline
-from .link import Link
-from .low_rank_shapes import example_from_call, plan_for_example
-from .option_builder import OptionBuilder, TrainingOption
-from .probe import probe
-from .speedup_estimate import SpeedupEstimate, estimate, wire_bytes
-from .step_messages import probe_bytes, trainable_parameters, with_ddp_messages
+from .breakdown import Breakdown, GradientTimeline
+from .cost_model import (
+    COMPUTE_PARTS,
+    CostModel,
+    Work,
+    built_buckets,
+    dry_run,
+    probe_bytes,
+    trainable_parameters,
+    wire_bytes,
+    with_buckets,
+    with_ddp_messages,
+)
+from .link import Link, probe
+from .options import (
+    MIN_SPEEDUP,
+    RANK_RATIO,
+    OptionBuilder,
+    SpeedupEstimate,
+    TrainingOption,
+    estimate,
+    estimate_table,
+    format_seconds,
+    low_rank_shapes,
+)
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
-_COMPUTE_PARTS = ("data", "forward", "backward", "encode", "decode", "optimizer")
+_WORK_PARTS = (*COMPUTE_PARTS, "encode", "decode")
 _WARM_UP_STEPS = 3  # not timed
 _KINDS = ("free", "low rank", "compression", "both")
 _MIN_BUCKET_SPEEDUP = 1.005  # bucket sizes below it are not reported
@@ -88,6 +106,74 @@ def diagnose(
         print(diagnosis, flush=True)
 
 
+@dataclass(kw_only=True)
+class Diagnosis:
+    """Result of `diagnose`, filled when its block ends. Means over all workers, so equal on all of them.
+
+    `dataclasses.asdict` makes a dict of it that JSON can hold.
+    """
+
+    workers: int = 1
+    steps: int = 0  # timed steps
+    parts: dict[str, float] = field(default_factory=dict)  # mean seconds per step, as in `Breakdown`
+    waiting: float = 0.0  # seconds of the exchange spent waiting for the slowest worker
+    link: Link | None = None
+    predicted: float = 0.0  # seconds of the current step, by the cost model
+    ceiling: float = 1.0  # speed-up of a step without any exchange
+    hours: float | None = None  # of the whole run at the current speed
+    wire_bytes: float = 0.0  # sent by a worker in the current step
+    #: Number of steps → share of the trainable weights that, rounded to bf16, changed in so many steps.
+    changed: dict[int, float] = field(default_factory=dict)
+    options: list[SpeedupEstimate] = field(default_factory=list)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds per step that communication costs: waiting for the exchange, encoding and decoding."""
+        return self.parts["encode"] + self.parts["exchange"] + self.parts["decode"]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the cost model's prediction for the current step."""
+        return self.predicted / self.parts["step"] - 1
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return "diagnose: no result yet; it is filled when the block ends"
+        return "\n".join([*self._head(), "", *self._table()])
+
+    def _head(self) -> Iterator[str]:
+        p = {name: format_seconds(seconds) for name, seconds in self.parts.items()}
+        compute, exposed = format_seconds(self.parts["step"] - self.exposed), format_seconds(self.exposed)
+        yield f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.steps} timed steps"
+        yield f"step:      {p['step']} = {compute} compute + {exposed} exposed exchange"
+        names = ("data", "forward", "backward", "optimizer")
+        yield "compute:   " + ", ".join(f"{name} {p[name]}" for name in names)
+        if self.changed:
+            shares = (f"{share:.2%} in {n} step{'s' * (n > 1)}" for n, share in self.changed.items())
+            yield f"changed:   {', '.join(shares)}, of the weights in bf16"
+        if self.link is None:
+            yield "exchange:  none, one process"
+            return
+        compressed = self.parts["encode"] + self.parts["decode"] > 0
+        coding = f"encode {p['encode']}, decode {p['decode']}, " if compressed else ""
+        waiting = f"waiting for the slowest worker {format_seconds(self.waiting)}"
+        yield f"exchange:  {coding}{waiting}; hidden behind backward {p['hidden']}"
+        yield f"link:      {self.link}"
+        predicted = f"{format_seconds(self.predicted)} per step ({self.error:+.0%})"
+        yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}× as fast"
+
+    def _table(self) -> Iterator[str]:
+        current = SpeedupEstimate(
+            kind="", name="current", step=self.predicted, speedup=1.0, run_speedup=1.0, hours=self.hours,
+            wire_bytes=self.wire_bytes,
+        )  # fmt: skip
+        yield str(estimate_table([current, *self.options]))
+        yield ""
+        if all(e.run_speedup < MIN_SPEEDUP for e in self.options):
+            yield "No option makes the run 5 % shorter: keep the current setup."
+        yield "Predicted from this step, this link and dry runs on this device. Model quality is not predicted."
+
+
 def _check_model(model: nn.Module) -> None:
     """Raise an error for models whose communication cannot be observed."""
     if any(isinstance(m, FSDPModule) for m in model.modules()):
@@ -118,9 +204,7 @@ class _LimitedBreakdown(Breakdown):
         self.example: Any = None  # shapes of the first call
         self.autocast: torch.dtype | None = None  # dtype of autocast in that call
         self._weights: list[Tensor] = []  # in bf16, after the first or the second step
-        self.changes: list[
-            tuple[int, float]
-        ] = []  # number of steps, share of the weights that changed in them
+        self.changes: list[tuple[int, float]] = []  # steps, and the share of the weights that changed in them
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._handles:  # otherwise the limit was reached and `read` was called
@@ -156,7 +240,7 @@ class _LimitedBreakdown(Breakdown):
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         super()._before_forward(model, args, kwargs)
         if self.example is None and torch.is_grad_enabled():
-            self.example = example_from_call(unwrap(model), args, kwargs)
+            self.example = _example_from_call(unwrap(model), args, kwargs)
             self.autocast = autocast_dtype(self.device)
         if self.ended_steps == _WARM_UP_STEPS and self._count + len(self._pending) == _WARM_UP_STEPS:
             self._pending.clear()
@@ -164,6 +248,22 @@ class _LimitedBreakdown(Breakdown):
         elif self.ended_steps == _WARM_UP_STEPS + self.limit and self._handles:
             self._detach()
             self.read()
+
+
+def _example_from_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Convert the arguments of a call to an example for `plan`; tensors become meta tensors, so no batch is kept alive."""
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args
+    if bound.args and any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
+        return bound.args
+    named = dict(bound.arguments)
+    for p in bound.signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            named |= named.pop(p.name, {})
+    return named
 
 
 def _fill(
@@ -182,7 +282,7 @@ def _fill(
         if not times.steps:
             raise ValueError("diagnose: no optimizer step of the model ended in the block, so none was timed")
         with autocast_context(times.autocast, times.device):
-            plan, note = plan_for_example(model, times.example, measure)
+            plan, note = _plan_for_example(model, times.example, measure)
         return json.dumps([plan.to_json(), note, timeline.curve()])
 
     plan_text, note, curve = json.loads(workers.broadcast_object(workers.run_on_all(plan_and_curve)))
@@ -217,37 +317,48 @@ def _fill(
 
     estimates = [estimated(option) for option in options]
     compressed = [(e.speedup, o) for e, o in zip(estimates, options, strict=True) if o.method is not None]
-    if (
-        compressed and builder.plan.ranks
-    ):  # speed-ups are equal on all workers, so all combine the same method
+    # Speed-ups are equal on all workers, so all combine the same method.
+    if compressed and builder.plan.ranks:
         best = max(compressed, key=lambda pair: pair[0])[1]
         estimates.append(estimated(workers.run_on_all(lambda: builder.combined_option(best))))
     diagnosis.options = _reported(estimates)
 
 
+def _plan_for_example(model: nn.Module, example: Any, measure: bool) -> tuple[Plan, str]:
+    """Plan `model` at `RANK_RATIO`; returns the plan and a note on how its compute time is known."""
+    warm_up = "a third of the run is warm-up"
+    try:
+        low_rank = plan(model, RANK_RATIO, example=example, measure=measure and example is not None)
+        note = f"{'layers timed' if measure else 'time assumed proportional to MACs'}; {warm_up}"
+    except Exception:  # a model that reads values may fail in any way on meta tensors
+        low_rank = plan(model, RANK_RATIO)
+        note = f"MACs unknown, compute time assumed unchanged; {warm_up}"
+    try:
+        low_rank_shapes(model, low_rank)
+    except ValueError as error:
+        low_rank = low_rank.replace(e.keep_dense(str(error)) for e in low_rank)
+    return low_rank, note
+
+
 def _current_work(times: _LimitedBreakdown, size: int) -> Work:
     """The timed step as `Work`."""
-    compute: dict[str, Any] = {name: max(0.0, times.parts[name]) for name in _COMPUTE_PARTS}
+    compute: dict[str, Any] = {name: max(0.0, times.parts[name]) for name in _WORK_PARTS}
     work = Work(**compute)
     if size == 1 or times.ddp is None:
         return work
-    if times.hook is not None:
-        parameters = trainable_parameters(unwrap(times.model))
-        traffic = dry_run(times.hook.engine.settings, parameters, size, steps=1)
-        plain = with_ddp_messages(work, parameters)
-        if times.device.type != "cpu":  # measured as a part of the exchange
-            plain = replace(plain, encode=traffic.encode, decode=traffic.decode)
-        return replace(plain, messages=traffic.messages, overlaps=traffic.overlaps)
-    log = times.ddp._get_ddp_logging_data()
-    buckets = tuple(map(int, str(log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes")).split(",")))
-    messages = tuple(("all_reduce", n) for n in buckets)
-    return replace(work, messages=messages, overlaps=True, bucket_bytes=buckets)
+    if times.hook is None:
+        return with_buckets(work, built_buckets(times.ddp))
+    parameters = trainable_parameters(unwrap(times.model))
+    traffic = dry_run(times.hook.engine.settings, parameters, size, steps=1)
+    if times.device.type == "cpu":  # on a GPU the compression is measured as a part of the exchange
+        traffic = replace(traffic, encode=work.encode, decode=work.decode)
+    return replace(with_ddp_messages(work, parameters), **vars(traffic))
 
 
 def _mean_work(work: Work, workers: Workers) -> Work:
     """`work` with the compute times averaged over the workers."""
-    means = workers.mean([getattr(work, name) for name in _COMPUTE_PARTS])
-    compute: dict[str, Any] = dict(zip(_COMPUTE_PARTS, means, strict=True))
+    means = workers.mean([getattr(work, name) for name in _WORK_PARTS])
+    compute: dict[str, Any] = dict(zip(_WORK_PARTS, means, strict=True))
     return replace(work, **compute)
 
 
@@ -261,8 +372,8 @@ def _mean_parts(parts: dict[str, float], workers: Workers) -> tuple[dict[str, fl
 
 def _reported(estimates: Sequence[SpeedupEstimate]) -> list[SpeedupEstimate]:
     """Sort by kind; of the bucket sizes keep only the best, and only if it makes the step shorter."""
-    buckets = [e for e in estimates if e.kind == "buckets"]
-    best = [replace(e, kind="free") for e in buckets if e.speedup == max(x.speedup for x in buckets)][:1]
-    others = [e for e in estimates if e.kind != "buckets"]
-    kept = others + [e for e in best if e.speedup > _MIN_BUCKET_SPEEDUP]
+    buckets = [e for e in estimates if e.kind == "buckets" and e.speedup > _MIN_BUCKET_SPEEDUP]
+    kept = [e for e in estimates if e.kind != "buckets"]
+    if buckets:
+        kept.append(replace(max(buckets, key=lambda e: e.speedup), kind="free"))
     return sorted(kept, key=lambda e: _KINDS.index(e.kind))

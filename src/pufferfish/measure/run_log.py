@@ -1,4 +1,4 @@
-"""`RunLog`: writes a run's folder from any training loop: `run.json` (settings, results) and `metrics.csv`."""
+"""`RunLog` writes a run's folder from any training loop: `run.json` (settings, results) and `metrics.csv`; `read_run` reads it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import io
 import json
 import math
 import os
+import platform
+import subprocess
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,11 +20,13 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from .. import __version__
 from ..lowrank.files import sync
-from ..planning.json_file import errors_name, write_text
-from .machine import hardware, versions
-from .saved_run import COLUMNS, METRICS_FILE, RUN_FILE, VERSION, read_metrics, read_run_file
+from ..planning.json_file import errors_name, read_json, write_text
 
+RUN_FILE, METRICS_FILE = "run.json", "metrics.csv"
+VERSION = 1
+COLUMNS = ["seconds", "step", "epoch", "name", "value"]
 _HOW_TO_RESUME = "pass resume=STEP, the step of its checkpoint"
 
 
@@ -46,7 +51,6 @@ class RunLog:
         resume: number of steps done at the checkpoint from which the run resumes.
 
     >>> import tempfile
-    >>> from pufferfish.measure import read_run
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with RunLog(folder, name="try", settings={"lr": 0.1}) as log:
     ...         log.log(step=1, loss=2.5)
@@ -75,7 +79,7 @@ class RunLog:
         self._started, self._previous_seconds = time.perf_counter(), 0.0
         if not self.writes:
             return
-        data: dict[str, Any] = {
+        self.data: dict[str, Any] = {
             "pufferfish_run": VERSION,
             "name": name or self.folder.resolve().name,
             "settings": dict(settings or {}),
@@ -91,26 +95,37 @@ class RunLog:
             "predicted": {},
             "layers": [],
         }
-        _to_json(data, self.folder / RUN_FILE)  # raises before anything is written
+        _to_json(self.data, self.folder / RUN_FILE)  # raises before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
-        run_file, metrics_file = self.folder / RUN_FILE, self.folder / METRICS_FILE
-        old = read_run_file(run_file) if run_file.exists() else None
-        if old and old["finished"] and resume is None:
-            raise ValueError(
-                f"{self.folder} holds the finished run {old['name']!r}; choose another folder, or to continue "
-                f"that run {_HOW_TO_RESUME}"
-            )
-        rows: list[list[str]] = []
-        if old and resume is not None:
-            rows = [row for row in read_metrics(metrics_file) if int(row[1]) <= resume]
-            self._previous_seconds = float(rows[-1][0]) if rows else 0.0
-            data |= {key: old[key] for key in ("started", "results", "predicted", "layers")}
-        elif old:
-            _warn_of_discarded_rows(metrics_file)
-        self.data = data
+        rows = self._continue_run(resume)
+        metrics_file = self.folder / METRICS_FILE
         _write_atomically(metrics_file, _to_csv([COLUMNS, *rows]))
         self._write()
         self._file = metrics_file.open("a", newline="", encoding="utf-8")
+
+    def _continue_run(self, resume: int | None) -> list[list[str]]:
+        """Take over what is kept of a run in the folder; returns its rows up to `resume`."""
+        run_file, metrics_file = self.folder / RUN_FILE, self.folder / METRICS_FILE
+        if not run_file.exists():
+            return []
+        old = read_run_file(run_file)
+        if resume is None:
+            if old["finished"]:
+                raise ValueError(
+                    f"{self.folder} holds the finished run {old['name']!r}; choose another folder, or to continue "
+                    f"that run {_HOW_TO_RESUME}"
+                )
+            discarded = metrics_file.read_bytes().count(b"\n") - 1 if metrics_file.is_file() else 0
+            if discarded > 0:
+                warnings.warn(
+                    f"{metrics_file}: discarding {discarded} rows of an unfinished run; to keep them, {_HOW_TO_RESUME}",
+                    stacklevel=3,
+                )
+            return []
+        self.data |= {key: old[key] for key in ("started", "results", "predicted", "layers")}
+        rows = [row for row in read_metrics(metrics_file) if int(row[1]) <= resume]
+        self._previous_seconds = float(rows[-1][0]) if rows else 0.0
+        return rows
 
     def log(self, *, step: int, epoch: float | None = None, **values: Any) -> None:
         """Write one row per value (a number or a one-element tensor), after `step` updates."""
@@ -131,13 +146,10 @@ class RunLog:
         """Add predicted results, under the same names as in `result`."""
         self._add("predicted", values)
 
-    def describe(
-        self, *, link: Mapping[str, Any] | None = None, layers: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        """Set what becomes known during the run: the measured link, the layers and their ranks."""
+    def describe(self, *, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Set what becomes known during the run: the layers and their ranks."""
         if self.writes:
-            self.data |= {} if link is None else {"link": dict(link)}
-            self.data |= {} if layers is None else {"layers": [dict(layer) for layer in layers]}
+            self.data["layers"] = [dict(layer) for layer in layers]
             self._write()
 
     def close(self, finished: bool = True) -> None:
@@ -163,13 +175,6 @@ class RunLog:
     def _write(self) -> None:
         path = self.folder / RUN_FILE
         _write_atomically(path, _to_json(self.data, path))
-
-
-def _warn_of_discarded_rows(path: Path) -> None:
-    rows = path.read_bytes().count(b"\n") - 1 if path.is_file() else 0
-    if rows > 0:
-        message = f"{path}: discarding {rows} rows of an unfinished run; to keep them, {_HOW_TO_RESUME}"
-        warnings.warn(message, stacklevel=3)
 
 
 def _to_csv(rows: Sequence[Sequence[str]]) -> str:
@@ -209,3 +214,116 @@ def _rank() -> int:
 
 def _time() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Contents of a run's folder."""
+
+    folder: Path
+    name: str
+    settings: dict[str, Any]
+    versions: dict[str, Any]
+    hardware: dict[str, Any]
+    seed: int | None
+    workers: int
+    hosts: int
+    link: dict[str, Any] | None
+    started: str
+    finished: str | None
+    results: dict[str, Any]
+    predicted: dict[str, Any]
+    layers: list[dict[str, Any]]
+    metrics: dict[str, list[tuple[float, int, float]]]  # by name: (seconds, step, value)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the folder of a run, finished or not.
+
+    >>> read_run("/nowhere")
+    Traceback (most recent call last):
+    ValueError: /nowhere has no run.json: it is not the folder of a run
+    """
+    folder = Path(folder)
+    if not (folder / RUN_FILE).is_file():
+        raise ValueError(f"{folder} has no {RUN_FILE}: it is not the folder of a run")
+    fields = read_run_file(folder / RUN_FILE)
+    metrics: dict[str, list[tuple[float, int, float]]] = {}
+    for seconds, step, _, name, value in read_metrics(folder / METRICS_FILE):
+        metrics.setdefault(name, []).append((float(seconds), int(step), float(value)))
+    return Run(folder=folder, metrics=metrics, **fields)
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Read the fields of a `run.json`; a missing or invalid one is a ValueError."""
+    data = read_json(path)
+    version = data.pop("pufferfish_run", None) if isinstance(data, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{path} is not a run of format version {VERSION}, the only one supported")
+    fields = [name for name in Run.__dataclass_fields__ if name not in ("folder", "metrics")]
+    missing = [name for name in fields if name not in data]
+    if missing:
+        raise ValueError(f"{path}: missing fields: {', '.join(missing)}")
+    return {name: data[name] for name in fields}
+
+
+def read_metrics(path: Path) -> Iterator[list[str]]:
+    """Rows of a `metrics.csv`. An incomplete last line, cut off by a crash or still being written, is skipped."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing beside {RUN_FILE}")
+    text = path.read_text(encoding="utf-8")
+    reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    for row in reader:
+        if reader.line_num == 1:
+            if row != COLUMNS:
+                raise ValueError(f"{path}:1: the columns must be {','.join(COLUMNS)}")
+            continue
+        try:
+            seconds, step, epoch, _, value = row
+            float(seconds), int(step), float(epoch or 0), float(value)
+        except ValueError:
+            raise ValueError(f"{path}:{reader.line_num}: {','.join(row)!r} is not a valid row") from None
+        yield row
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, torch and pufferfish, and the git commit of the working directory."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pufferfish": __version__,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the working directory, followed by + if files have changed since; None without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "core.fsmonitor=false", *arguments]  # a program that a repository may name
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, cores, torch threads, GPU and host name of this process."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "host": platform.node(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -9,10 +9,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...measure import Link, SpeedupEstimate, Work
-from ...measure.estimate_table import estimate_table, format_hours, format_seconds
-from ...measure.measure_compute import COMPUTE_PARTS
-from ...measure.option_builder import as_code
-from ...measure.speedup_estimate import MIN_SPEEDUP, WARM_UP_FRACTION
+from ...measure.cost_model import COMPUTE_PARTS
+from ...measure.options import (
+    MIN_SPEEDUP,
+    WARM_UP_FRACTION,
+    as_code,
+    estimate_table,
+    format_hours,
+    format_seconds,
+)
 from ...planning.plan import Plan
 from ...planning.text import Table
 from .combine_rounds import STABLE, busy_reason, is_stable, median_interval

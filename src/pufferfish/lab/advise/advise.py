@@ -13,15 +13,14 @@ from torch import Tensor
 from ...compression import NoCompression
 from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
-from ...measure.option_builder import OptionBuilder, TrainingOption
-from ...measure.select_layers import select_layers
-from ...measure.speedup_estimate import estimate, wire_bytes
-from ...measure.step_messages import (
+from ...measure.cost_model import (
     probe_bytes,
     trainable_parameters,
+    wire_bytes,
     with_ddp_messages,
     with_local_exchange,
 )
+from ...measure.options import OptionBuilder, TrainingOption, estimate, select_layers
 from ...planning.plan import Plan, plan
 from ...planning.text import progress, track
 from ..train.local_method import LOCAL_METHODS
@@ -93,8 +92,9 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
     steps = steps_per_round(models)
     with progress("running the best methods", rounds) as advance:
         while True:
-            for name, seconds in step_times(models, 1, steps, len(times[DENSE])).items():
-                times[name] += workers.mean(seconds)
+            seconds = step_times(models, steps, len(times[DENSE]))
+            for name, mean in zip(seconds, workers.mean([*seconds.values()]), strict=True):
+                times[name].append(mean)
             advance(1)
             count = len(times[DENSE])
             if count >= rounds:

@@ -8,11 +8,16 @@ import torch.distributed as dist
 
 from ...compression.method import Method
 from ...distributed.workers import Workers
-from ...measure import Work, dry_run
-from ...measure.clock import trimmed_mean
-from ...measure.measure_compute import COMPUTE_PARTS, measure_compute
-from ...measure.option_builder import TrainingOption
-from ...measure.step_messages import trainable_parameters, with_ddp_messages
+from ...measure import Work
+from ...measure.breakdown import trimmed_mean
+from ...measure.cost_model import (
+    COMPUTE_PARTS,
+    measure_compute,
+    trainable_parameters,
+    with_compression,
+    with_ddp_messages,
+)
+from ...measure.options import TrainingOption
 from .timed_model import TimedModel
 
 #: Seconds to time steps for, and the least and largest number of steps.
@@ -26,14 +31,13 @@ def measured_work(model: TimedModel) -> Work:
         (seconds,) = workers.mean([model.compute_seconds()])
     steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_SECONDS / seconds)))
     work = measure_compute(model.model, lambda: model.step(exchange=False), model.optimizer, steps=steps)
-    parts = workers.mean([getattr(work, name) for name in COMPUTE_PARTS])
-    own = [model.compute_seconds() for _ in range(steps)]
-    slowest = workers.max(torch.tensor(own, dtype=torch.float64)).tolist()
-    scale = max(1.0, trimmed_mean(slowest) / sum(parts))
-    scaled: dict[str, Any] = {name: scale * x for name, x in zip(COMPUTE_PARTS, parts, strict=True)}
+    means = workers.mean([getattr(work, name) for name in COMPUTE_PARTS])
+    parts: dict[str, Any] = dict(zip(COMPUTE_PARTS, means, strict=True))
+    slowest = max(sum(means), _slowest_seconds(model, steps))
     buffer_bytes = sum(x.nbytes for x in model.inner.buffers()) if workers.size > 1 else 0
     curve = tuple((x, y) for x, y in workers.broadcast_object(work.gradient_curve))
-    return replace(work, **scaled, buffer_bytes=buffer_bytes, gradient_curve=curve)
+    work = replace(work, **parts, buffer_bytes=buffer_bytes, gradient_curve=curve)
+    return with_compute_seconds(work, slowest)
 
 
 def repeated_seconds(model: TimedModel, seconds: float) -> float:
@@ -42,7 +46,10 @@ def repeated_seconds(model: TimedModel, seconds: float) -> float:
     Args:
         seconds: of a step, as measured before; the same on all workers.
     """
-    steps = max(2, min(_MAX_STEPS, int(0.3 * _SECONDS / seconds)))
+    return _slowest_seconds(model, max(2, min(_MAX_STEPS, int(0.3 * _SECONDS / seconds))))
+
+
+def _slowest_seconds(model: TimedModel, steps: int) -> float:
     own = torch.tensor([model.compute_seconds() for _ in range(steps)], dtype=torch.float64)
     slowest: list[float] = Workers.of_job("advise").max(own).tolist()
     return trimmed_mean(slowest)
@@ -60,24 +67,19 @@ def with_compute_seconds(work: Work, seconds: float) -> Work:
     return replace(work, **scaled)
 
 
-def with_messages(
-    work: Work, model: torch.nn.Module, method: Method | None, size: int, per_node: int = 1
-) -> Work:
+def with_messages(work: Work, model: torch.nn.Module, method: Method | None, size: int) -> Work:
     """Return `work` with the messages of plain DDP, or those of a dry run of a compression method.
 
     Args:
         model: the model without wrappers.
         method: compression method; None: plain DDP.
-        per_node: workers per machine that average before the compression; 1: no hierarchy.
     """
     parameters = trainable_parameters(model)
-    work = with_ddp_messages(work, parameters)
     if method is None:
-        return work
+        return with_ddp_messages(work, parameters)
     if dist.is_initialized():
         dist.barrier()
-    traffic = dry_run(method, parameters, size, per_node=per_node)
-    return slowest_coding(replace(work, **vars(traffic)))
+    return slowest_coding(with_compression(work, method, parameters, size))
 
 
 def slowest_coding(work: Work) -> Work:

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compression import DDPHook, compress
 from ...compression.settings import HierarchyLike
 from ...measure import Breakdown
-from ...measure.clock import pause
+from ...measure.breakdown import pause
+from ...measure.cost_model import built_buckets
 from ..rivals import SAM
 from ..train.training_method import TrainingMethod
 
@@ -136,14 +137,8 @@ class TimedModel:
         if self.hook is not None:
             meter = self.hook.meter
             return meter.wire_bytes / max(meter.steps, 1), round(meter.messages / max(meter.steps, 1))
-        sizes = self.bucket_bytes()
+        sizes = built_buckets(self.ddp)
         return 2 * (self.size - 1) / self.size * sum(sizes), len(sizes)
-
-    def bucket_bytes(self) -> list[int]:
-        """Bytes of the buckets of plain DDP, in order; DDP rebuilds them in the first step."""
-        assert self.ddp is not None
-        data = self.ddp._get_ddp_logging_data()
-        return [int(n) for n in str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes")).split(",")]
 
     @contextlib.contextmanager
     def _gradient_sync(self, exchange: bool) -> Iterator[None]:

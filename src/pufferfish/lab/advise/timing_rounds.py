@@ -61,21 +61,15 @@ def timing_rounds(
         yield {name: timings[name] for name in models}
 
 
-def step_times(
-    models: Mapping[str, TimedModel], rounds: int, steps: Mapping[str, int] | None = None, first: int = 0
-) -> dict[str, list[float]]:
-    """Seconds of a step of each model in each round.
+def step_times(models: Mapping[str, TimedModel], steps: Mapping[str, int], number: int) -> dict[str, float]:
+    """Seconds of a step of each model in one round.
 
     Args:
-        steps: steps of each model in a round, from `steps_per_round`; None: warm up first.
-        first: number of the first round, which determines the order.
+        steps: steps of each model in the round, from `steps_per_round`.
+        number: of the round, which determines the order.
     """
-    steps = steps or steps_per_round(models)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(first, first + rounds):
-        for name in _order(models, number):
-            times[name].append(models[name].seconds(steps[name]))
-    return times
+    times = {name: models[name].seconds(steps[name]) for name in _order(models, number)}
+    return {name: times[name] for name in models}
 
 
 def _order(models: Mapping[str, TimedModel], number: int) -> list[str]:

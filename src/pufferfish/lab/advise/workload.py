@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...measure.speedup_estimate import WARM_UP_FRACTION
+from ...measure.options import WARM_UP_FRACTION
 from ..tasks import Batch, Task, find_task
 from ..tasks.file_task import FileTask
 

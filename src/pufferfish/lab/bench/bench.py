@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...measure.saved_run import RUN_FILE
+from ...measure.run_log import RUN_FILE
 from ..report import report, write
 from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
 from ..tasks import Recipe, Task

@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from ...measure import CostModel, Work, probe
 from ...measure.breakdown import PARTS
-from ...measure.step_messages import probe_bytes, trainable_parameters, with_local_exchange
+from ...measure.cost_model import (
+    built_buckets,
+    probe_bytes,
+    trainable_parameters,
+    with_buckets,
+    with_local_exchange,
+)
 from ..advise.measured_work import measured_work, with_messages
 from ..advise.timed_model import TimedModel
 from ..network import LinkShape
@@ -44,5 +50,5 @@ def _work(model: TimedModel) -> Work:
     work = with_messages(work, model.inner, model.method.compress, model.size)
     if model.hook is not None:
         return work
-    sizes = tuple(model.bucket_bytes())
-    return replace(work, messages=tuple(("all_reduce", n) for n in sizes), bucket_bytes=sizes)
+    assert model.ddp is not None
+    return with_buckets(work, built_buckets(model.ddp))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...measure import read_run
-from ...measure.measure_compute import COMPUTE_PARTS
+from ...measure.cost_model import COMPUTE_PARTS
 from ...planning.json_file import read_json
 from ..advise.timing_rounds import Round, quartiles, speedups
 from ..report.bench_folder import NO_EXCHANGE, SUMMARY

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 
 from ...measure import CostModel, Link, Prediction, Work, dry_run
-from ...measure.measure_compute import measure_compute
-from ...measure.step_messages import (
-    ddp_bucket_bytes,
+from ...measure.cost_model import (
+    measure_compute,
     trainable_parameters,
+    with_ddp_messages,
     with_local_exchange,
 )
 from ..network import LinkShape
@@ -82,6 +82,5 @@ def _with_exchange(work: Work, components: RunComponents) -> Work:
         size = components.world_size
         return with_local_exchange(work, local.schedule, local.settings.method, parameters, size)
     if method is None:
-        sizes = ddp_bucket_bytes(x.nbytes for x in reversed(list(parameters.values())))
-        return replace(work, messages=tuple(("all_reduce", nbytes) for nbytes in sizes), overlaps=True)
+        return with_ddp_messages(work, parameters)
     return replace(work, **vars(dry_run(method, parameters, components.world_size)))

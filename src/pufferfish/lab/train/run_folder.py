@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.checkpoint_folder import list_checkpoints
 from ...measure import read_run
-from ...measure.saved_run import RUN_FILE, read_run_file
+from ...measure.run_log import RUN_FILE, read_run_file
 from ..tasks import Task
 from .run_components import RunComponents
 from .run_settings import RunSettings

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from ...measure.clock import Timestamp, elapsed, reached, timestamp
+from ...measure.breakdown import Timestamp, elapsed, reached, timestamp
 
 
 class StepTimer:
