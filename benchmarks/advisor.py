@@ -29,7 +29,7 @@ from pufferfish.lab.advise import advise, check, load_workload
 from pufferfish.lab.advise.workload import Workload
 from pufferfish.lab.models import GPT, REFERENCES, LSTMLanguageModel
 from pufferfish.lab.network import Network
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 CASES = [
     ("digits:mlp", "20mbit", 2),
@@ -125,8 +125,8 @@ def main() -> None:
         own = [c["step"] / c["measured"] - 1 for c in found["choices"]]
         errors += own
         rows.append([*row, f"{max(own, key=abs):+.0%}"])
-        print(format_table(rows[-1:], left=range(10)), flush=True)
-    print(f"\n{format_table(rows, left=(0, 1, 2, 4, 5, 7))}\n")
+        print(Table(rows[-1:], left=range(10)), flush=True)
+    print(f"\n{Table(rows, left=(0, 1, 2, 4, 5, 7))}\n")
     for when, ratios in lost.items():
         print(f"within 10 % of the fastest run, {when}: {sum(x <= 1.1 for x in ratios)} of {len(ratios)}")
     print(f"predicted steps within 20 %: {sum(abs(e) <= 0.2 for e in errors)} of {len(errors)}")

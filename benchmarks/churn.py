@@ -48,7 +48,7 @@ from pufferfish.integrations.torchft.replicas import digest
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network, unavailable_reason
 from pufferfish.lab.train.training_method import training_method
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 REPLICAS, MIN_REPLICAS, PORT = 4, 3, 29510
 CONTEXT, BATCH, VALIDATION = 64, 8, 2**16
@@ -623,7 +623,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             str(line["stops"]), str(line["rounds"]), str(line["different"]), f"{line['made']:,}", f"{line['lost']:,}",
             f"{line['seconds']:.0f} s", f"{line['loss']:.4f}", *(f"{line['pauses'][why]:.1f} s" for why in PAUSES),
         ])  # fmt: skip
-    return format_table(rows, left=(0,))
+    return str(Table(rows, left=(0,)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pufferfish.compression import Meter, Method
 from pufferfish.compression.methods.quantized import pack, unpack
 from pufferfish.compression.parse_method import parse_method
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 COPY = "one copy"
 TORCH = "torch's PowerSGD hook, rank 4"
@@ -130,7 +130,7 @@ def measured(name: str, methods: list[Method], rounds: int, device: torch.device
         cheapest, least = min((cheapest, least), (what, turns[what]), key=lambda pair: pair[1])
     share = 100 * medians[METER] / least
     text.append(f"metering is {share:.2f} % of {cheapest}'s hook, which is a part of a training step")
-    return "\n".join([format_table(rows, left=(0,)), "", *text])
+    return "\n".join([str(Table(rows, left=(0,))), "", *text])
 
 
 def in_turns(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:

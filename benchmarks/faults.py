@@ -44,7 +44,7 @@ import pufferfish as pf
 from pufferfish.checkpoint import Checkpoint
 from pufferfish.distributed.exact import exact_
 from pufferfish.distributed.workers import Workers
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 SAMPLES = 24  # of every step, shared out among 2, 3 or 4 workers
 #: Where a signal can strike, in the order of one step.
@@ -337,7 +337,7 @@ def killed(folder: Path, job: Job, workers: int, whole: End, kills: int, seed: i
     end = launch(folder, dataclasses.replace(job, strikes=strikes), workers)
     rows = [["kill", "in step", "rank", "where"]]
     rows += [[str(i + 1), str(s.step), str(s.rank), POINTS[s.point]] for i, s in enumerate(strikes)]
-    print(format_table(rows, left=(3,)))
+    print(Table(rows, left=(3,)))
     print(
         f"{end.struck} kills, {end.starts - 1} restarts, {end.steps - job.steps} steps repeated beyond the last "
         f"checkpoint, {end.seconds:.1f} s"

@@ -40,7 +40,7 @@ from pufferfish.lab.report.formatting import format_bytes
 from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import CostModel, Link, Work
 from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages, with_local_exchange
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 
 def main() -> None:
@@ -188,7 +188,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{r['dense'] / r['payload']:.1f}×", format_bytes(r["wire"]), format_bytes(r["measured_wire"]), less,
             format_bytes(r["peak"]), f"{r['peak_rate'] / 1e6:.3g} Mbit/s",
         ])  # fmt: skip
-    return format_table(rows, left=(0,))
+    return str(Table(rows, left=(0,)))
 
 
 if __name__ == "__main__":

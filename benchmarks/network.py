@@ -34,7 +34,7 @@ from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
 from pufferfish.lab.train.find_width import closest_width
 from pufferfish.lab.train.training_method import training_method
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
@@ -165,7 +165,7 @@ def table(rounds: list[Round], methods: list[str]) -> str:
         )
         faster = [f"{statistics.median(speedups(rounds, name, other)):.2f}×" for other in against]
         rows.append([name, f"{step:.3f}", f"{alone:.3f}", f"{step - alone:.3f}", *faster])
-    return format_table(rows, left=(0,))
+    return str(Table(rows, left=(0,)))
 
 
 if __name__ == "__main__":

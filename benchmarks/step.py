@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES, Llama
 from pufferfish.lab.models.gpt import GPT
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 from pufferfish.planning.timing import capture_cuda_graph
 
 Step = Callable[[], None]
@@ -143,7 +143,7 @@ def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> I
         best = [min(pair) for pair in zip(best, times, strict=True)]
         free_memory(models)
     rows.append(["faster of each", *(f"{t:.2f}" for t in best), f"{best[0] / best[1]:.2f}× as fast"])
-    yield format_table(rows, left=(0, 3))
+    yield str(Table(rows, left=(0, 3)))
     if (linear := linear_time(plan)) is not None:
         limit = best[0] / (best[0] - linear[0] + linear[1])
         share = f"{linear[0]:.2f} ms ({linear[0] / best[0]:.0%}) of the dense step are layers that change"
@@ -153,7 +153,7 @@ def report(case: Case, device: torch.device, modes: list[str], decay: bool) -> I
             ["mode", "weight decay ms", "FrobeniusDecay ms", ""],
             *decay_shares(device, models[1], x, y, modes),
         ]
-        yield format_table(decay_rows, left=(0, 3))
+        yield str(Table(decay_rows, left=(0, 3)))
 
 
 def plan_of(case: Case, model: nn.Module, x: Tensor) -> pf.Plan:

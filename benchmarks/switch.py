@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pufferfish as pf
 from pufferfish.distributed.shared_svd import balance, svd_cost
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.planning.table import format_table
+from pufferfish.planning.text import Table
 
 BATCH, SIZE = 8, 64  # of the step whose memory is measured
 
@@ -109,7 +109,7 @@ def memory(name: str) -> str:
         strict=True,
     ):
         rows.append([label, f"{value:.0f}", f"{value / between:.2f}"])
-    return f"peak memory, {name}, AdamW\n{format_table(rows, left=(0,))}"
+    return f"peak memory, {name}, AdamW\n{Table(rows, left=(0,))}"
 
 
 def resident(key: str) -> float:
@@ -134,7 +134,7 @@ def shares() -> str:
                 load[owner] += cost
             row.append(f"{max(load) / max(sum(costs) / workers, max(costs)):.2f}")
         rows.append([*row, str(len(costs))])
-    return format_table(rows, left=(0,))
+    return str(Table(rows, left=(0,)))
 
 
 if __name__ == "__main__":

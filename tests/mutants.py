@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[list[list[str]], list[str]]] = {
     "compression state": ([["compression/state.py"], ["compression/engine.py"], ["compression/*.py"]], ["compression"]),
     "checkpoint": ([["checkpoint/*.py"]], ["checkpoint"]),
     "local steps": ([["local/*.py"]], ["local"]),
-    "plan": ([["planning/plan*.py", "planning/rules.py", "planning/budget.py"], ["planning/*.py"]], ["planning"]),
+    "plan": ([["planning/plan.py", "planning/entries.py", "planning/rules.py"], ["planning/*.py"]], ["planning"]),
     "factorize": (
         [["planning/svd.py", "lowrank/factorize.py"], ["planning/svd.py", "lowrank/rewrite.py"]],
         ["planning", "lowrank"],

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import pufferfish as pf
 from pufferfish.layers import base
-from pufferfish.planning.table import plan_table
+from pufferfish.planning.text import plan_table
 from zoo import ZOO, Case
 from zoo.case import all_tensors
 
@@ -148,7 +148,7 @@ def weight_name(parameter: str) -> str:
     return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", parameter)
 
 
-def entry_name(e: pf.planning.plan.Entry, names: set[str]) -> str:
+def entry_name(e: pf.planning.entries.Entry, names: set[str]) -> str:
     """Name of the parameter of a plan entry."""
     if e.matrix is not None:
         return f"{e.layer}.{e.matrix.weight}" if e.layer else e.matrix.weight

@@ -14,8 +14,7 @@ from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .optim.frobenius_decay import FrobeniusDecay
 from .optim.muon import Muon, muon_parameters
-from .planning.plan import Plan
-from .planning.planner import plan, resolve, spectra
+from .planning.plan import Plan, plan, resolve, spectra
 from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
 from .switching.switch import Switch

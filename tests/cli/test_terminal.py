@@ -22,8 +22,7 @@ from pufferfish.cli import main
 from pufferfish.cli.terminal import progress_bars, show
 from pufferfish.compression.parse_method import method_classes
 from pufferfish.lab.models import REFERENCES
-from pufferfish.planning.progress import track
-from pufferfish.planning.table import Table, folded_rows, plan_parts, plan_table
+from pufferfish.planning.text import Table, folded_rows, plan_parts, plan_table, track
 
 
 def on_terminal(*parts: str | Table, width: int = 80, colour: bool = False) -> str:

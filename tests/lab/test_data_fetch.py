@@ -17,7 +17,7 @@ import pytest
 from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, Download, read_files
 from pufferfish.lab.data.fetch import fetch
-from pufferfish.planning.progress import display_progress
+from pufferfish.planning.text import display_progress
 
 pytestmark = pytest.mark.timeout(60)
 CONTENT = bytes(range(256)) * 2000

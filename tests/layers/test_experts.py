@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pufferfish as pf
 from pufferfish.layers import LowRankExperts
-from pufferfish.planning.flop_formulas import flop_formulas
+from pufferfish.planning.profile import flop_formulas
 
 transformers = pytest.importorskip("transformers")
 

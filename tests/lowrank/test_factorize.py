@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import pufferfish as pf
 from mixed import Mixed, images, low_rank_modules
 from processes import in_processes
-from pufferfish.planning.progress import display_progress
+from pufferfish.planning.text import display_progress
 
 # Splitting.
 

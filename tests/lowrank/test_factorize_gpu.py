@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.planning.planner import svd
+from pufferfish.planning import svd
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from matrices import linear_with, matrix
 from pufferfish.lab.models import GPT, resnet18
-from pufferfish.planning.budget import Candidate, allocate
-from pufferfish.planning.rules import largest_rank
+from pufferfish.planning.rules import Candidate, allocate, largest_rank
 
 # Budgets.
 

@@ -395,7 +395,7 @@ def test_rules_are_measured_at_a_quarter_of_the_full_rank(monkeypatch: pytest.Mo
         seen.append(low_rank.ranks)
         return 1.0, 2.0
 
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", pretend)
+    monkeypatch.setattr("pufferfish.planning.timing.measure_layer", pretend)
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 8))
     for rule in (pf.Energy(0.9), pf.Budget(params=1e4)):
         plan = pf.plan(model, rule, example=torch.randn(2, 128), measure=True)

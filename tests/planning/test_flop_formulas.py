@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from pufferfish.planning.flop_formulas import flop_formulas
+from pufferfish.planning.profile import flop_formulas
 
 
 def macs(run: Any) -> tuple[int, int]:

@@ -38,15 +38,15 @@ class FakeTimes:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
     fake = FakeTimes()
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_layer", fake.layer)
-    monkeypatch.setattr("pufferfish.planning.measured_times.measure_step", fake.whole_step)
+    monkeypatch.setattr("pufferfish.planning.timing.measure_layer", fake.layer)
+    monkeypatch.setattr("pufferfish.planning.timing.measure_step", fake.whole_step)
     return fake
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `plan` take this machine for one with a GPU."""
-    monkeypatch.setattr("pufferfish.planning.planner._on_cuda", lambda model: True)
+    monkeypatch.setattr("pufferfish.planning.plan._on_cuda", lambda model: True)
 
 
 X = torch.randn(8, 64, requires_grad=True)  # as the inputs of all but the first layer

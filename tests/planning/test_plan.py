@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, prune
 import pufferfish as pf
 from matrices import blocks
 from pufferfish.lab.models import resnet18
-from pufferfish.planning.table import plan_table
+from pufferfish.planning.text import plan_table
 
 
 class Special(nn.Linear):
@@ -293,7 +293,8 @@ def test_a_type_that_is_no_longer_registered() -> None:
     model = net(Special(64, 64))
     plan = pf.plan(net(nn.Linear(64, 64)))
     renamed = plan.replace(
-        pf.planning.plan.Entry(**{**vars(e), "type": "Special"}) if e.name == "1" else e for e in plan.entries
+        pf.planning.entries.Entry(**{**vars(e), "type": "Special"}) if e.name == "1" else e
+        for e in plan.entries
     )
     with pytest.raises(
         ValueError, match=r"1: no low-rank form is registered for Special; call pufferfish\.register"

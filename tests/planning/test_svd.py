@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pufferfish.planning.planner import svd
+from pufferfish.planning import svd
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

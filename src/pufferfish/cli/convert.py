@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> "Plan":
     from ..lab.tasks.plan_by_name import parse_rank
-    from ..planning.plan import Plan
-    from ..planning.planner import plan
+    from ..planning.plan import Plan, plan
 
     if arguments.plan:
         if arguments.keep:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..lab.tasks.plan_by_name import plan_by_name
-    from ..planning.table import plan_parts, plan_table
+    from ..planning.text import plan_parts, plan_table
 
     check_output_file(arguments.out)
     plan, remarks = plan_by_name(

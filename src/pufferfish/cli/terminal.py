@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..planning.progress import display_progress
+from ..planning.text import display_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planning.table import Table
+    from ..planning.text import Table
 
 #: Colours of the words that a reader looks for.
 _STYLES = {

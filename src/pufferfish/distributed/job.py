@@ -19,7 +19,7 @@ from ..lowrank.checks import check_plan
 from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
 from ..optim.carry import Undo, check_optimizers
 from ..planning.plan import Plan
-from ..planning.planner import apply_rules
+from ..planning.rules import apply_rules
 from . import shared_svd
 from .lost_contact import workers_text
 from .workers import Workers

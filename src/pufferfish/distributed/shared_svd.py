@@ -9,8 +9,8 @@ from ..layers import Matrix
 from ..layers.names import named_modules
 from ..lowrank.factorize import svd_factors
 from ..lowrank.rewrite import Fill, empty_factors
-from ..planning.plan import Entry, Plan
-from ..planning.planner import factorizable, matrix_spectrum
+from ..planning.entries import Entry
+from ..planning.plan import Plan, factorizable, matrix_spectrum
 from .workers import Workers
 
 #: Given all matrices and the rank that owns each of them, by entry name: calls a function with the matrices of this

@@ -33,7 +33,7 @@ from ..lowrank.weight_files import (
 )
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
-from ..planning.progress import track
+from ..planning.text import track
 from .model_card import add_notice, remove_notice
 
 _OPTIMIZER = "optimizer.pt"

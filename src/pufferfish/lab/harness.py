@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from ..measure.run_log import hardware, versions
-from ..planning.table import format_table
+from ..planning.text import Table
 from .report.seed_statistics import estimate, paired_differences
 
 Row = dict[str, Any]
@@ -228,7 +228,7 @@ def table(study: Study, rows: Sequence[Row]) -> str:
     spent = sum(row["core_seconds"] for row in rows) / 60
     machines = sorted({f"{row['machine']}, torch {row['torch']}" for row in rows})
     text = f"{study.name}: {len(rows)} runs, {spent:.0f} minutes in all; {'; '.join(machines)}"
-    return f"{text}\n{format_table(lines, left=(0,))}" + (
+    return f"{text}\n{Table(lines, left=(0,))}" + (
         f"\nnot finished: {missing} runs are due now" if missing else ""
     )
 

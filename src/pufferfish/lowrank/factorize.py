@@ -10,8 +10,8 @@ from ..layers import LowRank
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import Optimizers, as_list, warn_of_stacks
 from ..planning import svd
-from ..planning.plan import Entry, Plan, check_is_plan
-from ..planning.planner import resolve
+from ..planning.entries import Entry
+from ..planning.plan import Plan, check_is_plan, resolve
 from .checks import (
     check_not_inference,
     check_plan,

@@ -6,8 +6,7 @@ from torch import nn
 
 from ..layers import LowRankEmbedding, LowRankLinear, meta_copy
 from ..layers.names import named_modules, unwrap
-from ..planning.plan import Plan
-from ..planning.planner import plan
+from ..planning.plan import Plan, plan
 from .factorize import ranks_of
 from .rewrite import merge_layers_
 

@@ -16,8 +16,9 @@ from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_ty
 from ..layers.base import CALL_HOOKS
 from ..layers.names import named_modules
 from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
-from ..planning.plan import Entry, Plan
-from ..planning.progress import track
+from ..planning.entries import Entry
+from ..planning.plan import Plan
+from ..planning.text import track
 from .checks import check_hooks, check_layer_accepted, check_not_sharded, replaced_parameters
 
 #: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..layers import FactorMap, Matrix
 from ..layers.names import own_keys
 from ..planning import svd
-from ..planning.plan import Entry, Plan, check_is_plan
-from ..planning.planner import apply_rules, matrix_spectrum
-from ..planning.progress import track
+from ..planning.entries import Entry
+from ..planning.plan import Plan, check_is_plan, matrix_spectrum
+from ..planning.rules import apply_rules
+from ..planning.text import track
 
 
 @dataclass(frozen=True)

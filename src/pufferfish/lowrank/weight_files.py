@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..planning.json_file import errors_name, read_json, write_text
-from ..planning.progress import progress
+from ..planning.text import progress
 from .state_dict import LazyTensor, Source
 
 #: Size in bytes from which weights are split into several files.

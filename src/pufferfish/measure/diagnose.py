@@ -22,8 +22,7 @@ from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
 from ..optim.carry import Optimizers
-from ..planning.plan import Plan
-from ..planning.planner import plan
+from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
 from .breakdown import Breakdown, GradientTimeline
 from .cost_model import (

@@ -14,8 +14,9 @@ from ..compression import BFloat16, Method
 from ..compression.settings import Methods
 from ..layers import meta_copy
 from ..lowrank.factorize import reshape_
-from ..planning.plan import Entry, Plan
-from ..planning.table import Table
+from ..planning.entries import Entry
+from ..planning.plan import Plan
+from ..planning.text import Table
 from .cost_model import CostModel, Work, trainable_parameters, wire_bytes, with_compression, with_ddp_messages
 
 RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper

@@ -1,45 +1,154 @@
-"""`Plan`: the decision for every layer, as data that can be printed, saved, edited and compared; its cost."""
+"""`plan`: which layer of a model becomes low-rank, at which rank, and why; `Plan`: the decisions as data; `resolve`."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import math
+import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import Matrix
-from ..layers.names import unwrap
+from ..layers import LowRankLinear, Matrix, low_rank_type
+from ..layers.names import own_name, unwrap
+from . import svd
+from .entries import Entry, as_patterns, candidates, select
 from .json_file import write_text
-from .profile import Profile
-from .rules import Rule
+from .profile import Call, Example, Profile, profile
+from .rules import RankLike, Rule, apply_rules, as_rule
+from .text import Table, obstacles, plan_parts, track
+from .timing import Mode, with_measured_times
 
-T = TypeVar("T")
 VERSION = 1  # of the JSON format
 LITTLE = 0.1  # share of the parameters below which a plan is said to change little
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Cost of one training step of a whole model: parameters, bytes, MACs."""
+def plan(
+    model: nn.Module,
+    rank: RankLike = 0.25,
+    *,
+    keep: Iterable[str] = (),
+    only: Iterable[str] = (),
+    overrides: Mapping[str, RankLike] | None = None,
+    multiple: int = 16,
+    min_saving: float = 0.0,
+    embed: RankLike | None = None,
+    frozen: bool = False,
+    example: Example | None = None,
+    measure: Mode | bool | None = None,
+    link: float | None = None,
+) -> Plan:
+    """Plan which layers of a model become low-rank. Changes nothing.
 
-    parameters: int
-    parameter_bytes: int
-    trainable: int  # parameters that require a gradient
-    gradient_bytes: int
-    forward_macs: int | None = None  # on the plan's example; None without one
-    backward_macs: int | None = None
+    Args:
+        rank: A float in (0, 1) is a share of each layer's full rank, an int a fixed rank, or a rule:
+            `Ratio`, `Fixed`, `Energy`, `StableRank`, `Budget`. Rules that need the weights choose ranks
+            when the plan is applied; `resolve(plan, model)` shows what they choose for the current weights.
+        keep: Name patterns (`fnmatch`, over layer names) of layers that stay dense.
+        only: Name patterns; if given, all other layers stay dense.
+        overrides: Name pattern → rank for some layers; the last match applies.
+        multiple: Computed ranks are rounded up to a multiple of it, then down to the largest one that saves
+            weights. 16 suits GPUs; 1 reproduces the paper's counts. `Fixed` ranks are not rounded.
+        min_saving: Share of a layer's weights that must be saved; a negative value forces factorizing.
+        embed: Rank or rule for `nn.Embedding` layers, which stay dense without it. It pays for large vocabularies.
+        frozen: Factorize weights that do not require a gradient too. They save no gradient bytes, and training
+            cannot reduce the error of the factorization.
+        example: A batch (tensor, tuple of arguments, dict of keyword arguments) or a function that runs the
+            model. Needed for MACs and for `measure`.
+        measure: Time the layers dense and low-rank on the model's device, in the mode that the job runs in, and keep
+            those dense that would be slower: "eager" (or True), "compile" or "graph". Graphs and compiled graphs
+            have no launch overhead, which outweighs the gain of small layers on a fast GPU. None is "eager" for a
+            model on CUDA with an example, and False otherwise. It is also False in a job with several workers, which
+            could decide differently: there, set it for the plan of a `Switch`, which makes them agree, or load one
+            plan on all.
+        link: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then
+            becomes low-rank if that shortens its measured time plus the time to send its gradients.
 
-    def memory(self, states: int) -> int:
-        """Bytes of weights, gradients and `states` optimizer tensors per parameter (SGD momentum 1, Adam 2)."""
-        return self.parameter_bytes + (1 + states) * self.gradient_bytes
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    >>> print(pf.plan(model, rank=0.25, keep=["2"]))
+    layer  shape    rank        weights  bytes  note
+    0      256×256    64  65.5 k→32.8 k  92.1%
+    2      10×256      –         2.56 k   7.2%     1
+    <BLANKLINE>
+    1: kept by pattern '2'
+    <BLANKLINE>
+                             before    after
+    parameters               68,362   35,594  1.92× smaller
+    gradient bytes (DDP)    273,448  142,376  1.92× smaller
+    FSDP2 bytes             820,344  427,128  1.92× smaller
+    memory, SGD momentum    820,344  427,128  1.92× smaller
+    memory, Adam          1,093,792  569,504  1.92× smaller
+    """
+    rule = as_rule(rank)
+    embed_rule = None if embed is None else as_rule(embed, "embed")
+    rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
+    if multiple < 1:
+        raise ValueError(f"multiple={multiple} is not a whole number ≥ 1")
+    if embed_rule and not any(isinstance(module, nn.Embedding) for module in model.modules()):
+        raise ValueError("embed: the model has no nn.Embedding; remove embed=")
+    mode = _mode(measure, link, model, example)
+
+    profiled = None if example is None else profile(model, example)
+    before = totals(model, profiled)
+    entries, layers = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
+    keep, only = as_patterns("keep", keep), as_patterns("only", only)
+    entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
+    plan = Plan(
+        entries=tuple(entries),
+        multiple=multiple,
+        min_saving=min_saving,
+        before=before,
+        parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
+        functional=profiled.functional if profiled else {},
+        shared_inputs=_shared_inputs(profiled.calls, layers) if profiled else (),
+    )
+    plan = apply_rules(plan, None)
+    if mode is None or profiled is None or example is None:
+        return plan
+    return with_measured_times(plan, model, layers, profiled, example, mode, link)
+
+
+def _mode(
+    measure: Mode | bool | None, link: float | None, model: nn.Module, example: Example | None
+) -> Mode | None:
+    """The mode to measure layers in; None: they are not measured."""
+    mode: Mode | None = None
+    if measure:
+        if measure not in (True, *get_args(Mode)):
+            raise ValueError(f'measure={measure!r} is not "eager", "compile", "graph", True, False or None')
+        if example is None:
+            raise ValueError(
+                f"measure={measure!r} needs example=, a batch with the shapes that the layers see"
+            )
+        if measure == "graph" and not _on_cuda(model):
+            raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
+        mode = "eager" if measure is True else measure
+    elif measure is None and example is not None and _on_cuda(model) and not _several_workers():
+        mode = "eager"
+    if link is not None and not (mode and 0 < link < float("inf")):
+        raise ValueError(
+            f"link={link!r}: pass the bytes per second that the workers average, above 0, together with example= and measure="
+        )
+    return mode
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return {p.device.type for p in model.parameters()} == {"cuda"}
+
+
+def _several_workers() -> bool:
+    """Whether this is a worker of several, in a process group or before it is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
@@ -56,88 +165,86 @@ def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
     )
 
 
+def _shared_inputs(
+    calls: Mapping[str, Call], modules: Mapping[str, nn.Module]
+) -> tuple[tuple[str, ...], ...]:
+    """Groups of linear layers that were called with the same tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, call in calls.items():
+        kind = low_rank_type(type(modules[name])) if name in modules else None
+        if kind is not None and issubclass(kind, LowRankLinear) and call.args:
+            groups.setdefault(id(call.args[0]), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def resolve(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan with the ranks that its rules choose for the model's current weights.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> plan = pf.plan(model, rank=pf.Energy(0.5))
+    >>> plan["0"].rank, pf.resolve(plan, model)["0"].rank
+    (None, 16)
+    """
+    check_is_plan(plan, "resolve")
+    unresolved = [e.name for e in plan.entries if e.rule is not None]
+    if not unresolved:
+        return plan
+    computed = spectra(model, unresolved)
+    for name in unresolved:
+        if name not in computed:
+            raise ValueError(
+                f"{name}: the plan has a rule for this layer, "
+                "but no layer of the model with this name can be factorized"
+            )
+    return apply_rules(plan, computed)
+
+
+def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Compute the singular values, largest first, of the matrices that can be factorized, by entry name.
+
+    If `names` are given, only these entries are computed. Embeddings are computed only if they are named.
+
+    >>> import pufferfish as pf
+    >>> {name: len(s) for name, s in pf.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
+    {'0': 32}
+    """
+    found = track(factorizable(model, names), "computing singular values")
+    return {e.name: matrix_spectrum(e, weight) for e, weight in found}
+
+
+def factorizable(model: nn.Module, names: Iterable[str] | None = None) -> list[tuple[Entry, nn.Parameter]]:
+    """Entries that can be factorized, with the parameter that holds each matrix; optionally only `names`."""
+    entries, modules = candidates(model, None, embed=names is not None, frozen=True)
+    chosen = None if names is None else set(names)
+    return [
+        (e, modules[e.layer].get_parameter(e.matrix.weight))
+        for e in entries
+        if e.matrix is not None and not e.reason and (chosen is None or e.name in chosen)
+    ]
+
+
+def matrix_spectrum(entry: Entry, weight: Tensor) -> Tensor:
+    """Compute the singular values of one matrix from the dense parameter that holds it."""
+    assert entry.matrix is not None
+    svd.check_values(entry.name, weight)
+    return svd.spectrum(entry.matrix.to_matrix(weight.detach()))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One matrix of one layer: its rank, the rule that will choose its rank, or the reason it stays dense."""
+class Totals:
+    """Cost of one training step of a whole model: parameters, bytes, MACs."""
 
-    name: str  # name of the layer, and of the matrix where a layer has several: "lstm.weight_ih_l0"
-    layer: str
-    type: str  # class name of the layer
-    shape: tuple[int, ...]  # of the weight
-    matrix: Matrix | None = None  # None: the layer cannot be factorized
-    rank: int | None = None
-    asked: int | None = None  # rank before `at_most` lowered it
-    rule: Rule | None = None
-    reason: str = ""
-    note: str = ""  # remark about the rank, or how to register the layer's type; shown in the printed plan
-    held: int | None = None  # number of weights if not that of `shape` (already low-rank, lazy, tied)
-    itemsize: int = 4
-    trainable: bool = True
-    positions: int | None = None  # number of vectors multiplied by the matrix in the example
-    grad_positions: int | None = None  # number of these whose gradient is computed in backward
-    ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
-    error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
+    parameters: int
+    parameter_bytes: int
+    trainable: int  # parameters that require a gradient
+    gradient_bytes: int
+    forward_macs: int | None = None  # on the plan's example; None without one
+    backward_macs: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.rank is not None:
-            full = self.matrix.full_rank if self.matrix else 0
-            if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= full:
-                raise ValueError(f"{self.name}: rank {self.rank!r} is not a whole number from 1 to {full}")
-
-    @property
-    def before(self) -> int:
-        """Number of weights in the current model."""
-        return math.prod(self.shape) if self.held is None else self.held
-
-    @property
-    def after(self) -> int:
-        """Number of weights at the planned rank."""
-        if self.rank is None or self.matrix is None:
-            return self.before
-        return self.matrix.factor_numel(self.rank)
-
-    def macs(self, low_rank: bool) -> tuple[int, int]:
-        """Forward and backward MACs on the example (0 if the example does not use the layer)."""
-        if self.matrix is None or not self.positions:
-            return 0, 0
-        x, p = self.matrix, self.positions
-        input_grads = p if self.grad_positions is None else self.grad_positions
-        weight_grads = p if self.trainable else 0
-        if not low_rank or self.rank is None:
-            weights = 0 if x.lookup else x.used_blocks * x.m * x.n
-            return p * weights, (weight_grads + input_grads) * weights
-        down, up = (x.used_blocks * self.rank * side for side in (0 if x.lookup else x.n, x.m))
-        # The gradient between the factors is needed for the layer's input and for `down` itself.
-        inner_grads = max(weight_grads, input_grads)
-        return p * (down + up), (weight_grads + input_grads) * down + (weight_grads + inner_grads) * up
-
-    def keep_dense(self, reason: str) -> Entry:
-        """Return the entry without a rank."""
-        return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
-
-    def with_rule(self, rule: Rule) -> Entry:
-        """Return the entry with a rule that chooses its rank later."""
-        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
-
-    def with_rank(self, rank: int) -> Entry:
-        """Return the entry with this rank."""
-        return dataclasses.replace(self, rank=rank, rule=None, reason="")
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry as values that JSON can hold, without defaults."""
-        matrix = {"matrix": _without_defaults(self.matrix)} if self.matrix else {}
-        rule = {"rule": self.rule.as_json()} if self.rule else {}
-        return _without_defaults(self) | matrix | rule
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Entry:
-        """Convert the values of `as_json`."""
-        data = dict(data)
-        if data.get("matrix"):
-            data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
-        if data.get("rule"):
-            data["rule"] = Rule.from_json(data["rule"])
-        return Entry(**{key: _tuples(value) for key, value in data.items()})
+    def memory(self, states: int) -> int:
+        """Bytes of weights, gradients and `states` optimizer tensors per parameter (SGD momentum 1, Adam 2)."""
+        return self.parameter_bytes + (1 + states) * self.gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +322,30 @@ class Plan:
     @property
     def speedup(self) -> float | None:
         """Expected time of a dense step over that of a step with the plan, without exchange; None if not measured."""
-        from .measured_times import speedup  # only measured plans need it
+        return self.speedup_over(None)
 
-        return speedup(self)
+    def speedup_over(self, link: float | None) -> float | None:
+        """The speedup with the exchange of gradients at `link` bytes per second; None: without it."""
+        step = self.measured.get("step_ms")
+        if step is None:
+            return None
+        times = {e.layer: e.ms for e in self.entries if e.ms and (e.rank or e.rule)}
+        dense, low_rank = (sum(ms[i] for ms in times.values()) for i in range(2))
+        # Layers may add up to more than the step, which hides the time to launch some of their kernels.
+        after = max(step - dense + low_rank, low_rank)
+        sent = [1e3 * x.gradient_bytes / link if link else 0.0 for x in (self.before, self.after)]
+        return float((step + sent[0]) / (after + sent[1]))
+
+    @property
+    def changes_little(self) -> bool:
+        """Whether the plan changes less than 10 % of the parameters."""
+        return self.changed < LITTLE
 
     def warn_if_little_changes(self, stacklevel: int = 2) -> bool:
         """Warn if the plan changes less than 10 % of the parameters, and say why. Returns whether it warned."""
-        if self.changed >= LITTLE:
-            return False
-        from .table import obstacles  # only this warning and printing need it
-
-        warnings.warn(obstacles(self), stacklevel=stacklevel + 1)
-        return True
+        if self.changes_little:
+            warnings.warn(obstacles(self), stacklevel=stacklevel + 1)
+        return self.changes_little
 
     @property
     def hash(self) -> str:
@@ -245,7 +364,7 @@ class Plan:
             "pufferfish_plan": VERSION, "hash": self.hash, "multiple": self.multiple, "min_saving": self.min_saving,
             "before": dataclasses.asdict(self.before), "functional": self.functional, "parameters": self.parameters,
             "shared_inputs": self.shared_inputs, "measured": self.measured,
-            "entries": [e.as_json() for e in self.entries],
+            "entries": [_entry_as_data(e) for e in self.entries],
         }  # fmt: skip
 
     @staticmethod
@@ -269,13 +388,13 @@ class Plan:
             )
         try:
             return Plan(
-                entries=tuple(Entry.from_json(e) for e in data["entries"]),
+                entries=tuple(_entry_from_data(e) for e in data["entries"]),
                 multiple=data["multiple"],
                 min_saving=data["min_saving"],
                 before=Totals(**data["before"]),
                 functional=data["functional"],
-                parameters=_tuples(data["parameters"]),
-                shared_inputs=tuple(map(_tuples, data["shared_inputs"])),
+                parameters=tuple(data["parameters"]),
+                shared_inputs=tuple(map(tuple, data["shared_inputs"])),
                 measured=data["measured"],
             )
         except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
@@ -294,9 +413,34 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
     def __str__(self) -> str:
-        from .table import plan_text  # only printing needs it
+        parts = plan_parts(self)
+        return "\n\n".join(str(part.fitted(80)) if isinstance(part, Table) else part for part in parts)
 
-        return plan_text(self)
+
+def _entry_as_data(e: Entry) -> dict[str, Any]:
+    """The entry as values that JSON can hold, without defaults."""
+    matrix = {"matrix": _without_defaults(e.matrix)} if e.matrix else {}
+    rule = {"rule": e.rule.as_json()} if e.rule else {}
+    return _without_defaults(e) | matrix | rule
+
+
+def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
+    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
+    return {f.name: value for f, value in fields if value != f.default}
+
+
+def _entry_from_data(data: dict[str, Any]) -> Entry:
+    """Convert the values of `_entry_as_data`."""
+    data = dict(data)
+    if data.get("matrix"):
+        data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
+    if data.get("rule"):
+        data["rule"] = Rule.from_json(data["rule"])
+    return Entry(**{key: _tuples(value) for key, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_is_plan(plan: object, function: str) -> None:
@@ -309,12 +453,3 @@ def check_is_plan(plan: object, function: str) -> None:
     elif isinstance(plan, int | float | Rule):
         hint = f"pf.plan(model, rank={plan!r})"
     raise TypeError(f"{function}: the plan is of type {type(plan).__name__}; pass {hint}")
-
-
-def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
-    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {f.name: value for f, value in fields if value != f.default}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -1,10 +1,12 @@
 """`profile`: run one step of a model on an example, count its MACs and record how each layer is called."""
 
 import contextlib
+import copy
 import logging
+import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,11 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LowRank, low_rank_type
-from ..layers.base import autocast_dtype
+from ..layers.base import CALL_HOOKS, HOOKS, autocast_dtype, kept_as_they_are
 from ..layers.names import named_modules, unwrap
 from ..layers.product_weight import asks_metadata
-from .flop_formulas import flop_formulas
-from .private_copy import private_copy
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any] | Callable[[nn.Module], Any]
@@ -83,6 +83,50 @@ def profile(model: nn.Module, example: Example) -> Profile:
                 stacklevel=3,
             )
             return _profile(private_copy(model), _copies(example, Tensor.clone))
+
+
+def private_copy(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor] | None = None) -> nn.Module:
+    """Copy a model with the hooks that it needs, and without the user's, which may have side effects.
+
+    Args:
+        copy_tensor: Copies the model's tensors. By default they are cloned.
+
+    >>> import torch
+    >>> layer = nn.Linear(4, 2)
+    >>> _ = layer.register_forward_hook(lambda *args: print("called"))
+    >>> private_copy(layer)(torch.zeros(1, 4)).shape
+    torch.Size([1, 2])
+    """
+    memo = kept_as_they_are(model)
+    for module in model.modules():
+        memo |= {id(getattr(module, name)): OrderedDict() for name in HOOKS}
+        for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                if copy_tensor is not None:
+                    memo[id(value)] = copy_tensor(value)
+                elif not value.is_leaf:  # computed again in forward (weight_norm); deepcopy raises for it
+                    memo[id(value)] = value.detach().clone()
+    copied = copy.deepcopy(model, memo)
+    for module in model.modules():
+        hooks = [
+            (name, *item) for name in HOOKS if name in CALL_HOOKS for item in getattr(module, name).items()
+        ]
+        needed = {key for _, key, hook in hooks if _is_needed(hook, memo)}
+        for name, key, value in hooks:  # a hook's flags have the same key
+            if key in needed:
+                getattr(memo[id(module)], name)[key] = copy.deepcopy(value, memo)
+    return copied
+
+
+def _is_needed(hook: Any, memo: dict[int, Any]) -> bool:
+    """Whether a hook belongs to the model: a method of its modules, or a function of torch.nn or transformers.
+
+    transformers stores in a model that its hooks are in place, and would not install them again in the copy.
+    """
+    owner = getattr(hook, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return id(owner) in memo
+    return str(getattr(hook, "__module__", "")).startswith(("torch.nn.", "transformers."))
 
 
 def _fake_profile(model: nn.Module, example: Example) -> Profile:
@@ -181,6 +225,18 @@ def _profile(model: nn.Module, example: Example) -> Profile:
     return result
 
 
+def _recorder(result: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        dtype = autocast_dtype(next(module.parameters()).device)
+        call = result.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
+        call.count += 1
+        for matrix in kind.matrices(module):
+            call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
+            call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)
+
+    return record
+
+
 class _WeightUse(TorchFunctionMode):
     """Detect weights that are used while their layer is not running, as in `F.linear(x, a.weight.t())`."""
 
@@ -239,13 +295,56 @@ def autocast_context(dtype: torch.dtype | None, device: torch.device) -> Abstrac
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 
-def _recorder(result: Profile, name: str, kind: type[LowRank]) -> Callable[..., None]:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        dtype = autocast_dtype(next(module.parameters()).device)
-        call = result.calls.setdefault(name, Call(args, kwargs, Counter(), Counter(), dtype))
-        call.count += 1
-        for matrix in kind.matrices(module):
-            call.positions[matrix.name] += kind.positions(matrix, args, kwargs, output)
-            call.grad_positions[matrix.name] += kind.grad_positions(matrix, module, args, kwargs, output)
+# FLOP formulas of operators that torch's counter has wrong or lacks.
 
-    return record
+Shape = Sequence[int]
+
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the formulas by operator, for `FlopCounterMode(custom_mapping=…)`."""
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.aten.convolution_backward: _conv_backward,
+        torch.ops.aten._grouped_mm: _grouped_mm,
+        **{getattr(torch.ops.aten, f"_scaled_dot_product_{kind}"): _attention for kind in _ATTENTION},
+        **{
+            getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward"): _attention_backward
+            for kind in _ATTENTION
+        },
+    }
+    # Runs where the one above is not available. It exists once transformers is imported; in its backward pass it
+    # calls products that are counted.
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return formulas | ({fallback: _grouped_mm} if fallback else {})
+
+
+def _conv_backward(grad: Shape, x: Shape, weight: Shape, *args: Any, **_: Any) -> int:
+    """Backward pass of a convolution. torch's formula ignores groups for the gradient of the weight."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = args
+    shape = x if transposed else grad
+    macs = math.prod(weight) * shape[0] * math.prod(shape[2:])
+    return 2 * macs * int(sum(output_mask[:2]))
+
+
+# torch 2.11 raises for fewer heads of keys and values than of queries, and has no formula for attention on the CPU.
+
+
+def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Scores and weighted sums of values (batch, heads, time, features)."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _attention_backward(grad: Shape, q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Scores again, then the gradients of weights, values, queries and keys."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+def _grouped_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """Products of the groups of two matrices or stacks.
+
+    A matrix is divided into groups: its rows if the other one is a stack (rows × weights of their experts), its
+    inner dimension if the other one is a matrix too (gradient of these weights).
+    """
+    stacks = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * stacks * a[-2] * a[-1] * b[-1]

@@ -1,17 +1,24 @@
-"""Rules that choose the rank of a matrix."""
+"""Which ranks: the rules that choose the rank of a matrix, and `apply_rules`, which applies those of a plan."""
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layers import Matrix
+
+if TYPE_CHECKING:
+    from .entries import Entry
+    from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -235,6 +242,55 @@ def stable_rank(spectrum: Tensor) -> float:
     return float(squares.sum() / squares[0]) if len(squares) and squares[0] > 0 else 0.0
 
 
+def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
+    """Replace rules by ranks: all of them if `spectra` are given, else those that do not need the weights."""
+    entries = [_with_rank(e, plan, spectra) for e in plan.entries]
+    limits = {e.name: e.rule.at_most for e in plan.entries if isinstance(e.rule, StableRank)}
+    for share in dict.fromkeys(limits.values()):
+        names = {name for name, limit in limits.items() if limit == share}
+        entries = _at_most(share, names, entries, plan)
+    plan = plan.replace(entries)
+    budgets = list(dict.fromkeys(e.rule for e in entries if isinstance(e.rule, Budget)))
+    if len(budgets) > 1:
+        raise ValueError("a plan can have only one Budget; use Ratio or Fixed in overrides")
+    if budgets and budgets[0].unit == "macs" and plan.before.forward_macs is None:
+        raise ValueError("Budget(macs=…) needs example=, a batch to count MACs on")
+    return plan if spectra is None or not budgets else _within_budget(plan, budgets[0], spectra)
+
+
+def _with_rank(e: Entry, plan: Plan, spectra: Mapping[str, Tensor] | None) -> Entry:
+    """The entry at the rank of its rule, or dense where no rank saves enough; as it is while the rule lacks the weights."""
+    rule, x = e.rule, e.matrix
+    if rule is None or x is None:
+        return e
+    multiple = plan.multiple if rule.aligned else 1
+    if not rule.needs_weights:
+        r = rule.rank(x, e.name, None)
+    elif not align(x.full_rank, x, multiple, plan.min_saving):
+        r = 1  # stays dense whatever the spectrum is
+    elif spectra is None or isinstance(rule, Budget):
+        if isinstance(rule, StableRank):
+            rule.at_start(e.name)  # raises for a missing initial spectrum now, not when the plan is applied
+        return e
+    else:
+        r = rule.rank(x, e.name, spectra[e.name])
+    rounded = align(r, x, multiple, plan.min_saving)
+    lowered = not rule.aligned and rounded < r and plan.min_saving >= 0  # a fixed rank is not lowered
+    if rounded and not lowered:
+        return e.with_rank(rounded)
+    smallest = multiple if multiple > 1 else max(r, 1)
+    largest = largest_rank(x, plan.min_saving)
+    return e.keep_dense(f"not smaller at rank {smallest}: the largest that saves is {largest}")
+
+
+def align(r: int, matrix: Matrix, multiple: int, min_saving: float) -> int:
+    """Round `r` up to a multiple, then down to the largest one that saves weights; 0 if there is none."""
+    largest = largest_rank(matrix, min_saving)
+    if min_saving < 0 and largest < multiple:
+        return min(max(r, 1), largest)
+    return min(-(-max(r, 1) // multiple) * multiple, largest // multiple * multiple)
+
+
 def largest_rank(matrix: Matrix, min_saving: float) -> int:
     """Largest rank whose factors save at least the share `min_saving` of the weights, and at least one weight."""
     if min_saving < 0:  # factorizing is forced
@@ -246,9 +302,146 @@ def largest_rank(matrix: Matrix, min_saving: float) -> int:
     return r
 
 
-def align(r: int, matrix: Matrix, multiple: int, min_saving: float) -> int:
-    """Round `r` up to a multiple, then down to the largest one that saves weights; 0 if there is none."""
-    largest = largest_rank(matrix, min_saving)
-    if min_saving < 0 and largest < multiple:
-        return min(max(r, 1), largest)
-    return min(-(-max(r, 1) // multiple) * multiple, largest // multiple * multiple)
+def _at_most(share: float, names: set[str], entries: list[Entry], plan: Plan) -> list[Entry]:
+    """Lower the ranks of these names, where together they keep a larger share of their weights."""
+    group = {e.name: e for e in entries if e.name in names and e.rank}
+    if sum(e.after for e in group.values()) <= share * sum(e.before for e in group.values()):
+        return entries
+    for e in group.values():
+        assert e.matrix is not None
+        assert e.rank is not None
+        x = e.matrix
+        most = align(int(share * x.m * x.n / (x.m + x.n)), x, plan.multiple, plan.min_saving)
+        group[e.name] = dataclasses.replace(e.with_rank(min(e.rank, most)), asked=e.rank)
+    return [group.get(e.name, e) for e in entries]
+
+
+def _within_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) -> Plan:
+    """Replace the budget rule by ranks, shared out among the entries that have it."""
+    chosen = [e for e in plan.entries if e.rule == budget]
+    after = plan.after
+    amounts = {"params": after.parameters, "bytes": after.gradient_bytes, "macs": after.forward_macs}
+    total = amounts[budget.unit]
+    assert total is not None
+    if budget.amount >= total:
+        met = "the budget is met without it"
+        return plan.replace(e.keep_dense(met) if e in chosen else e for e in plan.entries)
+    candidates = []
+    for e in chosen:
+        assert e.matrix is not None
+        macs = (e.positions or 0) * e.matrix.used_blocks / e.matrix.blocks
+        costs = {"params": 1, "bytes": e.itemsize * e.trainable, "macs": macs}
+        candidates.append(
+            Candidate(matrix=e.matrix, spectrum=spectra[e.name], cost_per_weight=costs[budget.unit])
+        )
+    rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
+    spare = 0.01 * budget.amount
+    ranks = allocate(candidates, budget.amount - rest, plan.multiple, plan.min_saving, spare)
+    dense = "the budget is best spent on leaving it dense"
+    shared = {
+        e.name: e.with_rank(r) if r else e.keep_dense(dense) for e, r in zip(chosen, ranks, strict=True)
+    }
+    return plan.replace(shared.get(e.name, e) for e in plan.entries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A matrix that takes part in sharing out a budget."""
+
+    matrix: Matrix
+    spectrum: Tensor  # singular values, largest first
+    cost_per_weight: float  # 1 for parameters, positions for MACs, bytes per element for bytes
+
+
+def allocate(
+    candidates: Sequence[Candidate], budget: float, multiple: int, min_saving: float, spare: float = 0.0
+) -> list[int | None]:
+    """Choose ranks whose total cost stays below a budget; None: the matrix stays dense.
+
+    Greedy: the next step of `multiple` ranks goes to the matrix that gains most relative energy σ²/‖W‖² for
+    its cost. Singular values are sorted, so the steps of one matrix come in the right order. If more than
+    `spare` is left, one or two steps are exchanged for others that fill the budget better, if that costs
+    little energy.
+
+    Args:
+        budget: Largest total cost, in units of `cost_per_weight`.
+        min_saving: Share of its weights that a factorized matrix must save.
+        spare: Part of the budget that may stay unused.
+    """
+    levels = [_levels(c, multiple, min_saving) for c in candidates]
+    left = budget - sum(x[0].cost for x in levels)
+    if left < 0:
+        raise ValueError(
+            f"the budget is too small: at rank {multiple} everywhere the factorized layers exceed their share by "
+            f"{-left:,.0f}; raise the budget, or lower `multiple`"
+        )
+    left, at = _spend(levels, [0] * len(levels), left)
+    count = 1
+    while left > spare and count <= (2 if len(levels) <= 40 else 1):  # many matrices need no pairs
+        movable = [i for i, k in enumerate(at) if k]
+        exchanges = (_exchange(levels, at, left, taken) for taken in combinations(movable, count))
+        fuller = [(rest <= spare, _energy(levels, new), rest, new) for rest, new in exchanges if rest < left]
+        best = max(fuller, key=lambda x: x[:2], default=None)
+        if best is not None and best[1] > 0.95 * _energy(levels, at):
+            *_, left, at = best
+        else:
+            count += 1
+    return [x[k].rank for x, k in zip(levels, at, strict=True)]
+
+
+class _Level(NamedTuple):
+    """One of the ranks that a matrix can take, with its cost and the relative energy that it keeps."""
+
+    rank: int | None
+    cost: float
+    energy: float
+
+
+def _levels(c: Candidate, multiple: int, min_saving: float) -> list[_Level]:
+    """The ranks of a matrix from the smallest to dense."""
+    squares = c.spectrum.double().square()
+    sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
+    kept = (sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+    ranks = range(multiple, largest_rank(c.matrix, min_saving) + 1, multiple)
+    levels = [_Level(r, c.cost_per_weight * c.matrix.factor_numel(r), kept[r]) for r in ranks]
+    return [*levels, _Level(None, c.cost_per_weight * c.matrix.numel, 1.0)]
+
+
+def _spend(
+    levels: Sequence[Sequence[_Level]], at: Sequence[int], left: float, frozen: tuple[int, ...] = ()
+) -> tuple[float, list[int]]:
+    """Spend the remaining budget `left` in steps from the levels `at`; the `frozen` matrices stay where they are."""
+    at = list(at)
+
+    def step(i: int) -> tuple[float, int]:
+        """Next step of a matrix: (−gain per cost, matrix)."""
+        now, after = levels[i][at[i] : at[i] + 2]
+        return -(after.energy - now.energy) / max(after.cost - now.cost, 1e-300), i
+
+    steps = [step(i) for i, x in enumerate(levels) if at[i] + 1 < len(x) and i not in frozen]
+    heapq.heapify(steps)
+    while steps:
+        _, i = heapq.heappop(steps)
+        extra = levels[i][at[i] + 1].cost - levels[i][at[i]].cost
+        if extra > left:
+            continue  # a cheaper step of another matrix may still fit
+        left -= extra
+        at[i] += 1
+        if at[i] + 1 < len(levels[i]):
+            heapq.heappush(steps, step(i))
+    return left, at
+
+
+def _exchange(
+    levels: Sequence[Sequence[_Level]], at: Sequence[int], left: float, taken: tuple[int, ...]
+) -> tuple[float, list[int]]:
+    """Take back the last step of the matrices `taken` and spend its cost on the others."""
+    lowered = list(at)
+    for i in taken:
+        lowered[i] -= 1
+        left += levels[i][at[i]].cost - levels[i][lowered[i]].cost
+    return _spend(levels, lowered, left, frozen=taken)
+
+
+def _energy(levels: Sequence[Sequence[_Level]], at: Sequence[int]) -> float:
+    return sum(x[k].energy for x, k in zip(levels, at, strict=True))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..layers.matrix import at_least_fp32
 from ..layers.names import own_name, unwrap
 from ..lowrank.rewrite import Fill
-from ..planning.plan import Entry
+from ..planning.entries import Entry
 
 
 def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:

@@ -23,8 +23,7 @@ from ..lowrank.checks import (
 )
 from ..optim.carry import check_optimizers, warn_of_reset, warn_of_stacks
 from ..planning.plan import LITTLE, Plan
-from ..planning.planner import apply_rules
-from ..planning.rules import stable_rank
+from ..planning.rules import apply_rules, stable_rank
 from .averages import averaged_model
 from .moments import Position, RanksSettle, known_in_advance, moment_text
 from .preview import held_out_loss

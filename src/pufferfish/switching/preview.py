@@ -12,7 +12,7 @@ from torch import nn
 
 from ..lowrank.factorize import factorize_
 from ..planning.plan import Plan
-from ..planning.table import format_table
+from ..planning.text import Table
 from .switch_settings import Evaluate
 
 
@@ -43,7 +43,7 @@ class Preview:
             worst = max((e for e in plan if e.error is not None), key=lambda e: e.error or 0, default=None)
             name, error = (worst.name, f"{worst.error:.3f}") if worst else ("none changed", "")
             table.append([rank, f"{plan.after.parameters:,}", f"{loss:.4g}", name, error])
-        return format_table(table, left=(0, 3))
+        return str(Table(table, left=(0, 3)))
 
 
 def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:

@@ -17,9 +17,9 @@ from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, Undo, as_list
 from ..optim.scaled_rate import ScaledRate
+from ..planning.entries import as_patterns
 from ..planning.plan import Plan
-from ..planning.planner import as_patterns
-from ..planning.planner import plan as make_plan
+from ..planning.plan import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule
 from .averages import averaged_model, in_basis_of
 from .decision import Decision

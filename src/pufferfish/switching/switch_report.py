@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning.plan import LITTLE, Entry, Plan
-from ..planning.table import format_table, obstacles
+from ..planning.entries import Entry
+from ..planning.plan import LITTLE, Plan
+from ..planning.text import Table, obstacles
 from .moments import Position
 
 #: Shares by which the held-out loss may rise: hardly, and as after a quarter of the full rank in a run that goes on.
@@ -119,7 +120,7 @@ class Report:
             rows += [
                 [e.name, str(e.rank), f"{self.energy[e.name]:.1%}", f"{e.error:.3f}"] for e in self.worst
             ]
-            lines.append(format_table(rows, left=(0,)))
+            lines.append(str(Table(rows, left=(0,))))
         return "\n".join([*lines, f"verdict: {self.verdict}"] if self.verdict else lines)
 
     @property

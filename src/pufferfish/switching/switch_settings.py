@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planning.plan import Plan, check_is_plan
-from ..planning.planner import plan as make_plan
+from ..planning.plan import plan as make_plan
 from ..planning.rules import Rule, StableRank
 from .moments import RanksSettle, When, counts_steps
 

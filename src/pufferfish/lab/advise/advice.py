@@ -19,7 +19,7 @@ from ...measure.options import (
     format_seconds,
 )
 from ...planning.plan import Plan
-from ...planning.table import Table
+from ...planning.text import Table
 from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
 from .method_name import NODE, is_local, parse_method_name, warm_up_name
 

@@ -21,9 +21,8 @@ from ...measure.cost_model import (
     with_local_exchange,
 )
 from ...measure.options import OptionBuilder, TrainingOption, estimate, select_layers
-from ...planning.plan import Plan
-from ...planning.planner import plan
-from ...planning.progress import progress, track
+from ...planning.plan import Plan, plan
+from ...planning.text import progress, track
 from ..train.local_method import LOCAL_METHODS
 from ..train.training_method import training_method
 from .advice import Advice

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...measure import Link
-from ...planning.planner import plan
-from ...planning.progress import progress
+from ...planning.plan import plan
+from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.process_group import WorkersUnreachable, process_group
 from ..train.worker_device import worker_device

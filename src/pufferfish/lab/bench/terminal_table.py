@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...planning.table import Table
+from ...planning.text import Table
 from ..report.comparison import Comparison, compare_runs, find_runs
 from ..report.formatting import format_bytes
 from ..report.headline import headline

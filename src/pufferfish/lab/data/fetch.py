@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 from ...lowrank.files import sha256, sync
-from ...planning.progress import progress
+from ...planning.text import progress
 from .dataset import Dataset, Download
 
 TIMEOUT = 60.0  # seconds without data

@@ -7,8 +7,7 @@ import torch
 from ...compression import Accordion, Engine, Meter, Method, NoCompression, PowerSGD, Settings
 from ...compression.parse_method import method_classes, parse_method
 from ...compression.simulated import OneWorker
-from ...planning.progress import track
-from ...planning.table import Table
+from ...planning.text import Table, track
 
 SHAPE = (1024, 1024)
 #: Standard deviation of the gradients: 1 % of the elements exceed the default τ = 0.001 of Threshold.

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...lowrank.checks import check_structure
 from ...planning.plan import Plan
-from ...planning.planner import plan as make_plan
+from ...planning.plan import plan as make_plan
 from ...switching.moments import AtEpoch, AtFraction
 from ...switching.switch import Switch
 from ..tasks import Recipe

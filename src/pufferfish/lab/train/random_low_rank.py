@@ -10,7 +10,7 @@ from ...planning.plan import Plan
 def random_low_rank_(model: nn.Module, plan: Plan) -> nn.Module:
     """Give a model the low-rank structure of a plan, in place, without an SVD: random factors take as much time.
 
-    >>> from pufferfish.planning.planner import plan
+    >>> from pufferfish.planning.plan import plan
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> random_low_rank_(model, plan(model, 0.25))(torch.ones(1, 64)).isfinite().all()
     tensor(True)

@@ -11,7 +11,8 @@ from ...layers.matrix import Index, at_least_fp32
 from ...layers.names import named_modules, own_name
 from ...lowrank.rewrite import set_parameter
 from ...optim.carry import Carrier, State, project, state_kinds
-from ...planning.plan import Entry, Plan
+from ...planning.entries import Entry
+from ...planning.plan import Plan
 from .outline import local, shard_like, whole
 
 #: Whole down.weight and up.weight by entry name.

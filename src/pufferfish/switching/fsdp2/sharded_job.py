@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...distributed import shared_svd
 from ...distributed.job import Job
 from ...distributed.workers import Workers
-from ...planning.plan import Entry
+from ...planning.entries import Entry
 from .outline import check_finite, outline, parameters, whole
 
 T = TypeVar("T")
