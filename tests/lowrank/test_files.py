@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.integrations.convert import convert, merge, plan_file
+from pufferfish.integrations.convert import convert, low_rank_names, merge, plan_file
 from pufferfish.layers.names import own_keys
-from pufferfish.lowrank.optimizer_state_dict import low_rank_names
 from pufferfish.measure import RunLog
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import Matrix
+from ..layers import FactorMap, Matrix
 from ..layers.names import unwrap
 from .json_file import write_text
 from .profile import Profile
@@ -186,6 +186,12 @@ class Plan:
             if e.rank is not None and e.matrix is not None:
                 ranks.setdefault(e.layer, {})[e.matrix.name] = e.rank
         return ranks
+
+    @property
+    def factor_map(self) -> FactorMap:
+        """The parameters of the layers that become low-rank, in both forms. Needs all ranks."""
+        ranks = self.ranks
+        return FactorMap((e.layer, e.matrix, e.rank) for e in self.entries if e.matrix and e.layer in ranks)
 
     @property
     def after(self) -> Totals:
