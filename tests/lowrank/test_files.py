@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pufferfish as pf
-from pufferfish.integrations.convert import convert, merge, plan_file
+from pufferfish.integrations.convert import convert, low_rank_names, merge, plan_file
 from pufferfish.layers.names import own_keys
-from pufferfish.lowrank.optimizer_state_dict import low_rank_names
 from pufferfish.measure import RunLog
 
 
@@ -208,7 +207,7 @@ def test_converting_holds_one_layer_in_memory(tmp_path: Path) -> None:
         weakref.finalize(tensor, gone)
         return tensor
 
-    from pufferfish.lowrank.weight_files import write_weights
+    from pufferfish.lowrank.state_dict import write_weights
 
     source = Source({k: (v.shape, v.dtype) for k, v in state.items()}, get)
     names = write_weights(tmp_path, "out", factorized(source, pf.plan(model)), max_shard=150_000)

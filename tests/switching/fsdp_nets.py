@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import pufferfish as pf
 from pufferfish.distributed.workers import Workers
+from pufferfish.optim.carry import whole
 from pufferfish.switching.fsdp2 import rebuild
-from pufferfish.switching.fsdp2.outline import parameters, whole
+from pufferfish.switching.fsdp2.outline import parameters
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
-from pufferfish.switching.fsdp2.outline import parameters, whole
+from pufferfish.optim.carry import whole
+from pufferfish.switching.fsdp2.outline import parameters
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
 FLAT = torch.ones(64, dtype=torch.float64)

@@ -37,8 +37,9 @@ import pufferfish as pf
 from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
+from pufferfish.optim.carry import whole
 from pufferfish.switching.fsdp2 import ShardedJob, rebuild
-from pufferfish.switching.fsdp2.outline import local, outline, parameters, whole
+from pufferfish.switching.fsdp2.outline import local, outline, parameters
 
 
 def check_like_ddp(

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from optimizers import Net, batch, muon_and_adamw
 from processes import in_processes, same_everywhere
-from pufferfish.switching.fsdp2.outline import parameters, whole
+from pufferfish.optim.carry import whole
+from pufferfish.switching.fsdp2.outline import parameters
 
 
 def build() -> nn.Module:

@@ -58,7 +58,7 @@ def factors(model: nn.Module, plan: Plan, workers: Workers) -> Fill:
     layers = {name: module for name, _, module in named_modules(model)}
     weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
     own = workers.run_on_all(
-        lambda: {e.name: svd_factors(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
+        lambda: {e.name: svd_of(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
     )
     found = {
         e.name: broadcast_factors(e, own.pop(e.name, None), weights[e.name], workers, owner[e.name])
@@ -67,24 +67,27 @@ def factors(model: nn.Module, plan: Plan, workers: Workers) -> Fill:
     return lambda e, weight: found[e.name]
 
 
+def svd_of(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors of one matrix, given the dense parameter that holds it."""
+    assert e.matrix is not None
+    return svd_factors(e, e.matrix.to_matrix(weight.detach()))
+
+
 def broadcast_factors(
     e: Entry, own: tuple[Tensor, Tensor, float | None] | None, weight: Tensor, workers: Workers, source: int
 ) -> tuple[Tensor, Tensor, float]:
-    """Broadcast the factors and the relative error of one matrix.
+    """Broadcast the factors U, V and the relative error of one matrix.
 
     Args:
-        own: from `svd_factors`, on the worker `source`.
+        own: from `svd_of`, on the worker `source`.
         weight: gives dtype and device.
     """
-    if own is None:
-        (down, up), error = empty_factors(e, weight), None
-    else:
-        down, up, error = own
-        down, up = (x.to(weight.dtype).contiguous() for x in (down, up))
+    U, V, error = (*empty_factors(e, weight), None) if own is None else own
+    U, V = (x.to(weight.dtype).contiguous() for x in (U, V))
     error_tensor = torch.tensor([error or 0.0], dtype=torch.float64, device=weight.device)
-    for x in (down, up, error_tensor):
+    for x in (U, V, error_tensor):
         workers.broadcast_tensor(x, source)
-    return down, up, float(error_tensor)
+    return U, V, float(error_tensor)
 
 
 def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:

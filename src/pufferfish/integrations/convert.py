@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import importlib.util
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn, optim
 
+from ..layers.names import own_keys, own_name
+from ..lowrank.checks import check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
     LOW_RANK,
@@ -22,19 +25,25 @@ from ..lowrank.files import (
     sync,
     write_manifest,
 )
-from ..lowrank.optimizer_state_dict import convert_optimizer
-from ..lowrank.state_dict import LazyTensor, Source, factorized, merged, resolve
-from ..lowrank.weight_files import (
+from ..lowrank.state_dict import (
     MAX_SHARD,
+    LazyTensor,
+    Source,
+    factorized,
+    merged,
     open_file,
     open_weights,
+    resolve,
     write_safetensors,
     write_weights,
 )
+from ..optim.carry import Carrier, State, Undo
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.text import track
 from .model_card import add_notice, remove_notice
+
+Saved = dict[str, Any]  # an optimizer's `state_dict()`
 
 _OPTIMIZER = "optimizer.pt"
 _TRAINER = "trainer_state.json"
@@ -178,10 +187,10 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
                 saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
                 if back:
-                    dense, factors = _source_of(tensors), source
+                    dense, factors = Source.of_lazy(tensors), source
                 else:
                     dense, factors = source, stack.enter_context(open_weights(fresh / files[-1]))
-                state = convert_optimizer(saved_state, dense, factors, plan, back=back)
+                (state,) = convert_optimizers([saved_state], dense, factors, plan, back=back)
                 _torch_save(state, fresh / _OPTIMIZER)
             if not back:
                 write_manifest(fresh, plan, files)
@@ -205,12 +214,6 @@ def _meta_model(folder: Path) -> Any:
     from .checkpoint_names import meta_model
 
     return meta_model(folder)
-
-
-def _source_of(tensors: list[LazyTensor]) -> Source:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in by_name.items()}
-    return Source(shapes, lambda name: by_name[name].make())
 
 
 def _copy_other_files(folder: Path, fresh: Path) -> None:
@@ -253,10 +256,9 @@ def _torch_data(path: Path, data: Any, plan: Plan, back: bool) -> tuple[Plan, An
     if found is None:
         raise ValueError(f"{path}: {problem}")
     dense, low_rank = reversed(found) if back else found
-    for key, value in data.items():
-        if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
-            data[key] = convert_optimizer(dict(value), Source.of(dense), Source.of(low_rank), plan, back=back)
-    return plan, data
+    states = {key: dict(value) for key, value in data.items() if _is_optimizer(value)}
+    now = convert_optimizers([*states.values()], Source.of(dense), Source.of(low_rank), plan, back=back)
+    return plan, {**data, **dict(zip(states, now, strict=True))}
 
 
 def _torch_save(data: Any, path: Path) -> None:
@@ -266,6 +268,10 @@ def _torch_save(data: Any, path: Path) -> None:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values())
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
 @contextlib.contextmanager
@@ -283,3 +289,144 @@ def _new_file(path: Path) -> Iterator[Path]:
         raise
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def convert_optimizers(
+    saved: list[Saved], dense: Source, low_rank: Source, plan: Plan, *, back: bool = False
+) -> list[Saved]:
+    """Convert the `state_dict()` of a model's optimizers from a dense to a low-rank model, or back.
+
+    They number the parameters. Their names are known if an optimizer was built with `named_parameters()`; otherwise
+    the numbers must follow the order of the model's parameters.
+
+    Args:
+        saved: the state dicts of all optimizers before the conversion.
+        dense: state dict of the dense model.
+        low_rank: state dict of the low-rank model.
+        plan: with all ranks.
+        back: convert from low-rank to dense.
+    """
+    if not saved:
+        return []
+    factor_map = plan.factor_map
+    dense_params, low_rank_params = _stand_ins(dense, low_rank, plan)
+    before, after = (low_rank_params, dense_params) if back else (dense_params, low_rank_params)
+    optimizers = [_optimizer(one, before) for one in saved]
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if len(saved) > 1 and len(set(held)) < len(held):  # copies of one, such as the last and the best state
+        return [convert_optimizers([one], dense, low_rank, plan, back=back)[0] for one in saved]
+    carrier, factors = Carrier(optimizers, before.values()), _Factors(low_rank)
+    for name, targets in factor_map.replaced.items():
+        low = {target: low_rank_params[target] for target in targets}
+        if back:
+            carrier.join(factor_map, name, low, dense_params[name], factors)
+            continue
+        for target in targets:
+            check_accepted(target, low[target], [dense_params[name]], optimizers)
+        carrier.split(factor_map, name, dense_params[name], low, factors)
+    carrier.commit(Undo(), after)
+    return [_state_dict(one, was) for one, was in zip(optimizers, saved, strict=True)]
+
+
+class _Factors(dict[str, Tensor]):
+    """Whole factors by name, read when they are needed."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.key_of = {own: key for key, own in own_keys(source.shapes).items()}
+
+    def __missing__(self, name: str) -> Tensor:
+        return self.source.get(self.key_of[name])
+
+
+def _stand_ins(
+    dense: Source, low_rank: Source, plan: Plan
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Parameters without values of both models, in their order. One that is not replaced is the same object in both."""
+    dense_params = _on_meta(dense, list(plan.parameters))
+    low_rank_params = _on_meta(low_rank, low_rank_names(plan))
+    targets_of = plan.factor_map.targets
+    for name, parameter in dense_params.items():
+        targets = targets_of.get(name, (name,))
+        if len(targets) == 1:
+            low_rank_params[targets[0]] = parameter
+    return dense_params, low_rank_params
+
+
+def _on_meta(source: Source, names: list[str]) -> dict[str, nn.Parameter]:
+    shapes = {own: source.shapes[key][0] for key, own in own_keys(source.shapes).items()}
+    return {name: nn.Parameter(torch.empty(shapes[name], device="meta")) for name in names if name in shapes}
+
+
+def _optimizer(saved: Saved, params: Mapping[str, nn.Parameter]) -> optim.Optimizer:
+    """An optimizer with the groups and the state that were saved."""
+    names = _names_by_number(saved, {name: p.shape for name, p in params.items()})
+    others = {name: nn.Parameter(torch.empty(0)) for name in names.values() if name not in params}
+    held = {i: {**params, **others}[name] for i, name in names.items()}
+    groups = saved["param_groups"]
+    kind: Any = optim.Muon if any("ns_steps" in group for group in groups) else optim.SGD
+    optimizer: optim.Optimizer = kind([nn.Parameter(torch.empty(1, 1))])
+    optimizer.param_groups = [{**group, "params": [held[i] for i in group["params"]]} for group in groups]
+    optimizer.state.update({held[i]: state for i, state in saved["state"].items()})
+    return optimizer
+
+
+def _state_dict(optimizer: optim.Optimizer, saved: Saved) -> Saved:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    number = {id(p): i for i, p in enumerate(held)}
+    groups = [
+        {**group, "params": [number[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    state = {number[id(p)]: optimizer.state[p] for p in held if p in optimizer.state}
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def low_rank_names(plan: Plan) -> list[str]:
+    """Names of the low-rank model's parameters, in its order.
+
+    A module lists its own parameters before those of its children, so inside a layer names without a dot come first,
+    then the others child by child.
+    """
+    targets, layers = plan.factor_map.targets, plan.ranks.keys()
+    names: list[str] = []
+    for layer, own in itertools.groupby(
+        plan.parameters, lambda name: next((x for x in layers if not x or name.startswith(f"{x}.")), None)
+    ):
+        new = [target for name in own for target in targets.get(name, (name,))]
+        if layer is not None:
+            short = len(layer) + 1 if layer else 0
+            children = list(dict.fromkeys(n[short:].split(".")[0] for n in new if "." in n[short:]))
+            new.sort(key=lambda n: 1 + children.index(n[short:].split(".")[0]) if "." in n[short:] else 0)
+        names += new
+    return names
+
+
+def _names_by_number(saved: dict[str, Any], shapes: Mapping[str, torch.Size]) -> dict[int, str]:
+    """Names of the parameters by number. `shapes` are those of the model's parameters, in their order.
+
+    If the groups have no names, each group is assumed to follow the model's order. Then the next parameter of the
+    model must be, by its shape, the next one of exactly one group.
+    """
+    names = [own_name(n) for group in saved["param_groups"] for n in group.get("param_names", ())]
+    numbers = [i for group in saved["param_groups"] for i in group["params"]]
+    if len(names) == len(numbers):
+        return dict(zip(numbers, names, strict=True))
+    remaining = [list(group["params"]) for group in saved["param_groups"]]
+    matched: dict[int, str] = {}
+    for name, shape in shapes.items():
+        fitting = [
+            group for group in remaining if group and _shape_of(saved["state"].get(group[0])) in (None, shape)
+        ]
+        if len(fitting) == 1:
+            matched[fitting[0].pop(0)] = name
+    if len(matched) != len(numbers) or len(matched) != len(shapes):
+        raise ValueError(
+            "the optimizer state cannot be matched to the parameters: its groups have no names and do not follow the "
+            "order of the model's parameters; build the optimizer with model.named_parameters(), or remove its state"
+        )
+    return matched
+
+
+def _shape_of(state: State | None) -> torch.Size | None:
+    values = (state or {}).values()
+    return next((v.shape for v in values if isinstance(v, Tensor) and v.dim()), None)

@@ -7,7 +7,7 @@ from .embedding import LowRankEmbedding
 from .experts import LowRankExperts
 from .grouped import GroupedLinear, Routing
 from .linear import LowRankConv1D, LowRankLinear
-from .matrix import FactorMap, Matrix
+from .matrix import FactorMap, Matrix, Part
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
 from .shared_input import SharedInput
 
@@ -27,6 +27,7 @@ __all__ = [
     "LowRankMultiheadAttention",
     "LowRankRNN",
     "Matrix",
+    "Part",
     "Routing",
     "SharedInput",
     "low_rank_type",

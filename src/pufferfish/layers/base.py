@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .matrix import Matrix
+from .matrix import FactorMap, Matrix
 from .product_weight import READ_ONLY, ProductWeight
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -66,6 +66,11 @@ class LowRank(nn.Module, ABC):
     ) -> int:
         """Number of these vectors whose gradient is computed in backward."""
         return cls.positions(matrix, args, kwargs, output) if any_requires_grad((args, kwargs)) else 0
+
+    @property
+    def factor_map(self) -> FactorMap:
+        """The parameters of this layer in both forms, by their names in the layer."""
+        return FactorMap(("", x, self.ranks.get(x.name)) for x in self.matrices(self._dense[0]))
 
     def factors(self) -> dict[Matrix, tuple[Tensor, Tensor]]:
         """(down, up) weights of every factorized matrix."""

@@ -1,9 +1,9 @@
-"""`Matrix`: layout of a weight matrix in a dense layer and of its factors; `FactorMap`: the parameters of a layer in both forms."""
+"""`Matrix`: layout of a weight matrix in a dense layer and of its factors; `FactorMap`: all tensors of a model in both forms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,23 +75,14 @@ class Matrix:
         """Number of blocks that multiply one vector."""
         return 1 if self.routed else self.blocks
 
-    def copied_slices(self, factorized: bool) -> list[tuple[str, Index, str]]:
-        """Slices that are copied unchanged: (dense parameter, their index, name in the low-rank layer)."""
-        slices = []
-        if not factorized:
-            slices.append((self.weight, self.index, self.dense or self.weight))
-        if self.bias is not None:
-            target = join_name(self.name, "up.bias" if factorized else "bias")
-            slices.append((self.bias, self._bias_index, target))
-        return slices
-
     @property
     def index(self) -> Index:
         """Index of this matrix in its dense parameter."""
         return _index(self.dim, self.start, self.shape[self.dim], self.step)
 
     @property
-    def _bias_index(self) -> Index:
+    def bias_index(self) -> Index:
+        """Index of the matrix' part of the bias."""
         # `m` of a transposed convolution counts the kernel too.
         outputs = self.up_tail[0] if self.up_transposed else self.m
         if self.routed:
@@ -103,7 +94,7 @@ class Matrix:
         if parameter == self.weight:
             shape, index = self.shape, self.index
         elif parameter == self.bias:
-            index = self._bias_index
+            index = self.bias_index
             shape = (self.blocks, 0) if self.routed else (0,)
         else:
             return ()
@@ -141,48 +132,112 @@ class Matrix:
         U, V = self.to_factors(down, up)
         return self.from_matrix(U @ V)
 
-    def product_fp32(self, down: Tensor, up: Tensor) -> Tensor:
-        """Product U V (blocks, m, n), computed in fp32, or in fp64 for fp64 factors."""
-        U, V = map(at_least_fp32, self.to_factors(down, up))
-        return U @ V
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of a dense parameter: a matrix that becomes two factors, or a slice that is copied under another name."""
 
-@dataclass
-class FactorMap:
-    """Parameters of one layer in its dense and its low-rank form, by their names in the layer."""
-
-    matrices: list[Matrix]
-    ranks: Mapping[str, int]  # of the factorized matrices, by `Matrix.name`
-    dense: dict[str, Tensor]
-    low_rank: dict[str, Tensor]
+    layer: str
+    matrix: Matrix
+    rank: int | None  # None: it is copied
+    source: str  # the dense parameter
+    index: Index  # of the piece in it
+    targets: tuple[str, ...]  # V and U, or the copy
 
     @property
-    def targets(self) -> dict[str, list[str]]:
-        """Low-rank parameters that each dense parameter becomes. A single one means that it is only renamed."""
-        targets: dict[str, list[str]] = {}
-        for x in self.matrices:
-            factorized = x.name in self.ranks
-            if factorized:
-                targets.setdefault(x.weight, []).extend((x.down, x.up))
-            for source, _, target in x.copied_slices(factorized):
-                targets.setdefault(source, []).append(target)
-        return targets
+    def name(self) -> str:
+        """Name of the matrix in a plan."""
+        return join_name(self.layer, self.matrix.name)
 
-    def assemble(
-        self, name: str, out: Tensor, product: Callable[[Matrix], Tensor], copied: Callable[[str], Tensor]
-    ) -> Tensor:
-        """Fill the dense tensor `out` of parameter `name`.
+    def factors(self, get: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """U (blocks, m, r) and V (blocks, r, n), given the low-rank parameters, or tensors of their shapes, by name."""
+        down, up = self.targets
+        return self.matrix.to_factors(get(down), get(up))
 
-        `product` gives W (blocks, m, n) of a matrix, `copied` a slice by its name in the low-rank layer.
+
+class FactorMap:
+    """Which low-rank parameters each dense parameter of a model becomes, and conversion of any tensor of their shapes.
+
+    All that changes between dense and low-rank goes through it: weights, optimizer state, shards, files.
+
+    Args:
+        matrices: All matrices of the layers that change: layer, matrix, and rank, or None if it is not factorized.
+
+    Attributes:
+        targets: Low-rank names by dense name. A single one means that the parameter is the same object in both forms.
+
+    >>> x = Matrix(name="", weight="weight", bias="bias", shape=(4, 6), m=4, n=6, down_row=(6,))
+    >>> FactorMap([("fc", x, 2)]).targets
+    {'fc.weight': ('fc.down.weight', 'fc.up.weight'), 'fc.bias': ('fc.up.bias',)}
+    """
+
+    def __init__(self, matrices: Iterable[tuple[str, Matrix, int | None]]) -> None:
+        self.parts: dict[str, list[Part]] = {}  # by dense name
+        for layer, x, rank in matrices:
+            pieces = [(x.weight, x.index, rank, (x.down, x.up) if rank else (x.dense or x.weight,))]
+            if x.bias is not None:
+                copy = join_name(x.name, "up.bias" if rank else "bias")
+                pieces.append((x.bias, x.bias_index, None, (copy,)))
+            for own, index, r, new in pieces:
+                source, targets = join_name(layer, own), tuple(join_name(layer, name) for name in new)
+                part = Part(layer=layer, matrix=x, rank=r, source=source, index=index, targets=targets)
+                self.parts.setdefault(source, []).append(part)
+        self.targets = {
+            name: tuple(target for part in parts for target in part.targets)
+            for name, parts in self.parts.items()
+        }
+
+    @property
+    def replaced(self) -> dict[str, tuple[str, ...]]:
+        """`targets` of the parameters that are not the same object in both forms."""
+        return {name: targets for name, targets in self.targets.items() if len(targets) > 1}
+
+    def split(
+        self, name: str, value: Tensor, factor: Callable[[Part, Tensor], tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Low-rank names and tensors of one dense tensor.
+
+        Args:
+            factor: gives U (blocks, m, r) and V (blocks, r, n) of a matrix W (blocks, m, n).
         """
-        for x in self.matrices:
-            factorized = x.name in self.ranks
-            if factorized and x.weight == name:
-                out[x.index] = x.from_matrix(product(x)).to(out.dtype)
-            for source, index, target in x.copied_slices(factorized):
-                if source == name:
-                    out[index] = copied(target).to(out.dtype)
+        for part in self.parts[name]:
+            if part.rank is None:
+                yield part.targets[0], value[part.index]
+            else:
+                x = part.matrix
+                yield from zip(part.targets, x.from_factors(*factor(part, x.to_matrix(value))), strict=True)
+
+    def join(
+        self,
+        name: str,
+        get: Callable[[str], Tensor],
+        product: Callable[[Part, Tensor, Tensor], Tensor],
+        out: Tensor,
+    ) -> Tensor:
+        """Fill `out` with a dense tensor.
+
+        Args:
+            get: gives a low-rank tensor by its name.
+            product: gives W (blocks, m, n) for U and V.
+        """
+        for part in self.parts[name]:
+            if part.rank is None:
+                piece = get(part.targets[0])
+            else:
+                piece = part.matrix.from_matrix(product(part, *part.factors(get)))
+            out[part.index] = piece.to(out.dtype)
         return out
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a dense parameter."""
+        own = name.removeprefix(f"{self.parts[name][0].layer}.")
+        shapes = [part.matrix.least_shape(own) for part in self.parts[name]]
+        return torch.Size(map(max, zip(*shapes, strict=True)))
+
+
+def product(part: Part, U: Tensor, V: Tensor) -> Tensor:
+    """The matrix that two factors stand for, computed in fp32, or in fp64 for fp64 factors."""
+    return at_least_fp32(U) @ at_least_fp32(V)
 
 
 def _index(dim: int, start: int, length: int, step: int) -> Index:

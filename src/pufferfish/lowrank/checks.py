@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -104,19 +104,25 @@ def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
             raise ValueError("the model itself is the layer to replace; wrap it in an nn.Sequential")
         chosen.setdefault(e.layer, []).append(e.matrix.name)
     for layer, names in chosen.items():
-        module = layers[layer]
-        kind = low_rank_type(type(module))
-        assert kind is not None
-        replaced, _ = replaced_parameters(kind.matrices(module), names, module)
-        for name in replaced:
-            parameter = module.get_parameter(name)
-            if uses[id(parameter)] > 1:
-                raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
-            if type(parameter.data) is not Tensor:
-                raise ValueError(
-                    f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor"
-                )
-        check_hooks(layer, module, replaced)
+        _check_replaced(layer, layers[layer], names, uses)
+
+
+def _check_replaced(layer: str, module: nn.Module, names: list[str], uses: Counter[int]) -> None:
+    """Raise ValueError unless the parameters of a layer can be replaced, if the matrices `names` are factorized.
+
+    Args:
+        uses: how often the model has each parameter, by id.
+    """
+    kind = low_rank_type(type(module))
+    assert kind is not None
+    replaced = FactorMap(("", x, int(x.name in names) or None) for x in kind.matrices(module)).replaced
+    for name in replaced:
+        parameter = module.get_parameter(name)
+        if uses[id(parameter)] > 1:
+            raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
+        if type(parameter.data) is not Tensor:
+            raise ValueError(f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor")
+    check_hooks(layer, module, [*replaced])
 
 
 def _text(matrix: Matrix | None) -> str:
@@ -124,28 +130,6 @@ def _text(matrix: Matrix | None) -> str:
         return "no such weight"
     blocks = f" in {matrix.blocks} blocks" if matrix.blocks > 1 else ""
     return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
-
-
-def replaced_parameters(
-    matrices: list[Matrix], names: Collection[str], dense: nn.Module
-) -> tuple[list[str], list[str]]:
-    """Names of the dense and of the low-rank parameters that are not the same object in both layers.
-
-    Args:
-        matrices: all matrices of the layer.
-        names: those that are factorized.
-    """
-    replaced: tuple[list[str], list[str]] = ([], [])
-    for x in matrices:
-        pieces = [(x.weight, x.down), (x.weight, x.up)] if x.name in names else []
-        for source, index, target in x.copied_slices(x.name in names):
-            parameter = dense.get_parameter(source).detach()
-            if parameter[index].shape != parameter.shape:
-                pieces.append((source, target))
-        for dense_name, low_rank_name in pieces:
-            replaced[0].append(dense_name)
-            replaced[1].append(low_rank_name)
-    return replaced
 
 
 def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
@@ -176,18 +160,6 @@ def check_accepted(name: str, new: Tensor, old: Sequence[Tensor], optimizers: Se
             raise ValueError(
                 f"{name}: its shape is {'×'.join(map(str, new.shape))}, but {type(optimizer).__name__} takes matrices "
                 "only; pass a second optimizer, such as AdamW, in a list with it, or leave this layer unchanged"
-            )
-
-
-def check_layer_accepted(
-    layer: str, low_rank: LowRank, dense: nn.Module, optimizers: Sequence[Optimizer]
-) -> None:
-    """`check_accepted` for all parameters of a layer that becomes low-rank."""
-    matrices = low_rank.matrices(dense)
-    for name, parts in FactorMap(matrices, low_rank.ranks, {}, {}).targets.items():
-        for part in parts:
-            check_accepted(
-                f"{layer}.{part}", low_rank.get_parameter(part), [dense.get_parameter(name)], optimizers
             )
 
 

@@ -102,14 +102,10 @@ def _is_trained(model: nn.Module) -> bool:
     return any(p.dim() == 1 and bool((p != p[:1]).any()) for p in known)
 
 
-def svd_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
+def svd_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
     """Factors of one matrix by truncated SVD, and the relative error; without values on the meta device."""
-    assert e.matrix is not None
     assert e.rank is not None
-    if weight.is_meta:
-        return *empty_factors(e, weight), None
-    U, V, error = svd.split(e.matrix.to_matrix(weight.detach()), e.rank)
-    return *e.matrix.from_factors(U, V), error
+    return (*empty_factors(e, W), None) if W.is_meta else svd.split(W, e.rank)
 
 
 def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:

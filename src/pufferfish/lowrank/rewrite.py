@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,15 @@ from torch.utils import _pytree as pytree
 
 from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type
 from ..layers.base import CALL_HOOKS
-from ..layers.names import named_modules
+from ..layers.matrix import Part, product
+from ..layers.names import join_name, named_modules, own_name
 from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import track
-from .checks import check_hooks, check_layer_accepted, check_not_sharded, replaced_parameters
+from .checks import check_accepted, check_hooks, check_not_sharded
 
-#: Returns down.weight, up.weight and the relative error (None: unknown) of one matrix, given its dense parameter.
+#: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
 #: Calls a function on all workers that change a model together, and returns its result; an error of one is raised on all.
 OnAll = Callable[[Callable[[], Any]], Any]
@@ -85,53 +86,61 @@ class Rewrite:
         self.model = model
         self._optimizers = as_list(optimizer)
         check_optimizers(self._optimizers)
-        self.carrier = Carrier(self._optimizers, model, carry)
+        self.carrier = Carrier(self._optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(self, plan: Plan, fill: Fill) -> Plan:
         """Prepare low-rank layers. Returns the plan with the errors that `fill` returned."""
         paths = {name: path for name, path, _ in named_modules(self.model)}
         # All structures first, on the meta device: the constructor of a registered layer type may raise.
-        structures = {
-            layer: _structure(self.model.get_submodule(paths[layer]), r) for layer, r in plan.ranks.items()
-        }
-        for layer, low_rank in structures.items():
-            dense = self.model.get_submodule(paths[layer])
-            check_layer_accepted(layer, low_rank, dense, self._optimizers)
+        structures = {layer: self._structure(layer, paths[layer], r) for layer, r in plan.ranks.items()}
         errors: dict[str, float | None] = {}
+        entries = {e.name: e for e in plan.entries}
         for layer, low_rank in track(structures.items(), "factorizing layers"):
-            dense, ranks = self.model.get_submodule(paths[layer]), low_rank.ranks
-            mapping = FactorMap(low_rank.matrices(dense), ranks, dict(dense.named_parameters()), {})
-            for e in (e for e in plan.entries if e.layer == layer and e.rank is not None):
-                assert e.matrix is not None
-                weight = mapping.dense[e.matrix.weight]
-                down, up, errors[e.name] = fill(e, weight)
-                for name, value in ((e.matrix.down, down), (e.matrix.up, up)):
-                    mapping.low_rank[name] = _parameter(value, weight)
-            for x in mapping.matrices:
-                for source, index, target in x.copied_slices(x.name in ranks):
-                    old = mapping.dense[source]
-                    part = old.detach()[index]
-                    mapping.low_rank[target] = old if part.shape == old.shape else _parameter(part, old)
-            for name, _ in list(low_rank.named_parameters()):
-                # Parameters of no matrix, such as the biases of a recurrent layer, keep their names.
-                if name not in mapping.low_rank:
-                    mapping.low_rank[name] = mapping.dense[name]
-                set_parameter(low_rank, name, mapping.low_rank[name])
-            self.carrier.to_factors(mapping)
-            self._put(paths[layer], dense, low_rank)
+
+            def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
+                e = entries[join_name(layer, part.name)]
+                U, V, errors[e.name] = fill(e, W)
+                return U, V
+
+            self._split(paths[layer], low_rank, factored)
         for names in plan.shared_inputs:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
             if len(layers) > 1:
                 SharedInput(layers)
-        kinds = {kind for module in self.model.modules() for kind in type(module).__mro__}
-        if any(
-            kind.__module__.startswith("transformers.") for kind in kinds
-        ):  # a model of it, or a part of one
+        modules = {kind.__module__ for module in self.model.modules() for kind in type(module).__mro__}
+        if any(x.startswith("transformers.") for x in modules):  # a model of it, or a part of one
             from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
         return plan.replace(
             dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
         )
+
+    def _structure(self, layer: str, path: str, ranks: dict[str, int]) -> LowRank:
+        """A low-rank layer without values, whose parameters the optimizers accept."""
+        dense = self.model.get_submodule(path)
+        kind = low_rank_type(type(dense))
+        assert kind is not None
+        low_rank = kind(dense, ranks)
+        for name, targets in low_rank.factor_map.replaced.items():
+            for target in targets:
+                factor, weight = low_rank.get_parameter(target), dense.get_parameter(name)
+                check_accepted(f"{layer}.{target}", factor, [weight], self._optimizers)
+        return low_rank
+
+    def _split(
+        self, path: str, low_rank: LowRank, factored: Callable[[Part, Tensor], tuple[Tensor, Tensor]]
+    ) -> None:
+        """Prepare one low-rank layer, given its structure and the factors of its matrices."""
+        dense, factor_map = self.model.get_submodule(path), low_rank.factor_map
+        for name, old in dense.named_parameters(remove_duplicate=False):
+            new = dict.fromkeys(factor_map.targets.get(name, (name,)), old)  # renamed: the same object
+            if len(new) > 1:
+                pieces = factor_map.split(name, old.detach(), factored)
+                new = {target: _parameter(value, old) for target, value in pieces}
+                self.carrier.split(factor_map, name, old, new)
+            for target, parameter in new.items():
+                set_parameter(low_rank, target, parameter)
+        self._put(path, dense, low_rank)
 
     def merge(self) -> None:
         """Prepare dense layers with the products of all factors."""
@@ -141,32 +150,37 @@ class Rewrite:
             if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in found):
                 if path == "":
                     raise ValueError("the model itself is the low-rank layer; wrap it in an nn.Sequential")
-                dense = module._dense[0]
-                matrices = module.matrices(dense)
-                check_hooks(name, module, replaced_parameters(matrices, module.ranks, dense)[1])
+                replaced = module.factor_map.replaced.values()
+                check_hooks(name, module, [target for targets in replaced for target in targets])
                 found[path] = module
         for path, low_rank in found.items():
-            attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}
-            dense = copy.deepcopy(low_rank._dense[0], attributes)  # these stay the same objects
-            for name in vars(dense).keys() & vars(low_rank).keys():
-                if not name.startswith("_"):  # dropout, training, …, which may have been set since then
-                    setattr(dense, name, getattr(low_rank, name))
-            matrices = low_rank.matrices(dense)
-            mapping = FactorMap(matrices, low_rank.ranks, {}, dict(low_rank.named_parameters()))
-            for name, meta in list(dense.named_parameters()):
-                mapping.dense[name] = _dense_parameter(name, meta, mapping)
-                set_parameter(dense, name, mapping.dense[name])
-            if isinstance(dense, nn.RNNBase):
-                dense.flatten_parameters()
-            self.carrier.to_dense(mapping)
-            self._put(path, low_rank, dense)
+            self._join(path, low_rank)
+
+    def _join(self, path: str, low_rank: LowRank) -> None:
+        """Prepare one dense layer."""
+        attributes = {id(x): x for k, x in vars(low_rank._dense[0]).items() if not k.startswith("_")}
+        dense = copy.deepcopy(low_rank._dense[0], attributes)  # these stay the same objects
+        for name in vars(dense).keys() & vars(low_rank).keys():
+            if not name.startswith("_"):  # dropout, training, …, which may have been set since then
+                setattr(dense, name, getattr(low_rank, name))
+        factor_map = low_rank.factor_map
+        for name, meta in list(dense.named_parameters(remove_duplicate=False)):
+            old = {t: low_rank.get_parameter(t) for t in factor_map.targets.get(name, (name,))}
+            new = next(iter(old.values()))  # renamed: the same object
+            if len(old) > 1:
+                new = _dense_parameter(factor_map, name, old, meta)
+                self.carrier.join(factor_map, name, old, new)
+            set_parameter(dense, name, new)
+        if isinstance(dense, nn.RNNBase):
+            dense.flatten_parameters()
+        self._put(path, low_rank, dense)
 
     def commit(self, undo: Undo) -> None:
         """Assign what was prepared."""
         for path, new in self._layers.items():
             owner, _, leaf = path.rpartition(".")
             undo.setattr(self.model.get_submodule(owner), leaf, new)
-        self.carrier.commit(undo)
+        self.carrier.commit(undo, {own_name(name): p for name, p in self.model.named_parameters()})
 
     def _put(self, path: str, old: nn.Module, new: nn.Module) -> None:
         """Note the layer that takes the place of `old`, with its training mode and call hooks."""
@@ -204,26 +218,18 @@ def _stops_wait() -> Iterator[None]:
             signal.raise_signal(arrived[0])
 
 
-def _structure(dense: nn.Module, ranks: dict[str, int]) -> LowRank:
-    kind = low_rank_type(type(dense))
-    assert kind is not None
-    return kind(dense, ranks)
+def nan_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors filled with NaN, to be loaded later."""
+    U, V = empty_factors(e, W)
+    return U.fill_(float("nan")), V.fill_(float("nan")), e.error
 
 
-def empty_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialized factors with the dtype and device of `weight`."""
+def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized factors U and V with the dtype and device of `like`."""
     assert e.matrix is not None
     assert e.rank is not None
-    x = e.matrix
-    U = weight.new_empty(x.blocks, x.m, e.rank, requires_grad=False)
-    V = weight.new_empty(x.blocks, e.rank, x.n, requires_grad=False)
-    return x.from_factors(U, V)
-
-
-def nan_factors(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """Factors filled with NaN, to be loaded later."""
-    down, up = empty_factors(e, weight)
-    return down.fill_(float("nan")), up.fill_(float("nan")), e.error
+    U = like.new_empty(e.matrix.blocks, e.matrix.m, e.rank, requires_grad=False)
+    return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False)
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
@@ -255,19 +261,13 @@ def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _dense_parameter(name: str, meta: Tensor, mapping: FactorMap) -> Tensor:
-    """One dense parameter, computed from the parameters of a low-rank layer."""
-    parts = [mapping.low_rank[part] for part in mapping.targets.get(name, [name])]
-    if len(parts) == 1:
-        return parts[0]  # unchanged or only renamed: the same object
-    whole = torch.empty_like(meta, device=parts[0].device, dtype=parts[0].dtype)
-    mapping.assemble(
-        name,
-        whole,
-        lambda x: x.product_fp32(mapping.low_rank[x.down], mapping.low_rank[x.up]),
-        lambda part: mapping.low_rank[part],
-    )
-    return _with_flags(whole, parts[-1])  # in the memory format of `meta`
+def _dense_parameter(
+    factor_map: FactorMap, name: str, old: Mapping[str, Tensor], meta: Tensor
+) -> nn.Parameter:
+    """One dense parameter, computed from several low-rank ones."""
+    first, *_, last = old.values()
+    out = torch.empty_like(meta, device=first.device, dtype=first.dtype)  # in the memory format of `meta`
+    return _with_flags(factor_map.join(name, old.__getitem__, product, out), last)
 
 
 def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:

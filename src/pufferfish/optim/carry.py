@@ -5,15 +5,15 @@ carried by the same products, and squares by products with the squared factors.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..layers import FactorMap, Matrix
-from ..layers.matrix import at_least_fp32
-from ..layers.names import own_name
+from ..layers import FactorMap
+from ..layers.matrix import Part, at_least_fp32
 
 State = dict[str, Any]
 
@@ -163,12 +163,15 @@ class Carrier:
     """
 
     def __init__(
-        self, optimizers: list[optim.Optimizer], model: nn.Module, carry: bool = True, stream: bool = False
+        self,
+        optimizers: list[optim.Optimizer],
+        parameters: Iterable[Tensor],
+        carry: bool = True,
+        stream: bool = False,
     ) -> None:
-        self.model = model
         self.carry = carry
         self._drafts = [_Draft(optimizer, stream) for optimizer in optimizers]
-        place = {id(p): i for i, p in enumerate(model.parameters())}
+        place = {id(p): i for i, p in enumerate(parameters)}
         # state_dict() numbers parameters by their place in the group. A group in the model's order must be in
         # the model's order afterwards too, or a checkpoint would load into the wrong parameters.
         self._ordered = []
@@ -183,32 +186,49 @@ class Carrier:
             self._names |= zip(map(id, group["params"]), group["param_names"], strict=True)
         self._reset: set[str] = set()  # optimizer types whose state was dropped
 
-    def to_factors(self, params: FactorMap) -> None:
-        """Replace the dense parameters of a layer by the low-rank ones."""
-        for source, targets in params.targets.items():
-            old = params.dense[source]
-            new = [params.low_rank[t] for t in targets]
-            if any(p is old for p in new) or (draft := self.replace([old], new)) is None:
-                continue
-            state = draft.state.pop(old, {})
-            if self.carries(draft, state):
-                for target, carried in factor_state(params, source, state).items():
-                    draft.set_state(params.low_rank[target], carried)
-            else:
-                draft.reset_state(new)
+    def split(
+        self,
+        factor_map: FactorMap,
+        name: str,
+        old: Tensor,
+        new: Mapping[str, Tensor],
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace the dense parameter `name` by low-rank ones.
 
-    def to_dense(self, params: FactorMap) -> None:
-        """Replace the low-rank parameters of a layer by the dense ones."""
-        for target, names in params.targets.items():
-            new = params.dense[target]
-            old = [params.low_rank[name] for name in names]
-            if any(p is new for p in old) or (draft := self.replace(old, [new])) is None:
-                continue
-            states = {name: draft.state.pop(p, {}) for name, p in zip(names, old, strict=True)}
-            if all(states.values()) and all(self.carries(draft, s) for s in states.values()):
-                draft.set_state(new, dense_state(params, target, states))
-            else:
-                draft.reset_state([new])
+        Args:
+            new: by name.
+            factors: whole values of those among `new` that are factors, if `new` are shards or have no values.
+        """
+        if (home := self.replace([old], [*new.values()])) is None:
+            return
+        state = dict(home.state.pop(old, {}))
+        if self.carries(home, state):
+            for target, carried in split_state(
+                factor_map, name, state, new, new if factors is None else factors
+            ).items():
+                home.set_state(new[target], carried)
+        else:
+            home.reset_state(new.values())
+
+    def join(
+        self,
+        factor_map: FactorMap,
+        name: str,
+        old: Mapping[str, Tensor],
+        new: Tensor,
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace the low-rank parameters `old`, by name, by the dense parameter `name`. Arguments as in `split`."""
+        if (home := self.replace([*old.values()], [new])) is None:
+            return
+        states = {target: home.state.pop(p, {}) for target, p in old.items()}
+        if all(states.values()) and all(self.carries(home, state) for state in states.values()):
+            home.set_state(
+                new, join_state(factor_map, name, states, new, old if factors is None else factors)
+            )
+        else:
+            home.reset_state([new])
 
     def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> "_Draft | None":
         """Put `new` in the place of the first of `old` that an optimizer has, and remove the others of `old`.
@@ -251,12 +271,16 @@ class Carrier:
                 f"{name}: the state of replaced parameters was reset; {_CARRIED}", stacklevel=stacklevel
             )
 
-    def commit(self, undo: "Undo") -> None:
-        """Assign groups, in the order of the changed model, and state."""
-        place = {id(p): i for i, p in enumerate(self.model.parameters())}
+    def commit(self, undo: "Undo", parameters: Mapping[str, Tensor]) -> None:
+        """Assign groups and state.
+
+        Args:
+            parameters: of the changed model, by their own names, in its order.
+        """
+        place = {id(p): i for i, p in enumerate(parameters.values())}
         for group in self._ordered:
             group["params"] = sorted(group["params"], key=lambda p: place[id(p)])
-        names = self._names | {id(p): own_name(name) for name, p in self.model.named_parameters()}
+        names = self._names | {id(p): name for name, p in parameters.items()}
         for group in self._named:
             group["param_names"] = [names[id(p)] for p in group["params"]]
         for draft in self._drafts:
@@ -335,53 +359,66 @@ class _Draft:
             self.optimizer.state.update(self.state)
 
 
-def factor_state(params: FactorMap, source: str, state: State) -> dict[str, State]:
-    """Compute the states of the low-rank parameters that replace the dense parameter `source`, by name."""
+def split_state(
+    factor_map: FactorMap, name: str, state: State, new: Mapping[str, Tensor], factors: Mapping[str, Tensor]
+) -> dict[str, State]:
+    """Compute the states of the low-rank parameters `new`, by name, that replace the dense parameter `name`.
+
+    Empties `state`: of a sharded model, one tensor is gathered at a time, and its shard is freed.
+    """
     kinds = state_kinds(state)
-    states: dict[str, State] = {}
-    for x in params.matrices:
-        factorized = x.name in params.ranks
-        if factorized and x.weight == source:
-            down, up = params.low_rank[x.down], params.low_rank[x.up]
-            U, V = (at_least_fp32(f.detach()) for f in x.to_factors(down, up))
-            for key, value in state.items():
-                pair = value, value
-                if key in kinds and value is not None:
-                    pair = x.from_factors(*project(kinds[key], at_least_fp32(x.to_matrix(value)), U, V))
-                states.setdefault(x.down, {})[key] = _like(down, pair[0], value, key in kinds)
-                states.setdefault(x.up, {})[key] = _like(up, pair[1], value, key in kinds)
-        for name, index, target in x.copied_slices(factorized):
-            if name == source:
-                states[target] = {}
-                for key, value in state.items():
-                    tensor = key in kinds and value is not None
-                    part = value[index] if tensor else value
-                    states[target][key] = _like(params.low_rank[target], part, value, tensor)
+    states: dict[str, State] = {target: {} for target in new}
+    for key in list(state):
+        value = state.pop(key)
+        if key not in kinds or value is None:
+            for carried in states.values():
+                carried[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+
+        def projected(part: Part, M: Tensor, kind: str = kinds[key]) -> tuple[Tensor, Tensor]:
+            U, V = (at_least_fp32(x.detach()) for x in part.factors(factors.__getitem__))
+            return project(kind, at_least_fp32(M), U, V)
+
+        value, dtype = whole(value), value.dtype
+        for target, piece in factor_map.split(name, value, projected):
+            states[target][key] = placed(piece, new[target], dtype)
+        del value, piece
     return states
 
 
-def dense_state(params: FactorMap, target: str, states: dict[str, State]) -> State:
-    """Compute the state of the dense parameter `target` from the states of the low-rank ones, by name."""
-    state: State = {}
+def join_state(
+    factor_map: FactorMap, name: str, states: Mapping[str, State], new: Tensor, factors: Mapping[str, Tensor]
+) -> State:
+    """Compute the state of the dense parameter `name` from those of the low-rank ones, by name."""
     first = next(iter(states.values()))
-    kinds = state_kinds(first)
-    new = params.dense[target]
+    kinds, state = state_kinds(first), {}
     for key, value in first.items():
         if key not in kinds or value is None:
-            state[key] = _like(new, value, value, False)
+            state[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        out = torch.zeros_like(new, dtype=value.dtype, requires_grad=False)
 
-        def lifted(x: Matrix, key: str = key) -> Tensor:
-            factors = x.to_factors(params.low_rank[x.down].detach(), params.low_rank[x.up].detach())
-            moments = x.to_factors(states[x.down][key], states[x.up][key])
-            return lift(kinds[key], *map(at_least_fp32, moments), *map(at_least_fp32, factors))
+        def lifted(part: Part, mU: Tensor, mV: Tensor, kind: str = kinds[key]) -> Tensor:
+            U, V = (at_least_fp32(x.detach()) for x in part.factors(factors.__getitem__))
+            return lift(kind, at_least_fp32(mU), at_least_fp32(mV), U, V)
 
-        def copied(name: str, key: str = key) -> Tensor:
-            return cast(Tensor, states[name][key])
-
-        state[key] = params.assemble(target, out, lifted, copied)
+        moments = {target: part[key] for target, part in states.items()}
+        out = torch.zeros_like(new, dtype=value.dtype, device=value.device, requires_grad=False)
+        state[key] = factor_map.join(name, moments.__getitem__, lifted, out)
     return state
+
+
+def whole(x: Tensor) -> Tensor:
+    """The gathered tensor, on every worker, without gradient."""
+    x = x.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def placed(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a whole tensor with the memory format and the sharding of `like`, which may be on the meta device."""
+    device = value.device
+    if isinstance(like, DTensor):
+        value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False).copy_(value)
 
 
 def state_kinds(state: State) -> dict[str, str]:
@@ -444,10 +481,3 @@ def replace_parameters(groups: list[dict[str, Any]], old: Sequence[Tensor], new:
                 replaced = True
         group["params"] = params
     return replaced
-
-
-def _like(parameter: Tensor, value: Any, old: Any, tensor: bool) -> Any:
-    """Copy a state value; tensors get the parameter's shape, device and memory format and the old dtype."""
-    if tensor and isinstance(value, Tensor):
-        return torch.empty_like(parameter, dtype=old.dtype, requires_grad=False).copy_(value)
-    return value.clone() if isinstance(value, Tensor) else value

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import LowRankLinear, Matrix, low_rank_type
+from ..layers import FactorMap, LowRankLinear, Matrix, low_rank_type
 from ..layers.names import own_name, unwrap
 from . import svd
 from .entries import Entry, as_patterns, candidates, select
@@ -293,6 +293,12 @@ class Plan:
             if e.rank is not None and e.matrix is not None:
                 ranks.setdefault(e.layer, {})[e.matrix.name] = e.rank
         return ranks
+
+    @property
+    def factor_map(self) -> FactorMap:
+        """The parameters of the layers that become low-rank, in both forms. Needs all ranks."""
+        ranks = self.ranks
+        return FactorMap((e.layer, e.matrix, e.rank) for e in self.entries if e.matrix and e.layer in ranks)
 
     @property
     def after(self) -> Totals:

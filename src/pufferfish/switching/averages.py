@@ -28,13 +28,10 @@ def in_basis_of(factors: Fill) -> Fill:
     weights are projected on the model's factors instead: W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
     """
 
-    def fill(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        assert e.matrix is not None
-        x = e.matrix
-        down, up, _ = factors(e, weight)
-        _, V = x.to_factors(*(at_least_fp32(factor.to(weight)) for factor in (down, up)))
-        W = x.to_matrix(at_least_fp32(weight.detach()))
-        U = W @ torch.linalg.pinv(V)
-        return *x.from_factors(U, torch.linalg.pinv(U) @ W), None
+    def fill(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+        _, V, _ = factors(e, W)
+        W = at_least_fp32(W)
+        U = W @ torch.linalg.pinv(at_least_fp32(V.to(W)))
+        return U, torch.linalg.pinv(U) @ W, None
 
     return fill

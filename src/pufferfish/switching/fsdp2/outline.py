@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...distributed.job import reshard
 from ...distributed.workers import Workers
@@ -29,19 +29,6 @@ def local(x: Tensor) -> Tensor:
     """The shard of this worker, without gradient."""
     x = x.detach()
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def whole(x: Tensor) -> Tensor:
-    """The gathered tensor, on every worker, without gradient."""
-    x = x.detach()
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def shard_like(full: Tensor, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """This worker's shard of a whole tensor, sharded as `like`."""
-    if isinstance(like, DTensor):
-        full = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False).copy_(full)
 
 
 def outline(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:

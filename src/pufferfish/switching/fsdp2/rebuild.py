@@ -3,23 +3,25 @@
 In addition to its shards a worker holds at most two whole weights, and the memory that its SVD needs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ...compression.fsdp2_hook import find_fsdp2_hook
-from ...distributed.shared_svd import broadcast_factors, owners
+from ...distributed.shared_svd import broadcast_factors, owners, svd_of
 from ...distributed.workers import Workers
+from ...layers import FactorMap
 from ...layers.names import REBUILT, named_modules, own_name, unwrap
 from ...lowrank.checks import check_accepted
-from ...lowrank.factorize import reshape_, svd_factors
-from ...optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
+from ...lowrank.factorize import reshape_
+from ...lowrank.rewrite import set_parameter
+from ...optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers, placed, whole
 from ...planning.plan import Plan
 from .outline import buffers, check_finite, check_same_sharding, check_sharded, local, outline, parameters
-from .routes import Factors, NewParameters, Route, find_routes, transfer
-from .sharded_job import in_rounds
+from .sharded_job import by_weight, in_rounds
 
 
 def rebuild(
@@ -49,71 +51,116 @@ def rebuild(
     Returns:
         The new model, and the plan with the relative error of each layer.
     """
-    optimizers = as_list(optimizer)
+    optimizers, factor_map = as_list(optimizer), plan.factor_map
 
-    def low_rank() -> tuple[nn.Module, dict[str, Route]]:
+    def low_rank() -> nn.Module:
         check_optimizers(optimizers)
         check_sharded(parameters(model))
         dense = outline(model, build)
-        routes = find_routes(dense, plan)
         reshape_(dense, plan)
         new = parameters(dense)
         for name, p in parameters(model).items():
-            for target in routes[name].targets:
+            for target in targets_of(name):
                 check_accepted(target, new[target], [p], optimizers)
-        return dense, routes
+        return dense
+
+    def targets_of(name: str) -> tuple[str, ...]:
+        return factor_map.targets.get(name, (name,))
 
     # In two steps: `shard` may call collectives, so all workers must get there.
-    structure, routes = workers.run_on_all(low_rank)
-    new = workers.run_on_all(lambda: _shard(structure, shard, model, routes, workers))
+    structure = workers.run_on_all(low_rank)
+    new = workers.run_on_all(lambda: _shard(structure, shard, model, targets_of))
     weights = parameters(model)
-    check_finite({name: p for name, p in weights.items() if routes[name].entries}, workers)
+    groups = by_weight(e for e in plan if e.rank is not None)
+    check_finite({name: p for name, p in weights.items() if name in groups}, workers)
     if (hook := find_fsdp2_hook(model)) is not None:
         hook.attach(new)
 
-    carrier = Carrier(optimizers, unwrap(model), carry, stream=True)
-    arrived = NewParameters(unwrap(new), workers.device)
+    carrier = Carrier(optimizers, unwrap(model).parameters(), carry, stream=True)
+    arrived = NewParameters(unwrap(new))
     errors: dict[str, float] = {}
-    entries = [e for name in weights for e in routes[name].entries]
-    owner = owners(entries, workers.size)
-    for name, rank, own in in_rounds(entries, owner, weights, workers, svd_factors):
-        factors: Factors = {}
-        for e in routes[name].entries:
-            down, up, errors[e.name] = broadcast_factors(
+    entries = [e for name in weights for e in groups.get(name, ())]
+    for name, rank, own in in_rounds(entries, owners(entries, workers.size), weights, workers, svd_of):
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for e in groups[name]:
+            U, V, errors[e.name] = broadcast_factors(
                 e, own.pop(e.name, None), local(weights[name]), workers, rank
             )
-            factors[e.name] = down, up
-        transfer(weights.pop(name), routes[name], factors, arrived, carrier)
+            factors[e.name] = U, V
+        transfer(weights.pop(name), factor_map, name, factors, arrived, carrier)
     for name, parameter in weights.items():
-        if routes[name].unchanged:
-            arrived.put(routes[name].targets[0], parameter)
+        if len(targets_of(name)) == 1:
+            arrived.put(targets_of(name)[0], parameter)
         else:
-            transfer(parameter, routes[name], {}, arrived, carrier)
+            transfer(parameter, factor_map, name, {}, arrived, carrier)
     _move_buffers(model, unwrap(new))
     _retire(model, new)
-    carrier.model = unwrap(new)
-    carrier.commit(Undo())
+    carrier.commit(Undo(), parameters(new))
     carrier.warn_of_resets()
     return new, plan.replace(replace(e, error=errors.get(e.name, e.error)) for e in plan)
+
+
+class NewParameters:
+    """Parameters of the new model, assigned one by one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: dict[str, list[str]] = {}  # a tied parameter has several paths
+        names: dict[int, str] = {}
+        for path, p in model.named_parameters(remove_duplicate=False):
+            self.paths.setdefault(names.setdefault(id(p), own_name(path)), []).append(path)
+
+    def get(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(self.paths[name][0])
+
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        for path in self.paths[name]:
+            set_parameter(self.model, path, parameter)
+
+
+def transfer(
+    old: nn.Parameter,
+    factor_map: FactorMap,
+    name: str,
+    factors: dict[str, tuple[Tensor, Tensor]],
+    arrived: NewParameters,
+    carrier: Carrier,
+) -> None:
+    """Assign the factors and slices of one dense parameter to the new model, then its optimizer state; free it."""
+    parts = factor_map.parts[name]
+    copied = any(part.rank is None for part in parts)
+    value = whole(old) if copied else torch.empty(old.shape, dtype=old.dtype, device="meta")
+    kept: dict[str, Tensor] = {}  # whole factors
+    pieces = factor_map.split(name, value, lambda part, W: factors[part.name])
+    for target, piece in pieces:
+        like = arrived.get(target)
+        arrived.put(target, nn.Parameter(placed(piece, like, like.dtype), like.requires_grad))
+        if any(part.rank and target in part.targets for part in parts):
+            kept[target] = piece
+    del value, pieces, piece
+    carrier.split(
+        factor_map, name, old, {target: arrived.get(target) for target in factor_map.targets[name]}, kept
+    )
+    old.grad = None
+    local(old).untyped_storage().resize_(0)  # FSDP keeps a reference to the tensor
 
 
 def _shard(
     structure: nn.Module,
     shard: Callable[[nn.Module], nn.Module | None],
     model: nn.Module,
-    routes: Mapping[str, Route],
-    workers: Workers,
+    targets_of: Callable[[str], tuple[str, ...]],
 ) -> nn.Module:
     """Shard the low-rank model, and check that the parameters of `model` can be moved into it."""
     new = shard(structure)
     new = structure if new is None else new
     here, there = parameters(model), parameters(new)
-    expected = {target for name in here for target in routes[name].targets}
+    expected = {target for name in here for target in targets_of(name)}
     for name in sorted(expected ^ there.keys()):
         raise ValueError(f"shard() {'removed' if name in expected else 'added'} the parameter {name}")
     check_sharded(there)
     check_same_sharding(
-        {routes[name].targets[0]: p for name, p in here.items() if routes[name].unchanged}, there
+        {targets_of(name)[0]: p for name, p in here.items() if len(targets_of(name)) == 1}, there
     )
     return new
 

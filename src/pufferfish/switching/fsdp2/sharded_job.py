@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ...distributed import shared_svd
 from ...distributed.job import Job
 from ...distributed.workers import Workers
+from ...optim.carry import whole
 from ...planning.entries import Entry
-from .outline import check_finite, outline, parameters, whole
+from .outline import check_finite, outline, parameters
 
 T = TypeVar("T")
 
