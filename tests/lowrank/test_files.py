@@ -207,7 +207,7 @@ def test_converting_holds_one_layer_in_memory(tmp_path: Path) -> None:
         weakref.finalize(tensor, gone)
         return tensor
 
-    from pufferfish.lowrank.weight_files import write_weights
+    from pufferfish.lowrank.state_dict import write_weights
 
     source = Source({k: (v.shape, v.dtype) for k, v in state.items()}, get)
     names = write_weights(tmp_path, "out", factorized(source, pf.plan(model)), max_shard=150_000)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.integrations.convert import convert, merge
-from pufferfish.lowrank.state_dict import LazyTensor
-from pufferfish.lowrank.weight_files import open_weights, write_weights
+from pufferfish.lowrank.state_dict import LazyTensor, open_weights, write_weights
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),

@@ -7,7 +7,7 @@ of transformers; here they are applied to one tensor after the other, so that th
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ..lowrank.state_dict import LazyTensor, Source
+from ..lowrank.state_dict import LazyTensor, Source, together
 from ..planning.json_file import read_json
 from .pretrained import build_on_meta, find_class
 
@@ -62,13 +62,7 @@ def in_model_names(source: Source, model: PreTrainedModel) -> Source:
         if name in expected:
             group = groups.setdefault(name, _Group(model, name, _matching(converters, pattern)))
             group.parts.append((pattern or key, key))
-    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    where: dict[str, _Group] = {}
-    for group in groups.values():
-        for name, value in group.convert(lambda key: _meta(*source.shapes[key])).items():
-            shapes[name] = value.shape, value.dtype
-            where[name] = group
-    return Source(shapes, lambda name: where[name].convert(source.get)[name])
+    return Source.of_lazy(tensor for group in groups.values() for tensor in together(group.convert, source))
 
 
 def in_file_names(tensors: list[LazyTensor], model: PreTrainedModel) -> list[LazyTensor]:
@@ -78,15 +72,15 @@ def in_file_names(tensors: list[LazyTensor], model: PreTrainedModel) -> list[Laz
     transforms = [t.reverse_transform() for t in reversed(mapping) if not isinstance(t, PrefixChange)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_name = {tensor.name: tensor for tensor in tensors}
+    source = Source.of_lazy(tensors)
     groups: dict[str, _Group] = {}
-    for key in sorted(by_name, key=dot_natural_key):
+    for key in sorted(source.shapes, key=dot_natural_key):
         name, pattern = apply_converters(key, converters)
         if pattern is None:
             name = apply_renamings(key, renamings)
-        group = groups.setdefault(name, _Group(model, name, _matching(converters, pattern)))
+        group = groups.setdefault(name, _Group(model, name, _matching(converters, pattern), renamings))
         group.parts.append((pattern or key, key))
-    return [tensor for group in groups.values() for tensor in _converted(group, by_name, renamings)]
+    return [tensor for group in groups.values() for tensor in together(group.convert, source)]
 
 
 @dataclass
@@ -96,9 +90,8 @@ class _Group:
     model: PreTrainedModel
     name: str
     converter: WeightConverter | None
-
-    def __post_init__(self) -> None:
-        self.parts: list[tuple[str, str]] = []  # matching pattern of the converter, and key
+    renamings: list[WeightRenaming] = field(default_factory=list)  # of the tensors that the converter makes
+    parts: list[tuple[str, str]] = field(default_factory=list)  # matching pattern of the converter, and key
 
     def convert(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
         if self.converter is None:
@@ -107,33 +100,11 @@ class _Group:
         for pattern, key in self.parts:
             converter.add_tensor(self.name, key, pattern, get(key))
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
-        return {name: x[0] if isinstance(x, list) else x for name, x in converted.items()}
+        return {
+            apply_renamings(name, self.renamings): x[0] if isinstance(x, list) else x
+            for name, x in converted.items()
+        }
 
 
 def _matching(converters: list[WeightConverter], pattern: str | None) -> WeightConverter | None:
     return next((c for c in converters if pattern in c.source_patterns), None)
-
-
-def _converted(
-    group: _Group, tensors: dict[str, LazyTensor], renamings: list[WeightRenaming]
-) -> list[LazyTensor]:
-    """The tensors of one group. They are computed together for the first, and each is freed when it is written."""
-    if group.converter is None:
-        old = tensors[group.parts[0][1]]
-        return [LazyTensor(group.name, old.shape, old.dtype, old.make)]
-    held: dict[str, Tensor] = {}
-
-    def make(name: str) -> Tensor:
-        if name not in held:
-            held.update(group.convert(lambda key: tensors[key].make()))
-        return held.pop(name)
-
-    shapes = group.convert(lambda key: _meta(tensors[key].shape, tensors[key].dtype))
-    return [
-        LazyTensor(apply_renamings(name, renamings), x.shape, x.dtype, lambda name=name: make(name))  # type: ignore[misc]
-        for name, x in shapes.items()
-    ]
-
-
-def _meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -25,11 +25,15 @@ from ..lowrank.files import (
     sync,
     write_manifest,
 )
-from ..lowrank.state_dict import LazyTensor, Source, factorized, merged, resolve
-from ..lowrank.weight_files import (
+from ..lowrank.state_dict import (
     MAX_SHARD,
+    LazyTensor,
+    Source,
+    factorized,
+    merged,
     open_file,
     open_weights,
+    resolve,
     write_safetensors,
     write_weights,
 )
@@ -183,7 +187,7 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
                 saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
                 if back:
-                    dense, factors = _source_of(tensors), source
+                    dense, factors = Source.of_lazy(tensors), source
                 else:
                     dense, factors = source, stack.enter_context(open_weights(fresh / files[-1]))
                 (state,) = convert_optimizers([saved_state], dense, factors, plan, back=back)
@@ -210,12 +214,6 @@ def _meta_model(folder: Path) -> Any:
     from .checkpoint_names import meta_model
 
     return meta_model(folder)
-
-
-def _source_of(tensors: list[LazyTensor]) -> Source:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in by_name.items()}
-    return Source(shapes, lambda name: by_name[name].make())
 
 
 def _copy_other_files(folder: Path, fresh: Path) -> None:

@@ -30,7 +30,7 @@ from ..layers.names import unwrap
 from ..lowrank.factorize import reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, move_files, read_manifest, write_manifest
 from ..lowrank.plan_of import plan_of
-from ..lowrank.weight_files import index_name, open_weights
+from ..lowrank.state_dict import index_name, open_weights
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .model_card import MODEL_CARD, add_notice

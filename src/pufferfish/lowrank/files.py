@@ -20,8 +20,7 @@ from .checks import check_not_sharded, warn_of_other_optimizers
 from .factorize import reshape_
 from .plan_of import plan_of
 from .rewrite import nan_factors, replace_layers_, set_parameter
-from .state_dict import LazyTensor
-from .weight_files import check_dtype, index_name, open_weights, write_safetensors
+from .state_dict import LazyTensor, check_dtype, index_name, open_weights, write_safetensors
 
 WEIGHTS = "model.safetensors"
 LOW_RANK = "pufferfish"  # instead of "model" in the names of weights in low-rank Hugging Face folders

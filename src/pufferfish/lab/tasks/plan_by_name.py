@@ -9,8 +9,7 @@ from torch import nn
 import pufferfish as pf
 
 from ...integrations.convert import dense_weights
-from ...lowrank.state_dict import resolve
-from ...lowrank.weight_files import open_weights
+from ...lowrank.state_dict import open_weights, resolve
 from ...planning.profile import Example, run_example
 from ...planning.rules import RankLike, as_rule
 from ...planning.timing import Mode
