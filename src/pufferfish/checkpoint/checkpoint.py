@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
-from ..distributed.job import find_ddp
+from ..distributed.ddp import find_ddp
 from ..distributed.workers import Workers
 from ..layers.names import rebuilt, unwrap
 from ..lowrank.checks import check_wrapper_passed, factorized_weights

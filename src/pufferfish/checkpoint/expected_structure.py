@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn, optim
 
-from ..distributed.job import Job
+from ..distributed.ddp import Job
 from ..layers import meta_copy
 from ..layers.names import own_name, unwrap
 from ..lowrank.checks import check_plan

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..distributed.shared_svd import balance
+from ..distributed.workers import balance
 
 #: A finer division is tried if the largest fragment exceeds the mean by more than this factor.
 _TOLERANCE = 1.25

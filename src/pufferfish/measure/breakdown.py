@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from ..compression.ddp_hook import DDPHook
-from ..distributed.bucket_hook import AtLastBucket
-from ..distributed.job import find_ddp
+from ..distributed.ddp import AtLastBucket, find_ddp
 from ..optim.carry import Optimizers, as_list
 from .clock import Timestamp, elapsed, reached, timestamp
 

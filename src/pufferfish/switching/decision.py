@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.job import Job
+from ..distributed.ddp import Job
 from ..layers.names import named_modules
 from ..lowrank.checks import (
     check_not_inference,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..distributed import shared_svd
-from ..distributed.job import Job
+from ..distributed.ddp import Job
 from ..layers.names import unwrap
 from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import ranks_of
@@ -165,7 +164,7 @@ class Switch:
         if self.report is None:
             plan, loss = self._decision.prepare(job, optimizers, also)
             if plan.ranks:
-                fill = shared_svd.factors(job.inner, plan, job.workers)
+                fill = job.factors(plan)
                 plan, changes = job.workers.run_on_all(
                     lambda: self._factorized(job, plan, fill, optimizers, also)
                 )

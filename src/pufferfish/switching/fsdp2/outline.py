@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...distributed.job import reshard
+from ...distributed.ddp import reshard
 from ...distributed.workers import Workers
 from ...layers.names import named_modules, own_name, unwrap
 from ...planning.svd import NOT_FINITE

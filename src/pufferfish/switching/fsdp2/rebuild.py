@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.fsdp2_hook import find_fsdp2_hook
-from ...distributed.shared_svd import broadcast_factors, owners, svd_of
+from ...distributed.ddp import broadcast_factors, owners, svd_of
 from ...distributed.workers import Workers
 from ...layers import FactorMap
 from ...layers.names import REBUILT, named_modules, own_name, unwrap

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from ...distributed import shared_svd
-from ...distributed.job import Job
+from ...distributed.ddp import Job, svd_cost
 from ...distributed.workers import Workers
 from ...optim.carry import whole
 from ...planning.plan import Entry
+from ...planning.planner import matrix_spectrum
 from .outline import check_finite, outline, parameters
 
 T = TypeVar("T")
@@ -28,18 +28,15 @@ class ShardedJob(Job):
     def dense(self) -> nn.Module:
         return outline(self.model, self.build)
 
-    def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        def compute(
-            entries: list[Entry], owner: Mapping[str, int], work: Callable[[Entry, Tensor], Tensor]
-        ) -> dict[str, Tensor]:
-            weights = parameters(self.model)
-            check_finite({name: weights[name] for name in by_weight(entries)}, self.workers)
-            results: dict[str, Tensor] = {}
-            for _, _, own in in_rounds(entries, owner, weights, self.workers, work):
-                results |= own
-            return results
-
-        return shared_svd.spectra(self.dense, self.workers, names, compute)
+    def own_spectra(
+        self, weights: list[tuple[Entry, nn.Parameter]], owner: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        entries, shards = [e for e, _ in weights], parameters(self.model)
+        check_finite({name: shards[name] for name in by_weight(entries)}, self.workers)
+        results: dict[str, Tensor] = {}
+        for _, _, own in in_rounds(entries, owner, shards, self.workers, matrix_spectrum):
+            results |= own
+        return results
 
 
 def in_rounds(
@@ -59,9 +56,7 @@ def in_rounds(
         The name of a weight, the rank of its owner, and on that worker the results by entry name.
     """
     groups = by_weight(entries)
-    cost = {
-        name: sum(shared_svd.svd_cost(e.matrix) for e in group if e.matrix) for name, group in groups.items()
-    }
+    cost = {name: sum(svd_cost(e.matrix) for e in group if e.matrix) for name, group in groups.items()}
     queues: list[list[str]] = [[] for _ in range(workers.size)]
     for name in sorted(groups, key=cost.__getitem__, reverse=True):
         queues[owner[groups[name][0].name]].append(name)
