@@ -27,7 +27,7 @@ from ..planning.planner import apply_rules
 from ..planning.rules import stable_rank
 from .averages import averaged_model
 from .moments import Position, RanksSettle, known_in_advance, moment_text
-from .preview import held_out_loss
+from .report import held_out_loss
 from .switch_settings import SwitchSettings
 
 

@@ -24,9 +24,8 @@ from .averages import averaged_model, in_basis_of
 from .decision import Decision
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, moment_text
-from .preview import Preview, preview
-from .switch_report import Report
-from .switch_settings import Evaluate, SwitchSettings
+from .report import Evaluate, Preview, Report, preview
+from .switch_settings import SwitchSettings
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
 

@@ -1,23 +1,21 @@
 """`SwitchSettings`: the arguments of a `Switch`, checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..planning.plan import Plan, check_is_plan
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
 from .moments import RanksSettle, When, counts_steps
+from .report import Evaluate
 
 #: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
 #: 0.02 bits at 92 % of the weights of its blocks, 0.07 at 62 % and 0.14 at 48 %.
 AT_MOST = 0.6
-
-#: Returns the loss of a model on a held-out batch.
-Evaluate = Callable[[nn.Module], float | Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
