@@ -31,7 +31,7 @@ def imports(path: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             above = package[: len(package) - (node.level - 1)]
             parts = (*above, *(node.module or "").split(".")) if node.module else above
-            yield from [(*parts, alias.name) for alias in node.names]
+            yield from [(*parts, alias.name) for alias in node.names if alias.name != "__version__"]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pufferfish."):
             yield tuple((node.module or "").split(".")[1:])
 

@@ -86,7 +86,7 @@ class Job:
                 f"{self.workers.operation}: the job has {dist.get_world_size()} workers, but the model has no DDP wrapper, so "
                 "nothing is compared or broadcast, and each worker computes its own factors; if all train this model, pass "
                 "group=dist.group.WORLD",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def check_rewrap(self) -> None:
@@ -217,14 +217,23 @@ def reshard(model: nn.Module) -> None:
 
 def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:
     """Rank of the worker that computes each matrix, by entry name; all matrices of one parameter have the same."""
-    costs: dict[str, float] = {}
-    parameter: dict[str, str] = {}
+    groups = list(by_weight(entries).values())
+    owner = balance([group_cost(group) for group in groups], size)
+    return {e.name: rank for group, rank in zip(groups, owner, strict=True) for e in group}
+
+
+def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Group matrices by the name of the parameter that holds them."""
+    groups: dict[str, list[Entry]] = {}
     for e in entries:
         assert e.matrix is not None
-        parameter[e.name] = f"{e.layer}.{e.matrix.weight}"
-        costs[parameter[e.name]] = costs.get(parameter[e.name], 0.0) + svd_cost(e.matrix)
-    owner = dict(zip(costs, balance(list(costs.values()), size), strict=True))
-    return {name: owner[weight] for name, weight in parameter.items()}
+        groups.setdefault(f"{e.layer}.{e.matrix.weight}", []).append(e)
+    return groups
+
+
+def group_cost(group: list[Entry]) -> float:
+    """Approximate FLOPs of the SVDs of one parameter's matrices."""
+    return sum(svd_cost(e.matrix) for e in group if e.matrix)
 
 
 def svd_cost(x: Matrix) -> float:

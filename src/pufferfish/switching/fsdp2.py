@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ..compression.fsdp2_hook import find_fsdp2_hook
-from ..distributed.ddp import Job, broadcast_factors, owners, reshard, svd_cost, svd_of
+from ..distributed.ddp import Job, broadcast_factors, by_weight, group_cost, owners, reshard, svd_of
 from ..distributed.workers import Workers
 from ..layers import FactorMap
 from ..layers.names import REBUILT, named_modules, own_name, unwrap
@@ -118,15 +118,6 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype} {'×'.join(map(str, x.shape))}"
 
 
-def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Group matrices by the parameter that holds them."""
-    groups: dict[str, list[Entry]] = {}
-    for e in entries:
-        assert e.matrix is not None
-        groups.setdefault(f"{e.layer}.{e.matrix.weight}", []).append(e)
-    return groups
-
-
 def check_finite(weights: Mapping[str, Tensor], workers: Workers) -> None:
     """Raise ValueError on all workers if a shard of any of them is not finite."""
     bad = [not torch.isfinite(local(weight)).all() for weight in weights.values()]
@@ -158,9 +149,8 @@ def in_rounds(
         The name of a weight, the rank of its owner, and on that worker the results by entry name.
     """
     groups = by_weight(entries)
-    cost = {name: sum(svd_cost(e.matrix) for e in group if e.matrix) for name, group in groups.items()}
     queues: list[list[str]] = [[] for _ in range(workers.size)]
-    for name in sorted(groups, key=cost.__getitem__, reverse=True):
+    for name in sorted(groups, key=lambda name: group_cost(groups[name]), reverse=True):
         queues[owner[groups[name][0].name]].append(name)
     for names in reversed(list(itertools.zip_longest(*queues))):
         own_name, weight = "", None
