@@ -20,7 +20,7 @@ from ..layers import Matrix
 from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, named_modules, own_name, unwrap
 from ..lowrank.checks import check_plan
-from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing, empty_factors
+from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
 from ..optim.carry import Undo, check_optimizers
 from ..planning import svd
 from ..planning.plan import Entry, Plan
@@ -258,8 +258,15 @@ def broadcast_factors(
         own: from `svd_of`, on the worker `source`.
         weight: gives dtype and device.
     """
-    U, V, error = (*empty_factors(e, weight), 0.0) if own is None else own
-    U, V = (x.to(weight.dtype).contiguous() for x in (U, V))
+    if own is None:
+        assert e.matrix is not None
+        assert e.rank is not None
+        U = torch.empty(e.matrix.blocks, e.matrix.m, e.rank, dtype=weight.dtype, device=weight.device)
+        V = torch.empty(e.matrix.blocks, e.rank, e.matrix.n, dtype=weight.dtype, device=weight.device)
+        error = 0.0
+    else:
+        U, V, error = own
+        U, V = U.to(weight.dtype).contiguous(), V.to(weight.dtype).contiguous()
     error_tensor = torch.tensor([error], dtype=torch.float64, device=weight.device)
     for x in (U, V, error_tensor):
         workers.broadcast_tensor(x, source)

@@ -40,9 +40,8 @@ class Exact(AtLastBucket):
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.module = (
-            module  # not the wrapper, which holds this object: the cycle through C++ would never be freed
-        )
+        # Not the wrapper, which holds this object: the cycle through C++ would never be freed.
+        self.module = module
         self.group = group
 
     def average(self, buckets: list[Any]) -> None:

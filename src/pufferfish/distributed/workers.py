@@ -192,11 +192,7 @@ class Workers:
         except RuntimeError as lost:
             raise (problem or lost) from lost.__cause__
         answers: list[Any] = [json.loads(text) if text else ["", "", None] for text in texts]
-        if problem is not None and all(answer[:2] == answers[0][:2] for answer in answers):
-            raise problem  # the same on all workers
-        for rank, (kind, text, _) in enumerate(answers):
-            if kind:
-                raise _ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}") from problem
+        _raise_first([(kind, text) for kind, text, _ in answers], problem)
         return result, [answer[2] for answer in answers]
 
     def _all_gather_text(self, text: str) -> list[str]:
@@ -251,6 +247,15 @@ class Workers:
             beside = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
             _beside[group] = weakref.ref(beside)
         return beside
+
+
+def _raise_first(errors: list[tuple[str, str]], own: Exception | None) -> None:
+    """Raise the first error of the workers, given the type and message of each ("" where there is none)."""
+    if own is not None and len(set(errors)) == 1:
+        raise own  # the same on all workers
+    for rank, (kind, text) in enumerate(errors):
+        if kind:
+            raise _ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}") from own
 
 
 def _payloads(answers: list[Tensor]) -> list[bytes]:

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import __version__
 from ..distributed.ddp import Job
 from ..layers.names import named_modules
 from ..planning.plan import LITTLE, Plan, check_is_plan
 from ..planning.planner import apply_rules
 from ..planning.planner import plan as make_plan
 from ..planning.rules import Rule, StableRank
-from .moments import RanksSettle, When, counts_steps, moment_text
+from .moments import Position, RanksSettle, When, counts_steps, moment_text
 from .report import Evaluate
 
 #: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
@@ -75,12 +76,17 @@ class SwitchSettings:
         reason = "frozen at the first call of the switch"
         return plan.replace(e.keep_dense(reason) if e.name in missing else e for e in plan)
 
-    def facts(self) -> tuple[object, ...]:
-        """What must be equal on all workers."""
-        # Measured times may differ between workers; those of rank 0 decide.
-        plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
-        when, back = moment_text(self.when), moment_text(self.back)
-        return plan, self.rule, self.keep, when, back, self.state, self.lr, self.evaluate is None
+
+def compared_facts(s: SwitchSettings, model: nn.Module, at: Position, switched: bool) -> str:
+    """Text of everything that must be equal on all workers."""
+    layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    # Measured times may differ between workers; those of rank 0 decide.
+    plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
+    settings = (
+        plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
+    )  # fmt: skip
+    return repr((__version__, at, switched, settings, layers, shapes))
 
 
 def choose_ranks(

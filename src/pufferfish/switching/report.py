@@ -35,9 +35,8 @@ class Report:
     position: Position
     loss: tuple[float, float] | None = None  # of `evaluate`, before and after
     merged: Position | None = None  # position at which the model became full-rank again
-    settled: bool | None = (
-        None  # whether the ranks had settled, or `latest` was reached; None without `RanksSettle`
-    )
+    #: Whether the ranks had settled, or `latest` was reached; None without `RanksSettle`.
+    settled: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""

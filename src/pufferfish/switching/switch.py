@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import __version__
 from ..distributed.ddp import Job
 from ..layers.matrix import at_least_fp32
-from ..layers.names import named_modules, own_name, unwrap
+from ..layers.names import own_name, unwrap
 from ..lowrank.checks import (
     check_not_inference,
     check_optimizers_complete,
@@ -32,7 +31,7 @@ from ..planning.plan import Entry, Plan
 from ..planning.planner import as_patterns
 from ..planning.planner import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
-from .decision import SharedInputs, SwitchSettings, choose_ranks
+from .decision import SharedInputs, SwitchSettings, choose_ranks, compared_facts
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, known_in_advance, moment_text
 from .report import Evaluate, Preview, Report, held_out_loss, preview
@@ -303,18 +302,16 @@ class Switch:
         """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
         observe, now = self._wishes(at)
         about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
-        facts = self._facts(job.inner, at) if job.workers.size > 1 else ""
+        facts = (
+            compared_facts(self.settings, job.inner, at, self.report is not None)
+            if job.workers.size > 1
+            else ""
+        )
         decision = job.workers.agree(facts, 2 * observe + now, about)
         observe, now = decision >= 2, decision % 2 == 1
         if not self._started:
             self._start(job, at, optimizers, also, later=not now)
         return (observe and self._observe(job, at)) or now
-
-    def _facts(self, model: nn.Module, at: Position) -> str:
-        """Text of everything that must be equal on all workers."""
-        layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        return repr((__version__, at, self.report is not None, self.settings.facts(), layers, shapes))
 
     def _start(
         self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
@@ -533,9 +530,9 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
 
 def _check(job: Job, optimizers: list[Optimizer]) -> None:
     """Raise an error if the layers of the model cannot be replaced here."""
-    check_not_inference(job.workers.caller)
     check_optimizers(optimizers)
     job.check_rewrap()
+    check_not_inference(job.workers.caller)
 
 
 def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
