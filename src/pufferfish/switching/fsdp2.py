@@ -153,18 +153,18 @@ def in_rounds(
     for name in sorted(groups, key=lambda name: group_cost(groups[name]), reverse=True):
         queues[owner[groups[name][0].name]].append(name)
     for names in reversed(list(itertools.zip_longest(*queues))):
-        own_name, weight = "", None
+        mine, weight = "", None
         for rank, name in enumerate(names):
             if name is not None:
                 full = whole(weights[name])
                 if rank == workers.rank:
-                    own_name, weight = name, full
+                    mine, weight = name, full
                 del full
-        results = workers.run_on_all(partial(_results, groups.get(own_name, []), weight, work))
+        results = workers.run_on_all(partial(_results, groups.get(mine, []), weight, work))
         weight = None
         for rank, name in enumerate(names):
             if name is not None:
-                yield name, rank, results if name == own_name else {}
+                yield name, rank, results if name == mine else {}
 
 
 def _results(entries: list[Entry], weight: Tensor | None, work: Callable[[Entry, Tensor], T]) -> dict[str, T]:
