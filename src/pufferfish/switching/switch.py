@@ -301,14 +301,11 @@ class Switch:
     def _due(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> bool:
         """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
         observe, now = self._wishes(at)
-        about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
-        facts = (
-            compared_facts(self.settings, job.inner, at, self.report is not None)
-            if job.workers.size > 1
-            else ""
-        )
-        decision = job.workers.agree(facts, 2 * observe + now, about)
-        observe, now = decision >= 2, decision % 2 == 1
+        if job.workers.size > 1:
+            about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
+            facts = compared_facts(self.settings, job.inner, at, self.report is not None)
+            decision = job.workers.agree(facts, 2 * observe + now, about)
+            observe, now = decision >= 2, decision % 2 == 1
         if not self._started:
             self._start(job, at, optimizers, also, later=not now)
         return (observe and self._observe(job, at)) or now
@@ -342,8 +339,7 @@ class Switch:
     def _first_plan(
         self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
     ) -> Plan:
-        check_optimizers(optimizers, later)
-        _check(job, optimizers)
+        _check(job, optimizers, later)
         if known_in_advance(back := self.settings.back) and back is not None:
             back(at)  # raises if the loop does not pass what it needs
         plan = self.settings.make_plan(job.dense, self.initial)
@@ -528,9 +524,9 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
     return job
 
 
-def _check(job: Job, optimizers: list[Optimizer]) -> None:
-    """Raise an error if the layers of the model cannot be replaced here."""
-    check_optimizers(optimizers)
+def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
+    """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
+    check_optimizers(optimizers, later)
     job.check_rewrap()
     check_not_inference(job.workers.caller)
 
