@@ -26,7 +26,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.distributed.shared_svd import balance, svd_cost
+from pufferfish.distributed.ddp import svd_cost
+from pufferfish.distributed.workers import balance
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.planning.text import Table
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pufferfish.switching.fsdp2.outline import local
+from pufferfish.switching.fsdp2 import local
 
 
 class Live(TorchDispatchMode):

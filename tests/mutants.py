@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[list[list[str]], list[str]]] = {
     ),
     "switch": ([["switching/*.py"]], ["switching"]),
     "DDP re-wrap": ([["distributed/job.py"], ["distributed/ddp.py"], ["distributed/*.py"]], ["distributed", "switching"]),
-    "shared SVD": ([["distributed/shared_svd.py"], ["distributed/workers.py"]], ["distributed", "switching"]),
+    "shared SVD": ([["distributed/shared_svd.py"], ["distributed/ddp.py", "distributed/workers.py"]], ["distributed", "switching"]),
 }  # fmt: skip
 
 

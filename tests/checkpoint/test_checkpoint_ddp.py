@@ -258,7 +258,7 @@ def shards_resume_exactly(folder: Path, low_rank: bool, **options: Any) -> None:
     model, optimizer = start(0)
     if low_rank:
         switch = pf.Switch(rank=0.25, when=pf.AtStep(0))
-        switch.report = pf.switching.switch_report.Report(
+        switch.report = pf.switching.report.Report(
             pf.factorize_(dense := plain_norms(build()), pf.plan(dense, 0.25)),
             pf.switching.moments.Position(step=0),
             None,

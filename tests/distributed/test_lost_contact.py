@@ -17,7 +17,7 @@ import pufferfish as pf
 from processes import forked
 from pufferfish.compression import PowerSGD, TopK
 from pufferfish.distributed import workers
-from pufferfish.distributed.lost_contact import LostContact
+from pufferfish.distributed.workers import LostContact
 
 
 def build() -> DDP:

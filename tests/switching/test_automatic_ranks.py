@@ -19,7 +19,7 @@ import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
 from pufferfish.optim.carry import whole
-from pufferfish.switching.fsdp2.outline import parameters
+from pufferfish.switching.fsdp2 import parameters
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
 FLAT = torch.ones(64, dtype=torch.float64)

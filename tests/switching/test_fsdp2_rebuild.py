@@ -38,8 +38,7 @@ from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
 from pufferfish.optim.carry import whole
-from pufferfish.switching.fsdp2 import ShardedJob, rebuild
-from pufferfish.switching.fsdp2.outline import local, outline, parameters
+from pufferfish.switching.fsdp2 import ShardedJob, local, outline, parameters, rebuild
 
 
 def check_like_ddp(

@@ -15,7 +15,7 @@ import pufferfish as pf
 from optimizers import Net, batch, muon_and_adamw
 from processes import in_processes, same_everywhere
 from pufferfish.optim.carry import whole
-from pufferfish.switching.fsdp2.outline import parameters
+from pufferfish.switching.fsdp2 import parameters
 
 
 def build() -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.switching.moments import Position
-from pufferfish.switching.switch_report import Report
+from pufferfish.switching.report import Report
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
-from ..distributed.job import Job, find_ddp
+from ..distributed.ddp import Job, find_ddp
 from ..distributed.workers import Workers
 from ..layers import meta_copy
 from ..layers.names import own_name, rebuilt, unwrap

@@ -14,8 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FSDPModule
 
-from ..distributed.bucket_hook import AtLastBucket, as_real, check_hookable, ddp_of, gradients_in, register
-from ..distributed.job import find_ddp
+from ..distributed.ddp import (
+    AtLastBucket,
+    as_real,
+    check_hookable,
+    ddp_of,
+    find_ddp,
+    gradients_in,
+    register_hook,
+)
 from ..distributed.workers import Workers
 from ..layers.names import own_name
 from ..optim.carry import Optimizers, as_list, check_optimizers
@@ -95,7 +102,7 @@ def compress(
     workers.agree(repr((chosen, local, list(named))), 0, about)
     engine = workers.run_on_all(lambda: Engine(chosen, ddp.process_group))
     hook = DDPHook(ddp.module, workers, engine, optimizer, scaler)
-    register(ddp, hook)
+    register_hook(ddp, hook)
     return hook
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..distributed.lost_contact import lost_contact
+from ..distributed.workers import lost_contact
 from .method import Gather, Message, MessageGenerator, Scatter, Sum
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_hook import AtLastBucket, check_hookable, ddp_of, gradients_in, register
+from .ddp import AtLastBucket, check_hookable, ddp_of, gradients_in, register_hook
 
 _PIECE = 25 * 2**20  # bytes of one message; a larger parameter is sent alone
 
@@ -32,7 +32,7 @@ def exact_(model: nn.Module) -> None:
     """
     ddp = ddp_of(model, "exact_")
     check_hookable(ddp, "exact_")
-    register(ddp, Exact(ddp.module, ddp.process_group))
+    register_hook(ddp, Exact(ddp.module, ddp.process_group))
 
 
 class Exact(AtLastBucket):
@@ -40,9 +40,8 @@ class Exact(AtLastBucket):
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.module = (
-            module  # not the wrapper, which holds this object: the cycle through C++ would never be freed
-        )
+        # Not the wrapper, which holds this object: the cycle through C++ would never be freed.
+        self.module = module
         self.group = group
 
     def average(self, buckets: list[Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.names import own_name, rebuilt, unwrap
-from .job import Job
+from .ddp import Job
 
 
 class FiniteGuard:

@@ -1,4 +1,4 @@
-"""`Workers`: the processes of one group, and how they agree, share errors and exchange small values."""
+"""`Workers`: the processes of one group, and how they agree, share work and errors, and exchange small values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .lost_contact import lost_contact, workers_text
 
 T = TypeVar("T")
 
@@ -194,11 +192,7 @@ class Workers:
         except RuntimeError as lost:
             raise (problem or lost) from lost.__cause__
         answers: list[Any] = [json.loads(text) if text else ["", "", None] for text in texts]
-        if problem is not None and all(answer[:2] == answers[0][:2] for answer in answers):
-            raise problem  # the same on all workers
-        for rank, (kind, text, _) in enumerate(answers):
-            if kind:
-                raise _ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}") from problem
+        _raise_first([(kind, text) for kind, text, _ in answers], problem)
         return result, [answer[2] for answer in answers]
 
     def _all_gather_text(self, text: str) -> list[str]:
@@ -255,6 +249,15 @@ class Workers:
         return beside
 
 
+def _raise_first(errors: list[tuple[str, str]], own: Exception | None) -> None:
+    """Raise the first error of the workers, given the type and message of each ("" where there is none)."""
+    if own is not None and len(set(errors)) == 1:
+        raise own  # the same on all workers
+    for rank, (kind, text) in enumerate(errors):
+        if kind:
+            raise _ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}") from own
+
+
 def _payloads(answers: list[Tensor]) -> list[bytes]:
     """The payloads of a round. Raises RuntimeError, the same on all workers, if they are in different ones."""
     messages = [bytes(answer.cpu().numpy()) for answer in answers]
@@ -294,3 +297,44 @@ def _describe(error: Exception) -> tuple[str, str]:
     return "RuntimeError", str(error) if isinstance(
         error, RuntimeError
     ) else f"{type(error).__name__}: {error}"
+
+
+class LostContact(RuntimeError):
+    """Raised where a collective failed: a worker has exited, is elsewhere, or cannot be reached."""
+
+
+def lost_contact(operation: str, group: Any, seconds: float) -> LostContact:
+    """Return the error of an operation in which a collective failed, to be raised from the backend's error.
+
+    Args:
+        operation: operation of this worker, such as "switch.step".
+        group: the process group of the collective.
+        seconds: for which this worker has waited.
+    """
+    return LostContact(
+        f"{operation}: worker {dist.get_rank(group)} lost contact with the others after {seconds:.0f} s: a worker has "
+        "exited, is elsewhere, such as in a training step, or cannot be reached. Look for the first error in the "
+        "workers' logs; every worker must make the same calls in the same order"
+    )
+
+
+def workers_text(ranks: list[int]) -> str:
+    """
+    >>> workers_text([1]), workers_text([0, 2])
+    ('worker 1', 'workers 0, 2')
+    """
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def balance(costs: Sequence[float], workers: int) -> list[int]:
+    """Assign tasks to workers: the largest first, each to the worker with the least load.
+
+    >>> balance([5, 4, 3, 3], 2)
+    [0, 1, 1, 0]
+    """
+    load = [0.0] * workers
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner[i] = min(range(workers), key=load.__getitem__)
+        load[owner[i]] += costs[i]
+    return owner

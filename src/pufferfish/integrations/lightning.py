@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.job import find_ddp
+from ..distributed.ddp import find_ddp
 from ..lowrank.factorize import merge_
 from ..switching.moments import AtStep, RanksSettle, moment_text
 from ..switching.switch import Switch

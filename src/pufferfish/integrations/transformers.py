@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
-from ..distributed.job import find_ddp
+from ..distributed.ddp import find_ddp
 from ..lowrank.factorize import ranks_of
 from ..planning.json_file import read_json
 from ..switching.moments import moment_text

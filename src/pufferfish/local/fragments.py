@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from ..compression import Engine, Method, NoCompression, Settings
 from ..compression.exchange import Transport
 from ..compression.settings import matches
-from ..distributed.shared_svd import balance
+from ..distributed.workers import balance
 from ..layers.matrix import at_least_fp32
 from ..optim.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Meter, NoCompression, Settings
 from ..compression.exchange import Group, Transport
 from ..compression.settings import Methods
-from ..distributed.job import reshard
+from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
 from ..layers.names import own_name, unwrap
 from .fragments import (

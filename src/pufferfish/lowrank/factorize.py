@@ -74,7 +74,7 @@ def factorize_(
         check_plan(model, plan, finite=True)
         plan = resolve(plan, model)
     else:
-        from ..distributed.job import agreed_factors  # workers are the concern of a package below this one
+        from ..distributed.ddp import agreed_factors  # workers are the concern of a package below this one
 
         plan, fill, workers = agreed_factors(model, plan, as_list(optimizer), group)
         on_all = workers.run_on_all
@@ -160,7 +160,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     if unwrap(model) is model and find_compiled(model) is None:
         merge_layers_(model, optimizer)
         return
-    from ..distributed.job import Job  # wrappers are the concern of a package below this one
+    from ..distributed.ddp import Job  # wrappers are the concern of a package below this one
 
     job = Job(model, "merge_")
     job.check_rewrap()

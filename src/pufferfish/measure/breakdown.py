@@ -15,8 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from ..compression.ddp_hook import DDPHook
-from ..distributed.bucket_hook import AtLastBucket
-from ..distributed.job import find_ddp
+from ..distributed.ddp import AtLastBucket, find_ddp
 from ..optim.carry import Optimizers, as_list
 
 #: Parts of a step; their times add up to the step's time.

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
-from ..distributed.bucket_hook import AtLastBucket
-from ..distributed.job import find_ddp
+from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import unwrap

@@ -2,32 +2,39 @@
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed import shared_svd
-from ..distributed.job import Job
-from ..layers.names import unwrap
-from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
+from ..distributed.ddp import Job
+from ..layers.matrix import at_least_fp32
+from ..layers.names import own_name, unwrap
+from ..lowrank.checks import (
+    check_not_inference,
+    check_optimizers_complete,
+    check_plan,
+    check_structure,
+    check_wrapper_passed,
+    factorized_weights,
+    find_compiled,
+)
 from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
-from ..optim.carry import Optimizers, Undo, as_list
+from ..optim.carry import Optimizers, as_list, check_optimizers, warn_of_reset, warn_of_stacks
 from ..optim.scaled_rate import ScaledRate
-from ..planning.entries import as_patterns
+from ..planning.entries import Entry, as_patterns
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
-from ..planning.rules import RankLike, StableRank, as_rule
-from .averages import averaged_model, in_basis_of
-from .decision import Decision
+from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
+from .decision import SharedInputs, SwitchSettings, choose_ranks, compared_facts
 from .fsdp2 import ShardedJob, rebuild
-from .moments import Position, RanksSettle, When, moment_text
-from .preview import Preview, preview
-from .switch_report import Report
-from .switch_settings import Evaluate, SwitchSettings
+from .moments import Position, RanksSettle, When, known_in_advance, moment_text
+from .report import Evaluate, Preview, Report, held_out_loss, preview
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
 
@@ -86,23 +93,22 @@ class Switch:
             evaluate=evaluate,
         )
         self.report: Report | None = None
-        self._decision = Decision(self.settings)
+        #: Spectra at the first call by entry name, if they were needed.
+        self.initial: dict[str, list[float]] | None = None
+        #: Stable ranks by entry name, one mapping for each observation by `RanksSettle`.
+        self.history: list[dict[str, float]] = []
+        self._plan: Plan | None = None  # of the first call, with unresolved rank rules
+        self._started = False  # whether the workers have compared their settings and models
+        self._observed: int | None = None  # epoch, or step, of the last observation
+        self._inputs = SharedInputs()
         self._rates: list[ScaledRate] = []
+        self._warned = False  # that the plan changes little
+        self._past = False  # warned of a position after the end of the run
 
     @property
     def when(self) -> When | RanksSettle:
         """Moment of the switch."""
         return self.settings.when
-
-    @property
-    def initial(self) -> dict[str, list[float]] | None:
-        """Spectra at the first call by entry name, if they were needed."""
-        return self._decision.initial
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """Stable ranks by entry name, one mapping for each observation by `RanksSettle`."""
-        return self._decision.history
 
     @property
     def low_rank(self) -> bool:
@@ -154,32 +160,20 @@ class Switch:
             True if the model was changed by this call.
         """
         at = Position(epoch=epoch, step=step, total=total)
-        self._decision.warn_past_total(at)
+        self._warn_past_total(at)
         optimizers, also = as_list(optimizer), list(also)
         self._scale_rates(optimizers)
         if self._skips(at):
             return False
         job = _job_in_place(model, "switch.step", group)
-        if not self._decision.due(job, at, self.report is not None, optimizers, also):
+        if not self._due(job, at, optimizers, also):
             return False
         if self.report is None:
-            plan, loss = self._decision.prepare(job, optimizers, also)
+            plan, loss = self._prepare(job, optimizers, also)
             if plan.ranks:
-                fill = shared_svd.factors(job.inner, plan, job.workers)
-                plan, changes = job.workers.run_on_all(
-                    lambda: self._factorized(job, plan, fill, optimizers, also)
-                )
-                del fill
-                job.commit(
-                    changes,
-                    also,
-                    agree=True,
-                    then=lambda undo: self._report(plan, at, undo),
-                )
-                changes.pop(0).carrier.warn_of_resets(stacklevel=3)
-                del changes
+                self._factorize(job, plan, at, optimizers, also)
             else:
-                self._report(plan, at, Undo())
+                self.report = self._made(plan, at)
             self._finish(job, loss, optimizers)
         else:
             self._merge(job, at, optimizers, also)
@@ -207,7 +201,7 @@ class Switch:
             is always the same object, so that schedulers stay attached.
         """
         at = Position(epoch=epoch, step=step, total=total)
-        self._decision.warn_past_total(at)
+        self._warn_past_total(at)
         optimizers = as_list(optimizer)
         self._scale_rates(optimizers)
         if self.report is not None:
@@ -217,14 +211,14 @@ class Switch:
         if self._skips(at):
             return model, optimizer
         job = ShardedJob(model, build)
-        if self._decision.due(job, at, False, optimizers, []):
-            plan, loss = self._decision.prepare(job, optimizers, [])
+        if self._due(job, at, optimizers, []):
+            plan, loss = self._prepare(job, optimizers, [])
             if plan.ranks:
                 model, plan = rebuild(
                     model, optimizers, plan, build=build, shard=shard, carry=self.settings.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            self._report(plan, at, Undo())
+            self.report = self._made(plan, at)
             self._finish(Job(model, "switch.rebuild"), loss, optimizers)
         return model, optimizer
 
@@ -247,7 +241,7 @@ class Switch:
         if self._skips(at):
             return False
         job = _job_in_place(model, "switch.due", group)
-        return self._decision.due(job, at, self.report is not None, as_list(optimizer), [])
+        return self._due(job, at, as_list(optimizer), [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -269,56 +263,202 @@ class Switch:
             plans = [(str(as_rule(r)), make_plan(inner, r, keep=self.settings.keep)) for r in ranks]
         return preview(inner, evaluate, plans)
 
-    def _skips(self, at: Position) -> bool:
-        """Whether there is nothing to do at this position, known without the model and the other workers."""
-        over = self.report is not None and (self.settings.back is None or not self.low_rank)
-        return over or self._decision.not_due(at, self.report is not None)
-
-    def _factorized(
-        self, job: Job, plan: Plan, fill: Fill, optimizers: list[Optimizer], also: list[nn.Module]
-    ) -> tuple[Plan, list[Rewrite]]:
-        """The changes of the model and of its averages, prepared, and the plan with its errors."""
-        change = Rewrite(job.inner, optimizers, self.settings.state == "project")
-        changes = [change, *(Rewrite(averaged_model(average, job.inner), None) for average in also)]
-        for average in changes[1:]:
-            average.factorize(plan, in_basis_of(fill))
-        return change.factorize(plan, fill), changes
-
-    def _report(self, plan: Plan, at: Position, undo: Undo) -> None:
-        settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        undo.setattr(self, "report", Report(plan, at, settled=settled))
-
-    def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
-        self._scale_rates(optimizers)
-        after = self._decision.loss(job)  # last: an error in it must not hide that the model has changed
-        if self.report is not None and before is not None and after is not None:
-            self.report = dataclasses.replace(self.report, loss=(before, after))
-
-    def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
-        assert self.report is not None
-        job.checked(lambda: self._decision.check(job, optimizers))
-        changes = [Rewrite(job.inner, optimizers, self.settings.state == "project")]
-        changes += [Rewrite(averaged_model(average, job.inner), None) for average in also]
-
-        def prepare() -> None:
-            for change in changes:
-                change.merge()
-
-        job.workers.run_on_all(prepare)
-        report = dataclasses.replace(self.report, merged=at)
-        job.commit(
-            changes,
-            also,
-            agree=True,
-            then=lambda undo: undo.setattr(self, "report", report),
+    def _warn_past_total(self, at: Position) -> None:
+        """Warn once if the run is longer than `total`, as when it counts epochs and the loop passes steps."""
+        if self._past or not at.total or at.unit is None or at.unit <= at.total:
+            return
+        self._past = True
+        unit = "epoch" if at.epoch is not None else "step"
+        warnings.warn(
+            f"Switch: switch.step got {unit}={at.unit} of total={at.total}; pass the length of the run in {unit}s as total=, "
+            "or the switch happens too early",
+            stacklevel=3,
         )
-        changes[0].carrier.warn_of_resets()
 
     def _scale_rates(self, optimizers: list[Optimizer]) -> None:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
         switched = self.report and self.report.plan.ranks
         if optimizers and switched and self.settings.lr != 1.0 and not self._rates:
             self._rates = [ScaledRate(optimizer, self.settings.lr) for optimizer in optimizers]
+
+    def _skips(self, at: Position) -> bool:
+        """Whether there is nothing to do at this position, known without the model and the other workers."""
+        if self.report is not None and (self.settings.back is None or not self.low_rank):
+            return True
+        moment = self.when if self.report is None else self.settings.back
+        return self._started and known_in_advance(moment) and not any(self._wishes(at))
+
+    def _wishes(self, at: Position) -> tuple[bool, bool]:
+        """Whether this worker would compute spectra, and whether it would change the model."""
+        when, back = self.when, self.settings.back
+        if self.report is not None:
+            return False, back is not None and bool(back(at))
+        if isinstance(when, RanksSettle):
+            observe = when.due(at) and at.unit != self._observed
+            return observe, when.overdue(at) or when.settled(self.history)
+        return self.settings.automatic and self.initial is None, bool(when(at))
+
+    def _due(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> bool:
+        """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
+        observe, now = self._wishes(at)
+        if job.workers.size > 1:
+            about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
+            facts = compared_facts(self.settings, job.inner, at, self.report is not None)
+            decision = job.workers.agree(facts, 2 * observe + now, about)
+            observe, now = decision >= 2, decision % 2 == 1
+        if not self._started:
+            self._start(job, at, optimizers, also, later=not now)
+        return (observe and self._observe(job, at)) or now
+
+    def _start(
+        self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
+    ) -> None:
+        """The first call, and the first of a resumed run: plan, and warn and raise for what would fail after the warm-up.
+
+        Args:
+            later: whether there is a warm-up.
+        """
+        job.warn_without_group()
+        if self.report is None:
+            warns, when = job.workers.rank == 0, self.when
+            if warns and isinstance(when, RanksSettle) and when.latest is None and at.total is None:
+                warnings.warn(
+                    "Switch: switch.step got no total=, so the switch happens when the ranks settle, after more than "
+                    f"{when.span} observations, or never; with total= it happens at a third of the run at the latest",
+                    stacklevel=4,
+                )
+            self._plan = job.workers.run_on_all(lambda: self._first_plan(job, at, optimizers, also, later))
+            if warns:
+                self._warned = self._plan.warn_if_little_changes(stacklevel=4)
+                weights = factorized_weights(job.inner, self._plan)
+                warn_of_stacks(optimizers, weights, stacklevel=4)
+                if self.settings.state == "project" and later:
+                    warn_of_reset(optimizers, weights, stacklevel=4)
+        self._started = True
+
+    def _first_plan(
+        self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
+    ) -> Plan:
+        _check(job, optimizers, later)
+        if known_in_advance(back := self.settings.back) and back is not None:
+            back(at)  # raises if the loop does not pass what it needs
+        plan = self.settings.make_plan(job.dense, self.initial)
+        check_structure(job.dense, plan)
+        for average in also:
+            try:
+                check_structure(averaged_model(average, job.inner), plan)
+            except ValueError as error:
+                raise ValueError(
+                    f"also: {type(average).__name__} is not a copy of the model: {error}; pass the module that has the same layers"
+                ) from None
+        check_wrapper_passed(factorized_weights(job.dense, plan), job.ddp)
+        if not plan.shared_inputs and not self._inputs.groups and find_compiled(job.model) is None:
+            self._inputs.watch(job.inner, plan)
+        return plan
+
+    def _observe(self, job: Job, at: Position) -> bool:
+        """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""
+        spectra = job.spectra()
+        self._observed = at.unit
+        if self.initial is None:
+            self.initial = {name: values.tolist() for name, values in spectra.items()}
+            if self.settings.automatic:
+                self._plan = self.settings.make_plan(job.dense, self.initial)
+        if not isinstance(self.when, RanksSettle):
+            return False
+        self.history.append({name: stable_rank(values) for name, values in spectra.items()})
+        return self.when.settled(self.history)
+
+    def _prepare(
+        self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]
+    ) -> tuple[Plan, float | None]:
+        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `Job.checked` repairs.
+
+        Returns:
+            The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
+            no ranks if the change would save too little.
+        """
+
+        def checked() -> Plan:
+            _check(job, optimizers)
+            assert self._plan is not None
+            check_plan(job.dense, self._plan, finite=not job.sharded)
+            for average in also:
+                check_plan(averaged_model(average, job.inner), self._plan, finite=True)
+            check_optimizers_complete(job.inner, self._plan, optimizers)
+            check_wrapper_passed(factorized_weights(job.inner, self._plan), job.ddp)
+            return self._plan
+
+        plan = job.checked(checked)
+        plan, little = choose_ranks(job, plan, self._inputs.shared(), self.settings.automatic)
+        if job.workers.rank == 0 and not self._warned:  # ranks or times may leave more layers dense
+            self._warned = plan.warn_if_little_changes(stacklevel=3)
+            if little and not self._warned:  # ranks that the user asked for are applied
+                warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=3)
+        return plan, self._loss(job)
+
+    def _loss(self, job: Job) -> float | None:
+        """Held-out loss of rank 0, on all workers. All of them evaluate, in case `evaluate` calls collectives.
+
+        An error on one worker is raised on all.
+        """
+        evaluate = self.settings.evaluate
+        if evaluate is None:
+            return None
+        return job.workers.gather(lambda: held_out_loss(job.inner, evaluate))[0]
+
+    def _factorize(
+        self, job: Job, plan: Plan, at: Position, optimizers: list[Optimizer], also: list[nn.Module]
+    ) -> None:
+        """Make the model and its averages low-rank, on all workers or on none."""
+        done, changes = self._factorized(job, plan, optimizers, also)
+        report = self._made(done, at)
+        job.commit(changes, also, agree=True, then=lambda undo: undo.setattr(self, "report", report))
+        changes[0].carrier.warn_of_resets()
+
+    def _factorized(
+        self, job: Job, plan: Plan, optimizers: list[Optimizer], also: list[nn.Module]
+    ) -> tuple[Plan, list[Rewrite]]:
+        """The plan with its errors, and the changes, prepared. The factors as they were computed are freed."""
+        fill = job.factors(plan)
+
+        def prepared() -> tuple[Plan, list[Rewrite]]:
+            changes = self._changes(job, optimizers, also)
+            for average in changes[1:]:
+                average.factorize(plan, in_basis_of(fill))
+            return changes[0].factorize(plan, fill), changes
+
+        return job.workers.run_on_all(prepared)
+
+    def _changes(self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]) -> list[Rewrite]:
+        change = Rewrite(job.inner, optimizers, self.settings.state == "project")
+        return [change, *(Rewrite(averaged_model(average, job.inner), None) for average in also)]
+
+    def _made(self, plan: Plan, at: Position) -> Report:
+        settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
+        return Report(plan, at, settled=settled)
+
+    def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
+        self._scale_rates(optimizers)
+        after = self._loss(job)  # last: an error in it must not hide that the model has changed
+        if self.report is not None and before is not None and after is not None:
+            self.report = dataclasses.replace(self.report, loss=(before, after))
+
+    def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
+        """Make the model and its averages dense again, on all workers or on none."""
+        assert self.report is not None
+        job.checked(lambda: _check(job, optimizers))
+
+        def prepared() -> list[Rewrite]:
+            changes = self._changes(job, optimizers, also)
+            for change in changes:
+                change.merge()
+            return changes
+
+        changes = job.workers.run_on_all(prepared)
+        report = dataclasses.replace(self.report, merged=at)
+        job.commit(changes, also, agree=True, then=lambda undo: undo.setattr(self, "report", report))
+        changes[0].carrier.warn_of_resets()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
@@ -327,7 +467,12 @@ class Switch:
         """State without tensors: numbers and text, for any checkpoint format, such as JSON."""
         plan = self.settings.plan and self.settings.plan.to_json()
         report = self.report.as_json() if self.report else {"plan": plan, "switched": None, "merged": None}
-        return report | self._decision.state()
+        return report | {
+            "initial": self.initial,
+            "history": self.history,
+            "observed": self._observed,
+            "inputs": [list(names) for names in self._inputs.groups],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. If the saved run had switched, then give the model the low-rank structure:
@@ -335,7 +480,10 @@ class Switch:
         `if switch.low_rank: pf.reshape_(model, switch.report.plan)`, then `model.load_state_dict(…)`.
         """
         saved = json.loads(json.dumps(state))  # a copy
-        self._decision.load(saved)
+        self.initial, self.history = saved["initial"], saved["history"]
+        self._observed = saved["observed"]  # inside an epoch, its start is not observed again
+        self._inputs.groups = saved["inputs"]  # the resumed run multiplies the same layers together
+        self._plan, self._started = None, False  # the next call is a first call again
         self.report = Report.from_json(saved)
         while self._rates:
             self._rates.pop().remove()
@@ -374,3 +522,38 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
     if job.sharded:
         raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
     return job
+
+
+def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
+    """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
+    check_optimizers(optimizers, later)
+    job.check_rewrap()
+    check_not_inference(job.workers.caller)
+
+
+def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
+    """The copy of `model` inside an average: torch's AveragedModel, or any module that holds it as its child `module`."""
+    inner, expected = unwrap(average), _names(model)
+    while _names(inner) != expected and "module" in inner._modules:
+        inner = unwrap(inner.get_submodule("module"))
+    return inner
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {own_name(name) for name, _ in model.named_parameters()}
+
+
+def in_basis_of(factors: Fill) -> Fill:
+    """The factors of an average, given those of the model.
+
+    Factors can be averaged only in a common basis, and an SVD of the average would rotate and reflect it. Its
+    weights are projected on the model's factors instead: W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
+    """
+
+    def fill(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+        _, V, _ = factors(e, W)
+        W = at_least_fp32(W)
+        U = W @ torch.linalg.pinv(at_least_fp32(V.to(W)))
+        return U, torch.linalg.pinv(U) @ W, None
+
+    return fill

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...distributed.job import Job
+from ...distributed.ddp import Job
 from ...optim.carry import Optimizers, as_list, check_optimizers
 from .norm_scales import L1Penalty, channel_scores, prunable_groups
 from .remove_channels import check_optimizer_state, remove_channels_

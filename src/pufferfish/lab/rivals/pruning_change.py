@@ -8,7 +8,7 @@ from torch import nn
 
 from ...checkpoint.files import SavedCheckpoint
 from ...checkpoint.folder import newest_checkpoint
-from ...distributed.job import Job
+from ...distributed.ddp import Job
 from ...measure import RunLog
 from ...optim.carry import Optimizers
 from ...planning.profile import Example

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ...distributed.job import find_ddp
+from ...distributed.ddp import find_ddp
 from ...layers.names import unwrap
 from ...lowrank.factorize import merge_
 from ...measure import RunLog

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...distributed.lost_contact import LostContact
+from ...distributed.workers import LostContact
 
 #: Found in gloo's connection errors, which have no class of their own.
 _GLOO_CONNECTION_ERRORS = ("gloo/transport", "timeout caused pair closure")

@@ -1,16 +1,25 @@
-"""`Report`: the result of a switch: ranks, approximation errors, and the loss before and after."""
+"""`Report`: the result of a switch: ranks, errors, the loss before and after. `preview`: the loss at lower ranks, of copies."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ..lowrank.factorize import factorize_
 from ..planning.entries import Entry
 from ..planning.plan import LITTLE, Plan
 from ..planning.text import Table, obstacles
 from .moments import Position
+
+#: Returns the loss of a model on a held-out batch.
+Evaluate = Callable[[nn.Module], float | Tensor]
 
 #: Shares by which the held-out loss may rise: hardly, and as after a quarter of the full rank in a run that goes on.
 FINE_RISE, USUAL_RISE = 0.1, 1.0
@@ -26,9 +35,8 @@ class Report:
     position: Position
     loss: tuple[float, float] | None = None  # of `evaluate`, before and after
     merged: Position | None = None  # position at which the model became full-rank again
-    settled: bool | None = (
-        None  # whether the ranks had settled, or `latest` was reached; None without `RanksSettle`
-    )
+    #: Whether the ranks had settled, or `latest` was reached; None without `RanksSettle`.
+    settled: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
@@ -162,3 +170,46 @@ class Report:
         if mean >= USUAL_ENERGY:
             return f"usual. {text}; pass evaluate= to see the loss."
         return f"low. {text}. Pass evaluate= to see the loss; if two epochs do not make it up, {remedy}."
+
+
+def preview(model: nn.Module, evaluate: Evaluate, plans: Iterable[tuple[str, Plan]]) -> Preview:
+    """Evaluate the loss with each of several labelled plans, in a copy of the model."""
+    rows = []
+    for label, plan in plans:
+        trial = copy.deepcopy(model)
+        with warnings.catch_warnings():  # of factors that keep too little: the loss shows it
+            warnings.simplefilter("ignore")
+            plan = factorize_(trial, plan)
+        rows.append((label, plan, held_out_loss(trial, evaluate)))
+    return Preview(held_out_loss(model, evaluate), tuple(rows))
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Loss on a held-out batch at full rank and at several lower ranks."""
+
+    before: float
+    rows: tuple[tuple[str, Plan, float], ...]  # label, plan with errors, loss
+
+    def __str__(self) -> str:
+        table = [["rank", "parameters", "loss", "worst layer", "its error"]]
+        dense = self.rows[0][1].before.parameters
+        table.append(["full rank", f"{dense:,}", f"{self.before:.4g}", "", ""])
+        for rank, plan, loss in self.rows:
+            worst = max((e for e in plan if e.error is not None), key=lambda e: e.error or 0, default=None)
+            name, error = (worst.name, f"{worst.error:.3f}") if worst else ("none changed", "")
+            table.append([rank, f"{plan.after.parameters:,}", f"{loss:.4g}", name, error])
+        return str(Table(table, left=(0, 3)))
+
+
+def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:
+    """Loss in evaluation mode. Training modes and random states are restored."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return float(evaluate(model))
+    finally:
+        for module, training in modes.items():
+            module.training = training
