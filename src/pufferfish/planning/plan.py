@@ -87,6 +87,7 @@ def plan(
     memory, SGD momentum    820,344  427,128  1.92× smaller
     memory, Adam          1,093,792  569,504  1.92× smaller
     """
+    keep, only = as_patterns("keep", keep), as_patterns("only", only)
     rule = as_rule(rank)
     embed_rule = None if embed is None else as_rule(embed, "embed")
     rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
@@ -99,7 +100,6 @@ def plan(
     profiled = None if example is None else profile(model, example)
     before = totals(model, profiled)
     entries, layers = candidates(model, profiled, embed=embed_rule is not None, frozen=frozen)
-    keep, only = as_patterns("keep", keep), as_patterns("only", only)
     entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
     plan = Plan(
         entries=tuple(entries),
