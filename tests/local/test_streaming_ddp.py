@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ def a_worker_does_not_wait_for_slower_ones(rank: int, size: int, folder: str) ->
     """Worker 0 sends and goes on before worker 1 has made the update; with several rounds of messages, too."""
     store = dist.FileStore(f"{folder}/store", size)
     for method in (None, BlockInt8(64)):
-        model = build()
+        began, model = time.perf_counter(), build()
         local, optimizer = LocalSteps(4, delay=3, method=method), sgd(model.parameters())
         local.start(model)
         if rank:
@@ -81,7 +82,9 @@ def a_worker_does_not_wait_for_slower_ones(rank: int, size: int, folder: str) ->
         if rank == 0:
             store.set(f"worker 0 sent {method}", "")
         assert train(local, model, optimizer, range(6, 7), rank) == [7]
-        assert local.waited > 0
+        assert local.sync(model)
+        local.wait()
+        assert 0 < local.waited < time.perf_counter() - began
 
 
 def checkpointed_while_averages_are_on_their_way(rank: int, size: int, folder: str) -> None:
