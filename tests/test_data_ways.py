@@ -20,7 +20,7 @@ def opened() -> Opened:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("plan, factorize_, merge_", 14), ("switch", 15), ("backward", 6)]
+    ("name", "limit"), [("plan, factorize_, merge_", 14), ("switch", 16), ("backward", 6)]
 )
 def test_few_files_are_opened(name: str, limit: int, opened: Opened) -> None:
     assert len(files(opened[name])) <= limit, files(opened[name])
