@@ -27,7 +27,7 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     (
         "py:.*",
-        r"pufferfish\.(distributed|local\.schedule|compression\.(engine|exchange|hierarchy))\..*",
+        r"pufferfish\.(distributed|local\.fragments|compression\.(engine|exchange))\..*",
     ),  # internal
     ("py:.*", r"pufferfish\..*\.OptimizersT"),
     (
