@@ -93,3 +93,13 @@ def test_factors_in_two_optimizers_become_one_weight_in_one_of_them() -> None:
     pf.merge_(model, optimizers)
     assert names_in(model, optimizers) == [[["1.weight", "1.bias"]], [["0.weight"]]]
     train_on_ones(model, optimizers)
+
+
+def test_factors_that_are_no_matrices_go_to_an_optimizer_of_vectors() -> None:
+    model = nn.Sequential(nn.LSTM(32, 32))
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+    muon, adamw = optim.Muon(matrices), optim.AdamW(vectors)
+    pf.factorize_(model, pf.plan(model, 4), [muon, adamw])
+    first, second = names_in(model, [muon, adamw])
+    assert first == [["0.weight_ih_l0.down.weight", "0.weight_hh_l0.down.weight"]]
+    assert sorted(second[0])[2:] == ["0.weight_hh_l0.up.weight", "0.weight_ih_l0.up.weight"]
