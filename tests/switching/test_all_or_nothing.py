@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.optim.carry import Undo
+from pufferfish.lowrank.carry import Undo
 
 SOURCE = str(Path(pf.__file__).parent)
 #: Lines that take back what was assigned; they must not be interrupted themselves.

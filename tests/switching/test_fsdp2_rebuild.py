@@ -37,7 +37,7 @@ import pufferfish as pf
 from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
-from pufferfish.optim.carry import whole
+from pufferfish.lowrank.carry import whole
 from pufferfish.switching.fsdp2 import ShardedJob, local, outline, parameters, rebuild
 
 

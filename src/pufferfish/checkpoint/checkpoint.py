@@ -19,12 +19,12 @@ from ..distributed.ddp import Job, find_ddp
 from ..distributed.workers import Workers
 from ..layers import meta_copy
 from ..layers.names import own_name, rebuilt, unwrap
+from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
+from ..lowrank.carry import Optimizers, as_list
 from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
 from ..lowrank.factorize import ranks_of, svd_factors
 from ..lowrank.plan_of import plan_of
 from ..lowrank.rewrite import Rewrite, nan_factors, replace_layers_
-from ..optim.by_name import group_names, load_optimizer, names_by_id, optimizer_state
-from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
 from ..switching.switch import Switch
 from .files import (

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ..layers import Matrix
 from ..layers.base import CALL_HOOKS
 from ..layers.names import inside, named_modules, own_name, unwrap
+from ..lowrank.carry import Undo, check_optimizers
 from ..lowrank.checks import check_plan
 from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
-from ..optim.carry import Undo, check_optimizers
 from ..planning import svd
 from ..planning.entries import Entry
 from ..planning.plan import Plan, factorizable, matrix_spectrum

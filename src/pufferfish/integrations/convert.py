@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..layers.names import own_keys, own_name
+from ..lowrank.carry import Carrier, State, Undo
 from ..lowrank.checks import check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
@@ -37,7 +38,6 @@ from ..lowrank.state_dict import (
     write_safetensors,
     write_weights,
 )
-from ..optim.carry import Carrier, State, Undo
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.text import track

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ..layers import FactorMap, LowRank, Matrix, low_rank_type
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.names import named_modules, unwrap
-from ..optim.carry import accepts, as_list, check_optimizers
 from ..planning.plan import Plan
 from ..planning.svd import check_values
+from .carry import accepts, as_list, check_optimizers
 
 T = TypeVar("T")
 

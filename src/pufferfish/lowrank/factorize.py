@@ -8,10 +8,10 @@ from torch.nn.parameter import is_lazy
 
 from ..layers import LowRank
 from ..layers.names import named_modules, unwrap
-from ..optim.carry import Optimizers, as_list, warn_of_stacks
 from ..planning import svd
 from ..planning.entries import Entry
 from ..planning.plan import Plan, check_is_plan, resolve
+from .carry import Optimizers, as_list, warn_of_stacks
 from .checks import (
     check_not_inference,
     check_plan,

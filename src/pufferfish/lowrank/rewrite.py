@@ -16,10 +16,10 @@ from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_ty
 from ..layers.base import CALL_HOOKS
 from ..layers.matrix import Part, product
 from ..layers.names import join_name, named_modules, own_name
-from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import track
+from .carry import Carrier, Optimizers, Undo, as_list, check_optimizers
 from .checks import check_accepted, check_hooks, check_not_sharded
 
 #: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).

@@ -19,10 +19,10 @@ from ..distributed.ddp import Job, broadcast_factors, by_weight, group_cost, own
 from ..distributed.workers import Workers
 from ..layers import FactorMap
 from ..layers.names import REBUILT, named_modules, own_name, unwrap
+from ..lowrank.carry import Carrier, Optimizers, Undo, as_list, check_optimizers, placed, whole
 from ..lowrank.checks import check_accepted
 from ..lowrank.factorize import reshape_
 from ..lowrank.rewrite import set_parameter
-from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers, placed, whole
 from ..planning.entries import Entry
 from ..planning.plan import Plan, matrix_spectrum
 from ..planning.svd import NOT_FINITE

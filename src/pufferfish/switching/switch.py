@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..distributed.ddp import Job
 from ..layers.matrix import at_least_fp32
 from ..layers.names import own_name, unwrap
+from ..lowrank.carry import Optimizers, as_list, check_optimizers, warn_of_reset, warn_of_stacks
 from ..lowrank.checks import (
     check_not_inference,
     check_optimizers_complete,
@@ -25,8 +26,6 @@ from ..lowrank.checks import (
 )
 from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
-from ..optim.carry import Optimizers, as_list, check_optimizers, warn_of_reset, warn_of_stacks
-from ..optim.scaled_rate import ScaledRate
 from ..planning.entries import Entry, as_patterns
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
@@ -35,6 +34,7 @@ from .decision import SharedInputs, SwitchSettings, choose_ranks, compared_facts
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, known_in_advance, moment_text
 from .report import Evaluate, Preview, Report, held_out_loss, preview
+from .scaled_rate import ScaledRate
 
 OptimizersT = TypeVar("OptimizersT", bound=Optimizers)
 

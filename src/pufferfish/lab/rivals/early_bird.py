@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.ddp import Job
-from ...optim.carry import Optimizers, as_list, check_optimizers
+from ...lowrank.carry import Optimizers, as_list, check_optimizers
 from .norm_scales import L1Penalty, channel_scores, prunable_groups
 from .remove_channels import check_optimizer_state, remove_channels_
 

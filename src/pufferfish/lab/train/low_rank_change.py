@@ -8,8 +8,8 @@ from torch import nn
 from ...distributed.ddp import find_ddp
 from ...layers.names import unwrap
 from ...lowrank.factorize import merge_
+from ...lowrank.frobenius_decay import FrobeniusDecay
 from ...measure import RunLog
-from ...optim.frobenius_decay import FrobeniusDecay
 from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch
 from ..rivals.model_change import ModelChange
