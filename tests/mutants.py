@@ -41,12 +41,12 @@ PARTS: dict[str, tuple[list[list[str]], list[str]]] = {
     "local steps": ([["local/*.py"]], ["local"]),
     "plan": ([["planning/plan.py", "planning/entries.py", "planning/rules.py"], ["planning/*.py"]], ["planning"]),
     "factorize": (
-        [["planning/svd.py", "lowrank/factorize.py"], ["planning/svd.py", "lowrank/rewrite.py"]],
+        [["planning/svd.py", "lowrank/rewrite.py"]],
         ["planning", "lowrank"],
     ),
     "switch": ([["switching/*.py"]], ["switching"]),
     "DDP re-wrap": ([["distributed/job.py"], ["distributed/ddp.py"], ["distributed/*.py"]], ["distributed", "switching"]),
-    "shared SVD": ([["distributed/shared_svd.py"], ["distributed/ddp.py", "distributed/workers.py"]], ["distributed", "switching"]),
+    "shared SVD": ([["lowrank/factors.py"], ["distributed/ddp.py", "distributed/workers.py"]], ["distributed", "switching"]),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: The library's packages in the order of their imports: each may import itself and those before it.
 PACKAGES = [
-    "layers", "planning", "lowrank", "distributed", "compression", "switching", "checkpoint", "local", "measure",
+    "layers", "planning", "distributed", "lowrank", "compression", "switching", "checkpoint", "local", "measure",
     "integrations", "lab", "cli", "__main__",
 ]  # fmt: skip
 #: The same inside the lab.

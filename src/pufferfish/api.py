@@ -7,11 +7,10 @@ from .distributed.exact import exact_
 from .distributed.finite_guard import FiniteGuard
 from .layers import register
 from .local.local_steps import LocalSteps
-from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
 from .lowrank.frobenius_decay import FrobeniusDecay
 from .lowrank.muon import Muon, muon_parameters
-from .lowrank.plan_of import plan_of
+from .lowrank.rewrite import factorize_, merge_, plan_of, reshape_
 from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
 from .planning.plan import Plan, plan, resolve, spectra

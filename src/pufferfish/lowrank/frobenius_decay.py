@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix
 from ..layers.names import named_modules, rebuilt
-from .carry import Optimizers, as_list, check_optimizers
+from .optimizers import Optimizers, as_list, check_optimizers
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
 Modules = tuple[Matrix, nn.Module, nn.Module]  # the matrix, the modules of `down.weight` and `up.weight`

@@ -20,7 +20,7 @@ from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
-from ..lowrank.carry import Optimizers
+from ..lowrank.optimizers import Optimizers
 from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
 from .breakdown import Breakdown, GradientTimeline

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..distributed.ddp import Job
 from ..layers.names import named_modules
+from ..lowrank.factors import shared_spectra
 from ..planning.plan import LITTLE, Plan, check_is_plan
 from ..planning.plan import plan as make_plan
 from ..planning.rules import Rule, StableRank, apply_rules
@@ -101,7 +102,7 @@ def choose_ranks(
         The plan, and text that says how little it saves, if ranks were chosen here.
     """
     unresolved = job.workers.broadcast_object([e.name for e in plan if e.rule is not None])
-    spectra = job.spectra(unresolved) if unresolved else None
+    spectra = shared_spectra(job, unresolved) if unresolved else None
 
     def resolved() -> Any:
         done = plan if spectra is None else apply_rules(plan, spectra)

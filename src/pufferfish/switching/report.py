@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lowrank.factorize import factorize_
+from ..lowrank.rewrite import factorize_
 from ..planning.entries import Entry
 from ..planning.plan import LITTLE, Plan
 from ..planning.text import Table, obstacles

@@ -4,29 +4,35 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ..distributed.ddp import Job
-from ..layers.matrix import at_least_fp32
+from ..distributed.ddp import Job, check_rewrap, find_ddp
 from ..layers.names import own_name, unwrap
-from ..lowrank.carry import Optimizers, as_list, check_optimizers, warn_of_reset, warn_of_stacks
-from ..lowrank.checks import (
-    check_not_inference,
+from ..lowrank.factors import in_basis_of, nan_factors, shared_factors, shared_spectra
+from ..lowrank.optimizers import (
+    Optimizers,
+    as_list,
+    check_optimizers,
     check_optimizers_complete,
-    check_plan,
-    check_structure,
     check_wrapper_passed,
     factorized_weights,
-    find_compiled,
+    warn_of_reset,
 )
-from ..lowrank.factorize import ranks_of
-from ..lowrank.rewrite import Fill, Rewrite, nan_factors
-from ..planning.entries import Entry, as_patterns
+from ..lowrank.rewrite import (
+    Rewrite,
+    check_not_inference,
+    check_plan,
+    check_structure,
+    commit,
+    find_compiled,
+    ranks_of,
+)
+from ..planning.entries import as_patterns
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
@@ -330,9 +336,8 @@ class Switch:
             self._plan = job.workers.run_on_all(lambda: self._first_plan(job, at, optimizers, also, later))
             if warns:
                 self._warned = self._plan.warn_if_little_changes(stacklevel=4)
-                weights = factorized_weights(job.inner, self._plan)
-                warn_of_stacks(optimizers, weights, stacklevel=4)
                 if self.settings.state == "project" and later:
+                    weights = factorized_weights(job.inner, self._plan)
                     warn_of_reset(optimizers, weights, stacklevel=4)
         self._started = True
 
@@ -358,7 +363,7 @@ class Switch:
 
     def _observe(self, job: Job, at: Position) -> bool:
         """Compute the spectra. Returns whether the ranks have settled, for `RanksSettle`."""
-        spectra = job.spectra()
+        spectra = shared_spectra(job)
         self._observed = at.unit
         if self.initial is None:
             self.initial = {name: values.tolist() for name, values in spectra.items()}
@@ -412,15 +417,13 @@ class Switch:
     ) -> None:
         """Make the model and its averages low-rank, on all workers or on none."""
         done, changes = self._factorized(job, plan, optimizers, also)
-        report = self._made(done, at)
-        job.commit(changes, also, agree=True, then=lambda undo: undo.setattr(self, "report", report))
-        changes[0].carrier.warn_of_resets()
+        self._commit(job, changes, also, self._made(done, at))
 
     def _factorized(
         self, job: Job, plan: Plan, optimizers: list[Optimizer], also: list[nn.Module]
     ) -> tuple[Plan, list[Rewrite]]:
         """The plan with its errors, and the changes, prepared. The factors as they were computed are freed."""
-        fill = job.factors(plan)
+        fill = shared_factors(job, plan)
 
         def prepared() -> tuple[Plan, list[Rewrite]]:
             changes = self._changes(job, optimizers, also)
@@ -456,9 +459,17 @@ class Switch:
             return changes
 
         changes = job.workers.run_on_all(prepared)
-        report = dataclasses.replace(self.report, merged=at)
-        job.commit(changes, also, agree=True, then=lambda undo: undo.setattr(self, "report", report))
-        changes[0].carrier.warn_of_resets()
+        self._commit(job, changes, also, dataclasses.replace(self.report, merged=at))
+
+    def _commit(self, job: Job, changes: list[Rewrite], also: list[nn.Module], report: Report) -> None:
+        """Assign the prepared changes and the report, when all workers are prepared."""
+
+        def assign(undo: ExitStack) -> None:
+            undo.callback(setattr, self, "report", self.report)
+            self.report = report
+
+        commit(changes, job.workers, [job.ddp, *map(find_ddp, also)], assign)
+        changes[0].carrier.warn_of_resets(stacklevel=5)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
@@ -508,7 +519,7 @@ class Switch:
             check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
             change = Rewrite(job.inner, optimizers)
             change.factorize(self.report.plan, nan_factors)
-            job.commit([change])
+            commit([change], wrappers=[job.ddp])
         elif ranks != saved_ranks:
             raise ValueError(
                 f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "
@@ -527,7 +538,7 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
 def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
     """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
     check_optimizers(optimizers, later)
-    job.check_rewrap()
+    check_rewrap(job.ddp)
     check_not_inference(job.workers.caller)
 
 
@@ -541,19 +552,3 @@ def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
 
 def _names(model: nn.Module) -> set[str]:
     return {own_name(name) for name, _ in model.named_parameters()}
-
-
-def in_basis_of(factors: Fill) -> Fill:
-    """The factors of an average, given those of the model.
-
-    Factors can be averaged only in a common basis, and an SVD of the average would rotate and reflect it. Its
-    weights are projected on the model's factors instead: W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
-    """
-
-    def fill(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
-        _, V, _ = factors(e, W)
-        W = at_least_fp32(W)
-        U = W @ torch.linalg.pinv(at_least_fp32(V.to(W)))
-        return U, torch.linalg.pinv(U) @ W, None
-
-    return fill

@@ -19,8 +19,8 @@ from ...checkpoint.files import load_model_state, model_state
 from ...layers.names import own_name, unwrap
 from ...local.local_steps import all_finite
 from ...lowrank.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
-from ...lowrank.carry import Optimizers, as_list
-from ...lowrank.factorize import merge_, ranks_of
+from ...lowrank.optimizers import Optimizers, as_list
+from ...lowrank.rewrite import merge_, ranks_of
 from ...planning.plan import Plan
 from ...switching.switch import Switch
 

@@ -9,7 +9,7 @@ from torch import nn
 from ...checkpoint.files import SavedCheckpoint
 from ...checkpoint.folder import newest_checkpoint
 from ...distributed.ddp import Job
-from ...lowrank.carry import Optimizers
+from ...lowrank.optimizers import Optimizers
 from ...measure import RunLog
 from ...planning.profile import Example
 from .early_bird import EarlyBird

@@ -7,8 +7,8 @@ from torch import nn
 
 from ...distributed.ddp import find_ddp
 from ...layers.names import unwrap
-from ...lowrank.factorize import merge_
 from ...lowrank.frobenius_decay import FrobeniusDecay
+from ...lowrank.rewrite import merge_
 from ...measure import RunLog
 from ...switching.moments import AtStep, RanksSettle
 from ...switching.switch import Switch

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...lowrank.checks import check_structure
+from ...lowrank.rewrite import check_structure
 from ...planning.plan import Plan
 from ...planning.plan import plan as make_plan
 from ...switching.moments import AtEpoch, AtFraction
