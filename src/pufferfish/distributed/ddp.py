@@ -1,7 +1,7 @@
 """`Job`: a model with its wrappers and its workers; the DDP wrapper is initialized again after a change; gradient hooks."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -47,8 +47,8 @@ class Job:
         self, model: nn.Module, caller: str = "switch", group: dist.ProcessGroup | None = None
     ) -> None:
         self.model = model
-        self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
+        self.ddp, self.inner = find_ddp(model), unwrap(model)
         first = next(self.inner.parameters())
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
@@ -90,18 +90,14 @@ class Job:
         """Singular values of the matrices that this worker owns."""
         return {e.name: matrix_spectrum(e, w) for e, w in weights if owner[e.name] == self.workers.rank}
 
-    def checked(self, check: Callable[[], T]) -> T:
-        """Run `check` on all workers, then give parameters that differ between them the values of worker 0, with a warning."""
+    def repair(self) -> None:
+        """Give parameters that differ between the workers the values of worker 0, with a warning."""
+        if self.sharded or self.workers.size == 1:
+            return
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
-        results: list[T] = []
-
-        def work() -> list[int]:
-            results.append(check())
-            return [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
-
-        sums = self.workers.gather(work)
-        columns = zip(*sums, strict=True)  # none for shards, which differ
-        differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
+        sums = self.workers.gather(lambda: _checksums(parameters.values()))
+        columns = zip(*sums, strict=True)
+        differ = [name for name, column in zip(parameters, columns, strict=True) if len(set(column)) > 1]
         if differ:
             others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
             warnings.warn(
@@ -112,7 +108,6 @@ class Job:
             with torch.no_grad():
                 for p in (parameters[name] for name in differ):
                     p.copy_(self.workers.broadcast_tensor(p.detach().to(self.workers.device).contiguous(), 0))
-        return results[0]
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:

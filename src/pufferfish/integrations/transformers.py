@@ -100,7 +100,7 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             )
         self.trainer = trainer
         self.switch = switch
-        self.by = by or switch.settings.by
+        self.by = by or switch.by
         self.register = register
         self._saved: dict[str, Any] | None = None
         self._inside_epoch = False

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.ddp import Job
 from ..distributed.workers import Workers, balance
 from ..layers import Matrix
 from ..layers.matrix import at_least_fp32
-from ..layers.names import named_modules
+from ..layers.names import named_modules, own_name, unwrap
 from ..planning import svd
 from ..planning.entries import Entry
 from ..planning.plan import Plan, factorizable
@@ -39,6 +39,18 @@ def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor]:
     assert e.rank is not None
     U = like.new_empty(e.matrix.blocks, e.matrix.m, e.rank, requires_grad=False)
     return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False)
+
+
+def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
+    """The copy of `model` inside an average: torch's AveragedModel, or any module that holds it as its child `module`."""
+    inner, expected = unwrap(average), _names(model)
+    while _names(inner) != expected and "module" in inner._modules:
+        inner = unwrap(inner.get_submodule("module"))
+    return inner
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {own_name(name) for name, _ in model.named_parameters()}
 
 
 def in_basis_of(factors: Fill) -> Fill:

@@ -132,7 +132,7 @@ def factorized_weights(model: nn.Module, plan: Plan) -> dict[int, str]:
     layers = {name: module for name, _, module in named_modules(model)}
     return {
         id(layers[e.layer].get_parameter(e.matrix.weight)): f"{e.layer}.{e.matrix.weight}"
-        for e in plan
+        for e in plan.entries
         if e.matrix is not None and (e.rank or e.rule)
     }
 

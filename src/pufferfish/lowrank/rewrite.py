@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..distributed.ddp import Job, check_rewrap, find_ddp, rewrap_
@@ -94,19 +93,18 @@ def factorize_(
     check_not_inference("factorize_")
     check_unwrapped(model, "factorize_")
     check_is_plan(plan, "factorize_")
-    optimizers = as_list(optimizer)
     fill: Fill = svd_factors
     workers = None
     if group is None:
         check_plan(model, plan)
         plan = plan if plan.resolved else resolve(plan, model)
     else:
-        plan, fill, workers = _agreed(model, plan, optimizers, group)
+        plan, fill, workers = _agreed(model, plan, optimizer, group)
     plan.warn_if_little_changes()
-    change = Rewrite(model, optimizers)
-    warn_of_other_optimizers(model, plan, optimizers, _REMEDY)
+    change = Rewrite(model, optimizer)
+    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
     # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
-    continues = any(x.state or x.defaults.get("momentum") == 0 for x in optimizers)
+    continues = any(x.state or x.defaults.get("momentum") == 0 for x in change.optimizers)
     prepare = partial(change.factorize, plan, fill)
     done = prepare() if workers is None else workers.run_on_all(prepare)
     commit([change], workers)
@@ -130,15 +128,16 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _agreed(
-    model: nn.Module, plan: Plan, optimizers: list[Optimizer], group: dist.ProcessGroup
+    model: nn.Module, plan: Plan, optimizer: Optimizers, group: dist.ProcessGroup
 ) -> tuple[Plan, Fill, Workers]:
     """The plan of worker 0 with all ranks, checked on all workers, the factors that they compute together, and the workers."""
     job = Job(model, "factorize_", group)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
     plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
-    job.workers.run_on_all(lambda: check_optimizers(optimizers))
-    job.checked(lambda: check_plan(model, plan, finite=True))
+    job.workers.run_on_all(lambda: check_optimizers(as_list(optimizer)))
+    job.workers.run_on_all(lambda: check_plan(model, plan, finite=True))
+    job.repair()
     if unresolved := [e.name for e in plan if e.rule is not None]:
         plan = apply_rules(plan, shared_spectra(job, unresolved))
     return plan, shared_factors(job, plan), job.workers
@@ -173,7 +172,7 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
         )
     check_plan(model, plan)
     change = Rewrite(model, optimizer)
-    warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
+    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
     done = change.factorize(plan, nan_factors)
     commit([change])
     change.carrier.warn_of_resets(stacklevel=3)
@@ -254,22 +253,25 @@ class Rewrite:
 
     def __init__(self, model: nn.Module, optimizer: Optimizers = None, carry: bool = True) -> None:
         self.model = model
-        self._optimizers = as_list(optimizer)
-        check_optimizers(self._optimizers)
-        self.carrier = Carrier(self._optimizers, model.parameters(), carry)
+        self.optimizers = as_list(optimizer)
+        check_optimizers(self.optimizers)
+        self.carrier = Carrier(self.optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(self, plan: Plan, fill: Fill) -> Plan:
         """Prepare low-rank layers. Returns the plan with the errors that `fill` returned."""
         paths = {name: path for name, path, _ in named_modules(self.model)}
         # All structures first, on the meta device: the constructor of a registered layer type may raise.
-        structures = {layer: self._structure(layer, paths[layer], r) for layer, r in plan.ranks.items()}
+        uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        structures = {
+            layer: self._structure(layer, paths[layer], ranks, uses) for layer, ranks in plan.ranks.items()
+        }
         errors: dict[str, float | None] = {}
         entries = {e.name: e for e in plan.entries}
         for layer, low_rank in track(structures.items(), "factorizing layers"):
 
             def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
-                e = entries[join_name(layer, part.name)]
+                e = entries[join_name(layer, part.matrix.name)]
                 U, V, errors[e.name] = fill(e, W)
                 return U, V
 
@@ -285,16 +287,27 @@ class Rewrite:
             dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
         )
 
-    def _structure(self, layer: str, path: str, ranks: dict[str, int]) -> LowRank:
-        """A low-rank layer without values, whose parameters the optimizers accept."""
+    def _structure(self, layer: str, path: str, ranks: dict[str, int], uses: Counter[int]) -> LowRank:
+        """A low-rank layer without values, after a check that it can take the place of the dense one.
+
+        Args:
+            uses: how often the model has each parameter, by id.
+        """
         dense = self.model.get_submodule(path)
         kind = low_rank_type(type(dense))
         assert kind is not None
         low_rank = kind(dense, ranks)
-        for name, targets in low_rank.factor_map.replaced.items():
+        replaced = low_rank.factor_map.replaced
+        for name, targets in replaced.items():
+            weight = dense.get_parameter(name)
+            if uses[id(weight)] > 1:
+                raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
+            if type(weight.data) is not Tensor:
+                raise ValueError(f"{layer}: its {name} is a {type(weight.data).__name__}, not a plain tensor")
             for target in targets:
-                factor, weight = low_rank.get_parameter(target), dense.get_parameter(name)
-                check_accepted(f"{layer}.{target}", factor, [weight], self._optimizers)
+                factor = low_rank.get_parameter(target)
+                check_accepted(f"{layer}.{target}", factor, [weight], self.optimizers)
+        check_hooks(layer, dense, [*replaced])
         return low_rank
 
     def _split(
@@ -499,8 +512,12 @@ def find_compiled(model: nn.Module) -> nn.Module | None:
     return next(compiled, None)
 
 
-def check_structure(model: nn.Module, plan: Plan) -> None:
-    """Raise ValueError unless the model has the plan's layers, with the same types and shapes."""
+def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
+    """Raise ValueError unless the model has the plan's layers, with the same types and shapes.
+
+    Args:
+        finite: also check that the weights to factorize are finite.
+    """
     layers = {name: module for name, _, module in named_modules(model)}
     for e in plan.entries:
         if e.matrix is None:
@@ -509,7 +526,7 @@ def check_structure(model: nn.Module, plan: Plan) -> None:
         if module is None:
             raise ValueError(f"{e.name}: the plan has this layer, but the model does not")
         if type(module).__name__ != e.type:
-            hint = "; it is already low-rank" if isinstance(module, LowRank) else ""
+            hint = "; it is already low-rank" * isinstance(module, LowRank)
             raise ValueError(
                 f"{e.name}: the plan is for a {e.type}, the model has a {type(module).__name__}{hint}"
             )
@@ -523,47 +540,12 @@ def check_structure(model: nn.Module, plan: Plan) -> None:
         matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
         if matrix != e.matrix:
             raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
-
-
-def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
-    """Raise ValueError unless every layer of the plan can be replaced. Keeps no reference to the model.
-
-    Args:
-        finite: also check that the weights to factorize are finite.
-    """
-    check_structure(model, plan)
-    layers = {name: module for name, _, module in named_modules(model)}
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    chosen: dict[str, list[str]] = {}
-    for e in plan.entries:
-        if e.matrix is None or (e.rank is None and e.rule is None):
+        if e.rank is None and e.rule is None:
             continue
-        module = layers[e.layer]
-        if finite and not (weight := module.get_parameter(e.matrix.weight)).is_meta:
-            check_values(e.name, weight)
         if e.layer == "":
             raise ValueError("the model itself is the layer to replace; wrap it in an nn.Sequential")
-        chosen.setdefault(e.layer, []).append(e.matrix.name)
-    for layer, names in chosen.items():
-        _check_replaced(layer, layers[layer], names, uses)
-
-
-def _check_replaced(layer: str, module: nn.Module, names: list[str], uses: Counter[int]) -> None:
-    """Raise ValueError unless the parameters of a layer can be replaced, if the matrices `names` are factorized.
-
-    Args:
-        uses: how often the model has each parameter, by id.
-    """
-    kind = low_rank_type(type(module))
-    assert kind is not None
-    replaced = FactorMap(("", x, int(x.name in names) or None) for x in kind.matrices(module)).replaced
-    for name in replaced:
-        parameter = module.get_parameter(name)
-        if uses[id(parameter)] > 1:
-            raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
-        if type(parameter.data) is not Tensor:
-            raise ValueError(f"{layer}: its {name} is a {type(parameter.data).__name__}, not a plain tensor")
-    check_hooks(layer, module, [*replaced])
+        if finite:
+            check_values(e.name, module.get_parameter(e.matrix.weight))
 
 
 def _text(matrix: Matrix | None) -> str:

@@ -51,7 +51,7 @@ class LowRankChange(ModelChange):
 
     def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
         if self.switch.low_rank:
-            Switch(lr=self.switch.settings.lr).restore_(module, optimizer, self.switch.state_dict())
+            Switch(lr=self.switch.lr).restore_(module, optimizer, self.switch.state_dict())
 
     def begin_epoch(self, epoch: int) -> bool:
         if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
@@ -67,7 +67,7 @@ class LowRankChange(ModelChange):
                 if not self.switch.low_rank:
                     merge_(replica.module, replica.optimizer)
                     continue
-                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.settings.lr)
+                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.lr)
                 switch.step(replica.module, replica.optimizer, step=0)
         return changed
 
