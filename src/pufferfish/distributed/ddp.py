@@ -95,11 +95,12 @@ class Job:
         if self.sharded or self.workers.size == 1:
             return
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
-        sums = self.workers.gather(lambda: _checksums(parameters.values()))
+        own = _checksums(parameters.values())
+        sums = self.workers.gather(lambda: own)
         columns = zip(*sums, strict=True)
         differ = [name for name, column in zip(parameters, columns, strict=True) if len(set(column)) > 1]
         if differ:
-            others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
+            others = workers_text([worker for worker, bits in enumerate(sums) if bits != sums[0]])
             warnings.warn(
                 f"{self.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
                 "only gradients are averaged, so find what changes parameters on some workers only",

@@ -109,7 +109,7 @@ def factorize_(
     done = prepare() if workers is None else workers.run_on_all(prepare)
     commit([change], workers)
     change.carrier.warn_of_resets(stacklevel=3)
-    kept = [1 - e.error**2 for e in done if e.error is not None]
+    kept = [1 - e.error**2 for e in done.entries if e.error is not None]
     if kept and sum(kept) < _KEPT * len(kept) and not continues and _is_trained(model):
         warnings.warn(
             f"factorize_: the factors keep {sum(kept) / len(kept):.1%} of the energy ‖W‖² on average, too little for this "
@@ -370,9 +370,7 @@ class Rewrite:
         """Assign what was prepared."""
         for path, new in self._layers.items():
             owner, _, leaf = path.rpartition(".")
-            module = self.model.get_submodule(owner)
-            undo.callback(setattr, module, leaf, getattr(module, leaf))
-            setattr(module, leaf, new)
+            assign(undo, self.model.get_submodule(owner), leaf, new)
         self.carrier.commit(undo, {own_name(name): p for name, p in self.model.named_parameters()})
 
 
@@ -380,7 +378,7 @@ def commit(
     changes: Iterable[Rewrite],
     workers: Workers | None = None,
     wrappers: Iterable[DistributedDataParallel | None] = (),
-    then: Callable[[ExitStack], None] = lambda undo: None,
+    attributes: Iterable[tuple[object, str, Any]] = (),
 ) -> None:
     """Assign prepared changes, and give DDP wrappers a new reducer. Compiled code notices new layers by itself.
 
@@ -389,7 +387,7 @@ def commit(
     Args:
         workers: begin when all of them are prepared; if one fails before, no model changes.
         wrappers: of the models that change, or of averages of them.
-        then: assigns what belongs to the change, and tells `undo` how to take it back.
+        attributes: object, name and value of what changes with the models.
     """
     rewrapped = [ddp for ddp in wrappers if ddp is not None]
     with _stops_wait(), ExitStack() as undo:
@@ -399,10 +397,17 @@ def commit(
             change.assign(undo)
         for ddp in rewrapped:
             rewrap_(ddp, undo)
-        then(undo)
+        for owner, name, value in attributes:
+            assign(undo, owner, name, value)
         undo.pop_all()
     if rewrapped:
         gc.collect()  # an old reducer is in reference cycles: free its memory now
+
+
+def assign(undo: ExitStack, owner: object, name: str, value: Any) -> None:
+    """Set an attribute that is there, so that `undo` takes it back."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 @contextmanager

@@ -40,12 +40,10 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
-        switched = {"at": vars(self.position), "loss": self.loss, "settled": self.settled}
-        merged = self.merged and vars(self.merged)
         return {
             "plan": self.plan.to_json(),
-            "switched": switched,
-            "merged": merged,
+            "switched": {"at": vars(self.position), "loss": self.loss, "settled": self.settled},
+            "merged": self.merged and vars(self.merged),
         }
 
     @staticmethod

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -511,12 +510,7 @@ class Switch:
 
     def _commit(self, job: Job, changes: list[Rewrite], also: list[nn.Module], report: Report) -> None:
         """Assign the prepared changes and the report, when all workers are prepared."""
-
-        def assign(undo: ExitStack) -> None:
-            undo.callback(setattr, self, "report", self.report)
-            self.report = report
-
-        commit(changes, job.workers, [job.ddp, *map(find_ddp, also)], assign)
+        commit(changes, job.workers, [job.ddp, *map(find_ddp, also)], [(self, "report", report)])
         changes[0].carrier.warn_of_resets(stacklevel=5)
 
     def __reduce__(self) -> NoReturn:
