@@ -134,7 +134,7 @@ def _agreed(
     job = Job(model, "factorize_", group)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
-    plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
+    plan = Plan.from_data(job.workers.run_on_first(plan.as_data))
     job.workers.run_on_all(lambda: check_optimizers(as_list(optimizer)))
     job.workers.run_on_all(lambda: check_plan(model, plan, finite=True))
     job.repair()

@@ -27,7 +27,7 @@ def choose_ranks(
     Returns:
         The plan, and text that says how little it saves, if ranks were chosen here.
     """
-    unresolved = job.workers.broadcast_object([e.name for e in plan.entries if e.rule is not None])
+    unresolved = job.workers.run_on_first(lambda: [e.name for e in plan.entries if e.rule is not None])
     spectra = shared_spectra(job, unresolved) if unresolved else None
 
     def resolved() -> Any:
