@@ -426,7 +426,6 @@ class Switch:
             The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
             no ranks if the change would save too little.
         """
-
         assert self._plan is not None
         plan = self._plan
 
