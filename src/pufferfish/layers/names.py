@@ -53,6 +53,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             yield own_name(path), path, module
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by own name."""
+    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
+
+
 def own_keys(names: Iterable[str]) -> dict[str, str]:
     """Map state-dict keys to own names. A leading `module.` is removed if every key has it, as under DDP."""
     keys = {name: own_name(name) for name in names}

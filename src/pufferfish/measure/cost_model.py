@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression.engine import Engine
 from ..compression.settings import Methods, Settings
 from ..compression.simulated import OneWorker
-from ..layers.names import own_name
+from ..layers.names import trainable_parameters
 from ..local.fragments import Schedule, split_by_depth
 from ..optim.carry import Optimizers
 from .breakdown import PARTS, Breakdown, GradientTimeline, pause, trimmed_mean
@@ -477,11 +477,6 @@ def dry_run(
         overlaps=engine.overlap_bytes is not None,
         intra_node_bytes=sum(g.nbytes for g in gradients.values()) if per_node > 1 else 0,
     )
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that get gradients, detached, by name."""
-    return {own_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def probe_bytes(model: nn.Module) -> int:

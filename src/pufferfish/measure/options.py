@@ -13,11 +13,12 @@ from torch import nn
 from ..compression import BFloat16, Method
 from ..compression.settings import Methods
 from ..layers import meta_copy
+from ..layers.names import trainable_parameters
 from ..lowrank.factorize import reshape_
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import Table
-from .cost_model import CostModel, Work, trainable_parameters, wire_bytes, with_compression, with_ddp_messages
+from .cost_model import CostModel, Work, wire_bytes, with_compression, with_ddp_messages
 
 RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper
 WARM_UP_FRACTION = 1 / 3  # fraction of a run trained full-rank before the switch
