@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..layers.names import own_keys, own_name
 from ..optim.by_name import check_optimizer, group_names, names_by_id
-from ..planning.json_file import read_json, write_text
+from ..planning.json_file import file_record, read_json, sync, write_text
 from ..planning.plan import Plan
-from .folder import file_record, read_manifest
+from .folder import read_manifest
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _TENSOR_TYPES = (Tensor, nn.Parameter, DTensor)
@@ -84,6 +84,8 @@ def write_files(
         if worker == 0:
             files += _write(folder / name, job_tree, _unsharded(job_tensors))
     files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
+    for file in files:
+        sync(file)
     return {file.name: file_record(file) for file in files}
 
 

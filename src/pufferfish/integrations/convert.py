@@ -19,10 +19,8 @@ from ..lowrank.files import (
     DENSE_FILES,
     LOW_RANK,
     MANIFEST,
-    hidden_name,
     new_folder,
     read_manifest,
-    sync,
     write_manifest,
 )
 from ..lowrank.state_dict import (
@@ -38,7 +36,7 @@ from ..lowrank.state_dict import (
     write_weights,
 )
 from ..optim.carry import Carrier, State, Undo
-from ..planning.json_file import errors_name, read_json, write_text
+from ..planning.json_file import errors_name, new_file, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.text import track
 from .model_card import add_notice, remove_notice
@@ -106,11 +104,11 @@ def _run(checkpoint: Path, out: Path, plan: Plan | None, max_shard: int, back: b
     with _naming(checkpoint), open_file(checkpoint) as loaded:
         if isinstance(loaded, Source):
             plan, tensors = _lazy_tensors(loaded, plan, back)
-            with _new_file(out) as fresh:
+            with new_file(out) as fresh:
                 write_safetensors(fresh, tensors)
         else:
             plan, data = _torch_data(checkpoint, loaded, plan, back)
-            with _new_file(out) as fresh:
+            with new_file(out) as fresh:
                 _torch_save(data, fresh)
     if not back:
         plan.save(plan_file(out))
@@ -272,23 +270,6 @@ def _is_state(value: Any) -> bool:
 
 def _is_optimizer(value: Any) -> bool:
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that is renamed to `path` when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = hidden_name(path.parent, path.name)  # tempfile ignores the umask
-    try:
-        yield fresh
-        sync(fresh)
-        fresh.rename(path)
-    except OSError as error:
-        if error.filename == str(fresh):  # name the file as the user knows it
-            error.filename = str(path)
-        raise
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def convert_optimizers(

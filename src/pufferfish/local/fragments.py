@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from ..compression import Engine, Method, NoCompression, Settings
-from ..compression.exchange import Transport
+from ..compression import Engine, Method, NoCompression, Settings, Transport
 from ..compression.settings import matches
 from ..distributed.workers import balance
 from ..layers.matrix import at_least_fp32

@@ -13,9 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import Meter, NoCompression, Settings
-from ..compression.exchange import Group, Transport
-from ..compression.settings import Methods
+from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
 from ..layers.names import own_name, trainable_parameters, unwrap

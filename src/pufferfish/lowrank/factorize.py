@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import LowRank
+from ..layers import LowRank, meta_copy
 from ..layers.names import named_modules, unwrap
 from ..optim.carry import Optimizers, as_list, warn_of_stacks
 from ..planning import svd
@@ -138,6 +138,14 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     check_plan(model, plan)
     warn_of_other_optimizers(model, plan, as_list(optimizer), _REMEDY)
     return replace_layers_(model, plan, optimizer, nan_factors)
+
+
+def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy of a dense model after `plan`, with shapes but without values."""
+    copy = meta_copy(model)
+    if plan.ranks:
+        reshape_(copy, plan)
+    return copy
 
 
 def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:

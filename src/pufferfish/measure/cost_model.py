@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression.engine import Engine
-from ..compression.settings import Methods, Settings
+from ..compression import Engine, Methods, Settings
 from ..compression.simulated import OneWorker
 from ..layers.names import trainable_parameters
 from ..local.fragments import Schedule, split_by_depth

@@ -20,6 +20,7 @@ from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import trainable_parameters, unwrap
+from ..lowrank.factorize import low_rank_shapes
 from ..optim.carry import Optimizers
 from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
@@ -45,7 +46,6 @@ from .options import (
     estimate,
     estimate_table,
     format_seconds,
-    low_rank_shapes,
 )
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..compression import BFloat16, Method
-from ..compression.settings import Methods
-from ..layers import meta_copy
+from ..compression import BFloat16, Method, Methods
 from ..layers.names import trainable_parameters
-from ..lowrank.factorize import reshape_
+from ..lowrank.factorize import low_rank_shapes
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import Table
@@ -141,14 +139,6 @@ def as_code(method: Method | None) -> str:
 
 def _ratio(after: int | None, before: int | None) -> float:
     return after / before if after is not None and before else 1.0
-
-
-def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
-    """Return a copy of the model after `plan`, with shapes but without values."""
-    copy = meta_copy(model)
-    if plan.ranks:
-        reshape_(copy, plan)
-    return copy
 
 
 def select_layers(plan: Plan, work: Work, costs: CostModel, size: int, share: float = 1.0) -> Plan:

@@ -105,14 +105,14 @@ class ElasticExchange(ABC):
                 if method.kind != "vote":
                     means[name].mul_(size / contributors)
 
-    def _check_shared(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if `_load_shared` must not load the state and tensors of another replica. Changes nothing."""
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if this replica must not adopt the state of another one. Changes nothing."""
         if state["exchanged"] != self._exchanged:
             raise ValueError(
                 f"it exchanges {state['exchanged']:.32}, this replica {self._exchanged}; use the same kind of exchange "
                 "on all replicas of a job"
             )
-        state = state["shared"]
+        tensors, state = self._tensors_beside(state), state["shared"]
         theirs = len(state["optimizers"]), sorted(state["parts"]), state["switch"] is not None
         if theirs != (len(self._optimizers), sorted(self._parts), self._switch is not None):
             raise ValueError("pass the same optimizers, parts= and switch= to start on all replicas")
@@ -130,6 +130,10 @@ class ElasticExchange(ABC):
         names = names_by_id(model)
         for saved, own, like in zip(state["optimizers"], self._optimizers, optimizers, strict=True):
             check_optimizer(saved, type(own).__name__, group_names(like, names))
+
+    def _tensors_beside(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of the model that a state has outside of "shared", after a check of what they are in."""
+        return {}
 
     def _load_shared(
         self, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None, own: bool = False

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compression import Engine, NoCompression, Settings
+from ...compression import Engine, Methods, NoCompression, Settings, Step
 from ...compression.ddp_hook import checked_settings, gradient_units
-from ...compression.engine import Step
-from ...compression.settings import Methods
 from ...compression.state import updates_by_rate
 from ...layers.names import trainable_parameters
 from .elastic_exchange import ElasticExchange
@@ -58,7 +56,7 @@ class ElasticGradients(ElasticExchange):
         replicas.transport.operation = "ElasticGradients.average"
         self.engine = Engine(self._settings, replicas.transport)
         self._stale = False  # whether the gradients belong to weights that were replaced
-        replicas.share_state(self._shared_state, self._adopt, lambda state: self._check_shared(state, {}))
+        replicas.share_state(self._shared_state, self._adopt, self._check)
 
     @property
     def position(self) -> int:

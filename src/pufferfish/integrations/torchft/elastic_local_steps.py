@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compression.engine import Step
-from ...compression.exchange import Transport
-from ...compression.settings import Methods
+from ...compression import Methods, Step, Transport
 from ...layers.names import own_name, unwrap
 from ...local.fragments import Flight, Fragment, Means, Outer
 from ...local.local_steps import LocalSteps
@@ -292,11 +290,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             "local": local,
         }
 
-    def _check(self, state: Any) -> None:
-        """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
-        local = state["local"]
-        self.check_state_dict(local)
-        self._check_shared(state, {**local["anchor"], **local["buffers"]})
+    def _tensors_beside(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        self.check_state_dict(state["local"])
+        return {**state["local"]["anchor"], **state["local"]["buffers"]}
 
     @torch.no_grad()
     def _adopt(self, state: Mapping[str, Any]) -> None:
@@ -308,7 +304,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         assert self._anchor is not None
         local, ranks = state["local"], state["shared"]["ranks"]
         own = self._joined and bool(self._due or self._returns) and self._ranks == ranks
-        tensors = {**local["anchor"], **local["buffers"]}
+        tensors = self._tensors_beside(state)
         before = {name: x.clone() for name, x in self._anchor.tensors().items()}
         changed = {n for n, x in tensors.items() if not own or not torch.equal(before[n], x.to(before[n]))}
         for fragment, theirs in zip(self._fragments, local["fragments"], strict=True):
