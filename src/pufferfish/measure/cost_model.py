@@ -21,7 +21,7 @@ from ..layers.names import trainable_parameters
 from ..local.fragments import Schedule, split_by_depth
 from ..optim.carry import Optimizers
 from .breakdown import PARTS, Breakdown, GradientTimeline, pause, trimmed_mean
-from .link import WIRE_FACTOR, Link, interpolate
+from .link import Link, interpolate, wire_factor
 
 #: Parts of a step that need no other worker.
 COMPUTE_PARTS = ("data", "forward", "backward", "optimizer")
@@ -126,7 +126,7 @@ class CostModel:
                 clock, done = clock + due - done, due
             pace = 1.0
             if seconds:
-                pace = max(_MIN_PACE, 1 - self.link.contention * WIRE_FACTOR[kind](size) * nbytes / seconds)
+                pace = max(_MIN_PACE, 1 - self.link.contention * wire_factor(kind, size) * nbytes / seconds)
             if done + pace * seconds >= compute and compute_end is None:
                 compute_end = clock + (compute - done) / pace
             clock, done = clock + seconds, min(compute, done + pace * seconds)
@@ -280,7 +280,7 @@ def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
 
 
 def _sent(messages: Sequence[tuple[str, int]], size: int) -> float:
-    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)
+    return sum(wire_factor(kind, size) * nbytes for kind, nbytes in messages)
 
 
 def measure_compute(
