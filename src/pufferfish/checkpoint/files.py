@@ -25,6 +25,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..layers.matrix import local_part
 from ..layers.names import own_keys, own_name
 from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import file_record, read_json, sync, write_text
@@ -416,7 +417,7 @@ class _Packer:  # a class, not nested functions: those would keep the tensors al
 
 def _storage_key(x: Tensor) -> Any:
     """Return a value that is equal for two tensors with the same elements in the same memory."""
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = local_part(x)
     if local.numel() == 0:
         return id(x)  # empty tensors have no address
     return local.data_ptr(), local.device, local.dtype, tuple(local.shape), local.stride(), tuple(x.shape)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
+from ..layers.matrix import local_part
 from ..layers.names import own_name, trainable_parameters, unwrap
 from .fragments import (
     Anchor,
@@ -500,7 +501,7 @@ def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what this worker holds of the tensors: its shards, or all of them."""
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+    return {name: local_part(x) for name, x in tensors.items()}
 
 
 def _check_shapes(

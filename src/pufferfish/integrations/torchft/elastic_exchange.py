@@ -19,7 +19,6 @@ from ...checkpoint.checkpoint import (
 from ...checkpoint.files import load_model_state, model_state
 from ...compression import Settings
 from ...layers.names import own_name, unwrap
-from ...local.local_steps import all_finite
 from ...lowrank.factorize import merge_, ranks_of
 from ...optim.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
 from ...optim.carry import Optimizers, as_list
@@ -173,5 +172,5 @@ def _check_finite(
         for key, x in values.items()
     }
     for name, x in {**tensors, **moments}.items():
-        if name not in buffers and isinstance(x, Tensor) and not all_finite([x]):
+        if name not in buffers and isinstance(x, Tensor) and not x.isfinite().all():
             raise ValueError(f"{name} is not finite")
