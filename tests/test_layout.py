@@ -63,6 +63,34 @@ def test_no_architecture_in_the_library() -> None:
     assert found == {}
 
 
+#: Private words in the source that are no names of other packages, or of Python itself.
+NOT_THEIRS = {
+    "_ARGCOMPLETE", "_a_", "_asdict", "_exit", "_option_string_actions", "_per_", "_proj_weight", "_pufferfish_rebuilt",
+    "_reverse", "_scaled_dot_product_",
+}  # fmt: skip
+
+
+def test_private_names_of_other_packages_are_listed() -> None:
+    nodes = [n for path in sorted(SOURCE.rglob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
+    ours, used = set(NOT_THEIRS), set()
+    for n in nodes:
+        if isinstance(n, ast.FunctionDef | ast.ClassDef):
+            ours.add(n.name)
+        elif isinstance(n, ast.Name | ast.Attribute):
+            name = n.id if isinstance(n, ast.Name) else n.attr
+            (ours if isinstance(n.ctx, ast.Store) else used).add(name)
+        elif isinstance(n, ast.Import | ast.ImportFrom) and not getattr(n, "level", 0):
+            names = [alias.name for alias in n.names] + [getattr(n, "module", "")]
+            used.update(part for name in names for part in name.split("."))
+        elif isinstance(n, ast.Constant) and isinstance(n.value, str):
+            used.add(n.value)
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    listed = set(re.findall(r"`(_\w+)`", text.split("## Private names")[1].split("\n## ")[0]))
+    theirs = {name for name in used - ours if re.fullmatch(r"_[A-Za-z]\w+", name)}
+    assert sorted(theirs - listed) == [], "say in CONTRIBUTING.md what for, and why no public name does it"
+    assert sorted(listed - used) == [], "they are gone; remove them from CONTRIBUTING.md"
+
+
 @pytest.mark.slow
 def test_the_tests_are_collected_without_the_files_beside_them(tmp_path: Path) -> None:
     """Beside an installed wheel there are neither pages nor benchmarks."""
