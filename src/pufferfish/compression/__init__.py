@@ -13,7 +13,7 @@ from .methods.signs import EFSignSGD, OneBitSGD, SignSGD, Signum
 from .methods.sparse import DGC, BlockRandomK, RandomK, SparseLoCo, Threshold, TopK
 from .methods.sums import BFloat16, Float16, NoCompression
 from .settings import Methods, Settings
-from .simulated import Simulated
+from .simulated import OneWorker, Simulated
 
 __all__ = [
     "DGC",
@@ -41,6 +41,7 @@ __all__ = [
     "Methods",
     "NoCompression",
     "OneBitSGD",
+    "OneWorker",
     "PowerSGD",
     "RandomK",
     "Scatter",

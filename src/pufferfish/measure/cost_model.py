@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import Engine, Methods, Settings
-from ..compression.simulated import OneWorker
+from ..compression import Engine, Methods, OneWorker, Settings
 from ..layers.names import trainable_parameters
 from ..local.fragments import Schedule, split_by_depth
 from ..optim.carry import Optimizers
