@@ -239,7 +239,7 @@ class Replicas:
         """End the round. True: it counts, apply its result. False: begin it again."""
         if error is not None:
             self.manager.report_error(error.with_traceback(None))
-            self.transport.leave()
+            self.transport.group = None
             self.transport.members.abort()
             gc.collect()  # closes the connections, so that others which wait for this replica find out at once
         done: bool = self.manager.should_commit()
@@ -324,11 +324,7 @@ class ReplicaTransport(Group):
     def __init__(self, members: ProcessGroupGloo) -> None:
         super().__init__()
         self.members = members
-        self.leave()
-
-    def leave(self) -> None:
-        """Be alone until the next `move`."""
-        self.group, self.worker, self.size = None, 0, 1
+        self.group = None  # alone, until `move`
 
     def move(self) -> None:
         """Take the group of this round, and the place of this replica in it."""
