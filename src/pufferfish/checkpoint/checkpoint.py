@@ -19,10 +19,10 @@ from ..distributed.ddp import Job, find_ddp
 from ..distributed.workers import Workers
 from ..layers import meta_copy
 from ..layers.names import own_name, rebuilt, unwrap
-from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
-from ..lowrank.factorize import ranks_of, svd_factors
+from ..lowrank.checks import check_wrapper_passed, factorized_weights
+from ..lowrank.factorize import ranks_of, reshape_
 from ..lowrank.plan_of import plan_of
-from ..lowrank.rewrite import Rewrite, nan_factors, replace_layers_
+from ..lowrank.rewrite import Rewrite, nan_factors
 from ..optim.by_name import group_names, load_optimizer, names_by_id, optimizer_state
 from ..optim.carry import Optimizers, as_list
 from ..planning.plan import Plan
@@ -438,8 +438,7 @@ def expected_structure(
         # Muon takes matrices only, so some of its factors go to another optimizer.
         kind = optim.Muon if isinstance(optimizer, optim.Muon) else optim.SGD
         stand_ins.append(kind(groups))
-    check_plan(unwrap(copy), plan)
-    replace_layers_(unwrap(copy), plan, stand_ins, svd_factors)
+    reshape_(unwrap(copy), plan, stand_ins)
     return copy, stand_ins
 
 

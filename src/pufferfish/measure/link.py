@@ -302,12 +302,11 @@ def _time_collective(
         return 0.0
     start = timestamp(buffer.device)
     if kind == "all_reduce":
-        done: Callable[[], object] = end._sum(buffer)[0]
+        end.sum(buffer)()
     elif kind == "all_gather":
-        done = end._gather(buffer)[0]
+        end.gather(buffer)()
     else:
-        done = end._scatter(list(buffer.tensor_split(end.size)))[0]
-    done()
+        end.scatter(list(buffer.tensor_split(end.size)))()
     return elapsed(start, timestamp(buffer.device))
 
 
