@@ -70,20 +70,24 @@ NOT_THEIRS = {
 }  # fmt: skip
 
 
-def test_private_names_of_other_packages_are_listed() -> None:
-    nodes = [n for path in sorted(SOURCE.rglob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]
+def words() -> tuple[set[str], set[str]]:
+    """All names that the source gives to something of its own, and all names and texts that it uses."""
     ours, used = set(NOT_THEIRS), set()
-    for n in nodes:
-        if isinstance(n, ast.FunctionDef | ast.ClassDef):
-            ours.add(n.name)
-        elif isinstance(n, ast.Name | ast.Attribute):
-            name = n.id if isinstance(n, ast.Name) else n.attr
-            (ours if isinstance(n.ctx, ast.Store) else used).add(name)
-        elif isinstance(n, ast.Import | ast.ImportFrom) and not getattr(n, "level", 0):
-            names = [alias.name for alias in n.names] + [getattr(n, "module", "")]
-            used.update(part for name in names for part in name.split("."))
-        elif isinstance(n, ast.Constant) and isinstance(n.value, str):
-            used.add(n.value)
+    for n in [n for path in sorted(SOURCE.rglob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]:
+        match n:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                ours.add(name)
+            case ast.Name(id=name, ctx=ctx) | ast.Attribute(attr=name, ctx=ctx):
+                (ours if isinstance(ctx, ast.Store) else used).add(name)
+            case ast.Constant(value=str(name)):
+                used.add(name)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                used.update([*module.split("."), *(alias.name for alias in names)])
+    return ours, used
+
+
+def test_private_names_of_other_packages_are_listed() -> None:
+    ours, used = words()
     text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
     listed = set(re.findall(r"`(_\w+)`", text.split("## Private names")[1].split("\n## ")[0]))
     theirs = {name for name in used - ours if re.fullmatch(r"_[A-Za-z]\w+", name)}

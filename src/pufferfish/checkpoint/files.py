@@ -25,8 +25,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..layers.matrix import local_part
-from ..layers.names import own_keys, own_name
+from ..layers.names import local_part, own_keys, own_name
 from ..optim.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import file_record, read_json, sync, write_text
 from ..planning.plan import Plan

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .names import join_name
 
@@ -243,11 +242,6 @@ def product(part: Part, U: Tensor, V: Tensor) -> Tensor:
 
 def _index(dim: int, start: int, length: int, step: int) -> Index:
     return (*[slice(None)] * dim, slice(start, start + (length - 1) * step + 1, step))
-
-
-def local_part(x: Tensor) -> Tensor:
-    """Return what this worker holds of a tensor: its shard, or all of it."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Names of modules and parameters without the prefixes that wrappers (DDP, torch.compile …) add."""
+"""Models, names and tensors without what wrappers (DDP, torch.compile, FSDP2 …) add."""
 
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 # Name segments added by torch.compile, activation checkpointing and FSDP1.
@@ -44,6 +45,11 @@ def rebuilt(model: nn.Module) -> nn.Module:
     """Return the model that `Switch.rebuild` has put in the place of `model`, or `model` itself."""
     new: nn.Module = vars(model).get(REBUILT, model)
     return new
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor: its shard, or all of it."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

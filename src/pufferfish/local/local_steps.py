@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
-from ..layers.matrix import local_part
-from ..layers.names import own_name, trainable_parameters, unwrap
+from ..layers.names import local_part, own_name, trainable_parameters, unwrap
 from .fragments import (
     Anchor,
     Flight,
