@@ -174,7 +174,7 @@ def documented() -> dict[str, str]:
     for page in PAGES:
         module = ""
         for kind, name in re.findall(
-            r"^\.\. (currentmodule|autofunction|autoclass):: (\S+)", TEXTS[page].read_text(), re.M
+            r"^\.\. (currentmodule|autofunction|autoclass|autodata):: (\S+)", TEXTS[page].read_text(), re.M
         ):
             if kind == "currentmodule":
                 module = name

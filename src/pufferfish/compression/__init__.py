@@ -2,8 +2,8 @@
 
 from .check_compressor import check_compressor
 from .ddp_hook import DDPHook, compress
-from .engine import Engine
-from .exchange import Meter
+from .engine import Engine, Step
+from .exchange import Group, Meter, Transport
 from .fsdp2_hook import FSDP2Hook
 from .method import Gather, Kept, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
@@ -12,8 +12,8 @@ from .methods.quantized import QSGD, BlockFP8, BlockInt8, Int2, Int4, LoCo, Tern
 from .methods.signs import EFSignSGD, OneBitSGD, SignSGD, Signum
 from .methods.sparse import DGC, BlockRandomK, RandomK, SparseLoCo, Threshold, TopK
 from .methods.sums import BFloat16, Float16, NoCompression
-from .settings import Settings
-from .simulated import Simulated
+from .settings import Methods, Settings
+from .simulated import OneWorker, Simulated
 
 __all__ = [
     "DGC",
@@ -31,14 +31,17 @@ __all__ = [
     "FSDP2Hook",
     "Float16",
     "Gather",
+    "Group",
     "Int2",
     "Int4",
     "Kept",
     "LoCo",
     "Meter",
     "Method",
+    "Methods",
     "NoCompression",
     "OneBitSGD",
+    "OneWorker",
     "PowerSGD",
     "RandomK",
     "Scatter",
@@ -47,11 +50,13 @@ __all__ = [
     "Signum",
     "Simulated",
     "SparseLoCo",
+    "Step",
     "StepContext",
     "Sum",
     "TernGrad",
     "Threshold",
     "TopK",
+    "Transport",
     "check_compressor",
     "compress",
 ]

@@ -179,6 +179,14 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     return done
 
 
+def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy of a dense model after `plan`, with shapes but without values."""
+    copy = meta_copy(model)
+    if plan.ranks:
+        reshape_(copy, plan)
+    return copy
+
+
 def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     """Replace every low-rank layer by the dense layer with the product of its factors, in place.
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...compression import NoCompression
 from ...distributed.workers import Workers
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.cost_model import (
     probe_bytes,
-    trainable_parameters,
     wire_bytes,
     with_ddp_messages,
     with_local_exchange,

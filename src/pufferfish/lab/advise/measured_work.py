@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from ...compression.method import Method
 from ...distributed.workers import Workers
+from ...layers.names import trainable_parameters
 from ...measure import Work
 from ...measure.breakdown import trimmed_mean
 from ...measure.cost_model import (
     COMPUTE_PARTS,
     measure_compute,
-    trainable_parameters,
     with_compression,
     with_ddp_messages,
 )
