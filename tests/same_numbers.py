@@ -213,7 +213,7 @@ def plan_of_paper(name: str) -> Values:
     reference = pf.REFERENCES[name]
     with torch.device("meta"):
         model, example = reference.build(), reference.example()
-    plan = pf.plan(model, 0.25, keep=reference.keep, multiple=1, example=example)
+    plan = pf.plan(model, 0.25, keep=reference.keep, example=example)
     yield "", decisions(plan)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pufferfish as pf
+from matrices import forced
 
 
 class Attention(nn.Module):
@@ -296,7 +297,7 @@ def test_equal_values_are_not_the_same_tensor():
 def test_multihead_attention(batch_first, batched):
     """q, k and v of self-attention are a group, without a plan for it."""
     model = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=batch_first)])
-    pf.factorize_(model, pf.plan(model, 4, min_saving=-1))
+    pf.factorize_(model, forced(model, 4))
     attention = model[0]
     x = torch.randn(5, 3, 16) if batched else torch.randn(5, 16)
     other = x.clone()
@@ -308,7 +309,7 @@ def test_multihead_attention(batch_first, batched):
 def test_cross_attention():
     """k and v read the same tensor, q another one: nothing is computed in vain."""
     model = nn.ModuleList([nn.MultiheadAttention(16, 2)])
-    pf.factorize_(model, pf.plan(model, 4, min_saving=-1))
+    pf.factorize_(model, forced(model, 4))
     attention = model[0]
     x, memory = torch.randn(5, 3, 16), torch.randn(7, 3, 16)
     joined, alone = (products(lambda y=y: attention(x, memory, y)) for y in (memory, memory.clone()))

@@ -56,8 +56,7 @@ def build(seed: int = 0) -> Mixed:
 def planned(model: nn.Module) -> pf.Plan:
     return pf.plan(
         model,
-        0.25,
-        multiple=1,
+        pf.Ratio(0.25, multiple=1),
         keep=["attention.v", "lstm.weight_hh_l1"],
         overrides={"narrow": pf.Energy(0.5)},
     )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.planning.plan import Plan
+from pufferfish.planning import Plan
 
 
 class Own(nn.Linear):

@@ -28,7 +28,7 @@ class SharedInput:
     >>> import pufferfish as pf
     >>> from torch import nn
     >>> layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    >>> _ = pf.factorize_(layers, pf.plan(layers, 2, multiple=1))
+    >>> _ = pf.factorize_(layers, pf.plan(layers, 2))
     >>> q, k = layers
     >>> x = torch.randn(3, 8)
     >>> alone = k(x)

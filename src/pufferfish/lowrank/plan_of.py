@@ -28,7 +28,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         dense = meta_copy(unwrap(model))
         merge_layers_(dense, None)
     embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
-    dense_plan = plan(dense, multiple=1, embed=embed, frozen=True)
+    dense_plan = plan(dense, embed=embed)
     entries = []
     for e in dense_plan.entries:
         rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None

@@ -27,8 +27,8 @@ from ..lowrank.factorize import ranks_of
 from ..lowrank.rewrite import Fill, Rewrite, nan_factors
 from ..optim.carry import Optimizers, as_list, check_optimizers, warn_of_reset, warn_of_stacks
 from ..optim.scaled_rate import ScaledRate
-from ..planning.entries import Entry, as_patterns
-from ..planning.plan import Plan
+from ..planning.entries import Entry
+from ..planning.plan import Plan, as_patterns
 from ..planning.plan import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
 from .decision import SharedInputs, SwitchSettings, choose_ranks, compared_facts
