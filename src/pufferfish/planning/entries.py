@@ -76,7 +76,7 @@ class Entry:
 
     def with_rank(self, rank: int) -> Entry:
         """Return the entry with this rank."""
-        full = self.matrix.full_rank if self.matrix else 0
+        full = min(self.matrix.m, self.matrix.n) if self.matrix else 0
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= full:
             raise ValueError(f"{self.name}: rank {rank!r} is not a whole number from 1 to {full}")
         return dataclasses.replace(self, rank=rank, rule=None, reason="")

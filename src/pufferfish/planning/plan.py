@@ -83,8 +83,8 @@ def plan(
     keep, only = as_patterns("keep", keep), as_patterns("only", only)
     timing = as_timing(measure, model, example) if measure or example is not None else None
     profiled = None if example is None else profile(model, example)
-    before = totals(model, profiled)
     entries, layers = candidates(model, profiled, embed=embed is not None)
+    before = totals(model, profiled)
     entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
     plan = Plan(
         entries=tuple(entries),
