@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -119,33 +119,39 @@ def candidates(
         owners.setdefault(id(parameter), []).append(own_name(tensor))
     entries: list[Entry] = []
     layers: dict[str, nn.Module] = {}
-    # Modules whose children get no entries of their own, with the reason for those that do. A registered layer covers
-    # its children; the layers inside an adapter stay dense.
-    owned: dict[str, str] = {}
-    for name, _, module in named_modules(model):
-        parent = next((p for p in owned if p == "" or name.startswith(f"{p}.")), None)
-        reason = "" if parent is None else owned[parent]
-        if parent is not None and not reason:
-            continue
+    for name, module, reason in _uncovered_modules(model):
         kind = low_rank_type(type(module))
         if kind is not None:
             layers[name] = module
-        if parent is None and isinstance(module, LowRank):
-            owned[name] = ""
+            reason = reason or unfit_reason(module)
+        if isinstance(module, LowRank) and not reason:
             entries += _low_rank_entries(name, module)
-            continue
-        if parent is None and kind is not None:
-            owned[name] = ""
-            reason = unfit_reason(module)
-        if kind is not None and not reason:
+        elif kind is not None and not reason:
             entries += _covered(name, module, kind.matrices(module), owners, profiled, embed)
         elif module._parameters or hasattr(module, "parametrizations"):
             entries += _uncovered(name, module, reason, owners, embed)
-        if parent is None and hasattr(module, "parametrizations"):
-            owned[own_name(name, "parametrizations")] = ""  # the weight is computed from these
-        if parent is None and "base_layer" in module._modules:
-            owned[name] = f"wrapped by an adapter ({type(module).__name__}): merge it first"
     return entries, layers
+
+
+def _uncovered_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules whose matrices may have entries, with the reason why those inside an adapter stay dense."""
+    # Modules whose children get no entries of their own ("": a registered layer covers its children), or are inside an
+    # adapter.
+    owners: dict[str, str] = {}
+    for name, _, module in named_modules(model):
+        inside = (why for owner, why in owners.items() if not owner or name.startswith(f"{owner}."))
+        reason = next(inside, None)
+        if reason == "":
+            continue
+        yield name, module, reason or ""
+        if reason:
+            continue
+        if isinstance(module, LowRank) or low_rank_type(type(module)):
+            owners[name] = ""
+        if hasattr(module, "parametrizations"):
+            owners[own_name(name, "parametrizations")] = ""  # the weight is computed from these
+        if "base_layer" in module._modules:
+            owners[name] = f"wrapped by an adapter ({type(module).__name__}): merge it first"
 
 
 def _low_rank_entries(layer: str, module: LowRank) -> list[Entry]:
@@ -319,32 +325,38 @@ def select(
                 raise ValueError(
                     f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
                 )
-    slow = {name for name, layer in layers.items() if _slower_on_its_device(layer)}
     selected = []
     for e in entries:
         if not e.reason:
             assert e.matrix is not None
-            lookup = e.matrix.lookup
-            named = [chosen for pattern, chosen in overrides.items() if matches(e.name, pattern)]
-            chosen = named[-1] if named else (embed if lookup else None) or rule
-            if kept := [pattern for pattern in keep if matches(e.name, pattern)]:
-                e = e.keep_dense(f"kept by pattern {kept[0]!r}")
-            elif only and not any(matches(e.name, pattern) for pattern in only):
-                e = e.keep_dense("not matched by `only`")
-            elif not (e.trainable or named):
-                e = e.keep_dense(
-                    "frozen: training could not reduce its error; naming it in overrides= factorizes it"
-                )
-            elif e.layer in slow and not (only or named):
-                e = e.keep_dense(
-                    "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
-                )
-            elif isinstance(chosen, Budget) and chosen.unit == "macs" and lookup:
-                e = e.keep_dense("a lookup has no MACs to save")
+            named = [own for pattern, own in overrides.items() if matches(e.name, pattern)]
+            chosen = named[-1] if named else (embed if e.matrix.lookup else None) or rule
+            if why := _why_left_out(e, layers[e.layer], chosen, bool(named), keep, only):
+                e = e.keep_dense(why)
             else:
                 e = dataclasses.replace(e, rule=chosen, note=chosen.note(e.name))
         selected.append(e)
     return selected
+
+
+def _why_left_out(
+    e: Entry, layer: nn.Module, rule: Rule, named: bool, keep: Iterable[str], only: Iterable[str]
+) -> str:
+    """Reason why an entry stays dense by the arguments of `plan`; "" if it gets its rule. `named`: in `overrides`."""
+    for pattern in keep:
+        if matches(e.name, pattern):
+            return f"kept by pattern {pattern!r}"
+    if only and not any(matches(e.name, pattern) for pattern in only):
+        return "not matched by `only`"
+    if not (e.trainable or named):
+        return "frozen: training could not reduce its error; naming it in overrides= factorizes it"
+    if not (only or named) and _slower_on_its_device(layer):
+        return (
+            "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
+        )
+    if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix and e.matrix.lookup:
+        return "a lookup has no MACs to save"
+    return ""
 
 
 def _slower_on_its_device(layer: nn.Module) -> bool:
