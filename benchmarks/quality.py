@@ -78,7 +78,7 @@ def run(job: Job) -> Row:
         plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=8), keep=arm.keep)
         switch = pf.Switch(plan, when=pf.AtEpoch(round(arm.switch * epochs)))
     if arm.frobenius:
-        pf.FrobeniusDecay(model, optimizer, arm.frobenius)
+        pf.lowrank.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
             f"early-bird-{arm.early_bird}", model, optimizer, epochs=epochs, steps_per_epoch=steps

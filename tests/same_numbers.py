@@ -45,7 +45,8 @@ ALIASES: dict[str, str] = {}
 MAY_DIFFER: dict[str, tuple[float, str]] = {}
 #: Where public names are looked for, in this order. Where a module moves, add its new path.
 PLACES = (
-    "pufferfish", "pufferfish.compression", "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
+    "pufferfish", "pufferfish.compression", "pufferfish.lowrank", "pufferfish.planning", "pufferfish.distributed",
+    "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
     "pufferfish.lab.models",
 )  # fmt: skip
 

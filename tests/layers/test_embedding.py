@@ -196,7 +196,7 @@ def test_files_and_back(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "dense.pt")
     plan = pf.plan(model, 4, embed=8)
     done = pf.factorize_(model, plan)
-    assert pf.plan_of(model).ranks == done.ranks == {"embed": {"": 8}, "head": {"": 4}}
+    assert pf.lowrank.plan_of(model).ranks == done.ranks == {"embed": {"": 8}, "head": {"": 4}}
     pf.save(model, tmp_path / "saved")
     for fresh in (Text(), Text().to("meta")):
         pf.load(fresh, tmp_path / "saved")

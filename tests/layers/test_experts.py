@@ -114,13 +114,13 @@ def test_partly_factorized(layout, keep):
 def test_state_dicts(layout):
     model = build(layout, torch.float64)
     plan = forced(model, rank=3)
-    low_rank = pf.factorize_state_dict(model.state_dict(), plan)
+    low_rank = pf.lowrank.factorize_state_dict(model.state_dict(), plan)
     ours = factorized(model).state_dict()
     assert low_rank.keys() == ours.keys()
     assert all(torch.equal(low_rank[name], ours[name]) for name in ours)
     dense = factorized(model)
     pf.merge_(dense)
-    merged = pf.merge_state_dict(low_rank, plan)
+    merged = pf.lowrank.merge_state_dict(low_rank, plan)
     assert list(merged) == list(dense.state_dict())
     assert all(torch.equal(merged[name], value) for name, value in dense.state_dict().items())
 

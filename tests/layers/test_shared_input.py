@@ -270,7 +270,7 @@ def test_copies():
 def test_files_and_structures(tmp_path):
     grouped, alone, x = pair()
     assert grouped.state_dict().keys() == alone.state_dict().keys()
-    plan = pf.plan_of(grouped)
+    plan = pf.lowrank.plan_of(grouped)
     assert plan.shared_inputs == (GROUP,)
     assert pf.Plan.from_json(plan.to_json()) == plan
     pf.save(grouped, tmp_path / "saved")
@@ -303,7 +303,7 @@ def test_multihead_attention(batch_first, batched):
     other = x.clone()
     assert products(lambda: attention(x, other, x.clone())) - products(lambda: attention(x, x, x)) == 2
     torch.testing.assert_close(attention(x, x, x), attention(x, other, x.clone()))
-    assert pf.plan_of(model).shared_inputs == ()
+    assert pf.lowrank.plan_of(model).shared_inputs == ()
 
 
 def test_cross_attention():

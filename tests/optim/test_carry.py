@@ -264,7 +264,7 @@ def test_a_reset_is_announced_before_the_warm_up(make: Make) -> None:
 @pytest.mark.parametrize("at", ["factorize_", "first call"])
 @pytest.mark.parametrize(
     ("kind", "by_size", "told"),
-    [(Sign, True, True), (Sign, False, False), (optim.SGD, True, False), (pf.Muon, True, False)],
+    [(Sign, True, True), (Sign, False, False), (optim.SGD, True, False), (pf.lowrank.Muon, True, False)],
 )
 def test_an_optimizer_with_a_group_for_each_size_is_told(
     at: str, kind: Any, by_size: bool, told: bool

@@ -83,8 +83,8 @@ TAKES_A_PLAN: dict[str, Callable[[Any], Any]] = {
     "reshape_": lambda plan: pf.reshape_(blocks(), plan),
     "resolve": lambda plan: pf.resolve(plan, blocks()),
     "Switch": lambda plan: pf.Switch(plan),
-    "factorize_state_dict": lambda plan: pf.factorize_state_dict(blocks().state_dict(), plan),
-    "merge_state_dict": lambda plan: pf.merge_state_dict(blocks().state_dict(), plan),
+    "factorize_state_dict": lambda plan: pf.lowrank.factorize_state_dict(blocks().state_dict(), plan),
+    "merge_state_dict": lambda plan: pf.lowrank.merge_state_dict(blocks().state_dict(), plan),
     "convert": lambda plan: convert("in.safetensors", plan, "out.safetensors"),
     "merge": lambda plan: merge("in.safetensors", "out.safetensors", plan),
 }
@@ -144,7 +144,7 @@ def test_planning_looks_through_wrappers(name: str, build: Callable[[], nn.Modul
     assert plan.entries == plain.entries
     assert plan.parameters == plain.parameters
     assert plan.before.forward_macs == plain.before.forward_macs
-    assert list(pf.spectra(wrapped)) == ["0.0", "1.0", "2"]
+    assert list(pf.planning.spectra(wrapped)) == ["0.0", "1.0", "2"]
 
 
 @pytest.mark.usefixtures("gloo")

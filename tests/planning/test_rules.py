@@ -146,7 +146,7 @@ def test_stable_rank_with_spectra_from_the_start() -> None:
     start = torch.tensor([3.0] * 10 + [1.0] * 10, dtype=torch.float64)
     now = torch.tensor([5.0] + [1.0] * 19, dtype=torch.float64)
     model = nn.Sequential(linear_with(start, 20, 60))
-    initial = pf.spectra(model)
+    initial = pf.planning.spectra(model)
     model[0] = linear_with(now, 20, 60)
     plan = pf.plan(model, pf.StableRank(initial, multiple=1))
     assert plan["0"].note == ""
@@ -159,7 +159,7 @@ def test_stable_rank_with_spectra_from_the_start() -> None:
 
 def test_stable_rank_of_an_unknown_layer_raises() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(ValueError, match=r"no spectrum of '0'; compute it with pf\.spectra"):
+    with pytest.raises(ValueError, match=r"no spectrum of '0'; compute it with pf\.planning\.spectra"):
         pf.plan(model, pf.StableRank({"1": 3.0}))
 
 
@@ -184,7 +184,7 @@ def test_assumed_stable_rank_says_so() -> None:
 def test_stable_rank_of_a_layer_that_started_at_zero_is_assumed() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     nn.init.zeros_(model[0].weight)
-    initial = pf.spectra(model)
+    initial = pf.planning.spectra(model)
     nn.init.normal_(model[0].weight)
     plan = pf.plan(model, pf.StableRank(initial))
     assert plan["0"].note == "ξ assumed"
@@ -232,7 +232,7 @@ def test_zero_weights_get_the_smallest_rank() -> None:
 
 def test_spectra_are_svdvals_by_entry() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.LSTM(4, 5), nn.Conv2d(4, 6, 3, groups=2))
-    found = pf.spectra(model)
+    found = pf.planning.spectra(model)
     assert list(found) == ["0", "1.weight_ih_l0", "1.weight_hh_l0", "2"]
     gates = model[1].weight_ih_l0.detach().double().view(4, 5, 4)
     blocks = model[2].weight.detach().double().view(2, 3, 18)

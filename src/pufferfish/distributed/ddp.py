@@ -103,7 +103,7 @@ class Job:
         return self.inner
 
     def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker.
+        """Singular values by entry name, as `pufferfish.planning.spectra` returns them; each computed by one worker.
 
         Args:
             names: entries to compute, if not all.

@@ -20,7 +20,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
-    >>> pf.plan_of(model).ranks
+    >>> pf.lowrank.plan_of(model).ranks
     {'0': {'': 8}}
     """
     ranks = ranks_of(model)

@@ -419,7 +419,7 @@ def spectra(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, T
     If `names` are given, only these entries are computed. Embeddings are computed only if they are named.
 
     >>> import pufferfish as pf
-    >>> {name: len(s) for name, s in pf.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
+    >>> {name: len(s) for name, s in pf.planning.spectra(nn.Sequential(nn.Linear(64, 32))).items()}
     {'0': 32}
     """
     found = track(factorizable(model, names), "computing singular values")

@@ -121,7 +121,7 @@ class StableRank(Rule):
     """Cuttlefish's scaled stable rank: r = ⌈ξ·s⌉ with s = ‖W‖_F² / σ_max² and ξ = full rank / s at the start.
 
     Args:
-        initial: Spectra at initialisation, `pf.spectra(model)` computed before training, or the stable ranks
+        initial: Spectra at initialisation, `pf.planning.spectra(model)` computed before training, or the stable ranks
             themselves, by name. Without it ξ is computed from the closed form for random matrices,
             s = mn / (√m + √n)², and the plan notes "ξ assumed".
         at_most: Share of their weights that all matrices with this rule may keep together. If stable ranks would keep
@@ -164,7 +164,7 @@ class StableRank(Rule):
         if self.initial is None:
             return 0.0
         if name not in self.initial:
-            hint = "compute it with pf.spectra(model)"
+            hint = "compute it with pf.planning.spectra(model)"
             raise ValueError(f"StableRank: `initial` has no spectrum of {name!r}; {hint}")
         return float(self.initial[name])
 
