@@ -252,21 +252,21 @@ def _uncovered(
                 note=_register_line(module) if why.startswith(_UNREGISTERED) else "",
             )
         )
-    if hasattr(module, "parametrizations") and kind.startswith("Parametrized"):
-        for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
-            original = next(iter(chain.parameters()))
-            entries.append(
-                Entry(
-                    name=layer if tensor == "weight" else own_name(layer, tensor),
-                    layer=layer,
-                    type=kind.removeprefix("Parametrized"),
-                    shape=tuple(getattr(module, tensor).shape),
-                    itemsize=original.element_size(),
-                    trainable=original.requires_grad,
-                    reason="parametrized: remove the parametrization first",
-                )
-            )
-    return entries
+    parametrized = kind.startswith("Parametrized") and hasattr(module, "parametrizations")
+    computed = module.parametrizations.items() if parametrized else ()  # type: ignore[union-attr,operator]
+    originals = {tensor: next(iter(chain.parameters())) for tensor, chain in computed}
+    return entries + [
+        Entry(
+            name=layer if tensor == "weight" else own_name(layer, tensor),
+            layer=layer,
+            type=kind.removeprefix("Parametrized"),
+            shape=tuple(getattr(module, tensor).shape),
+            itemsize=original.element_size(),
+            trainable=original.requires_grad,
+            reason="parametrized: remove the parametrization first",
+        )
+        for tensor, original in originals.items()
+    ]
 
 
 def _why_uncovered(
@@ -350,18 +350,15 @@ def _why_left_out(
         return "not matched by `only`"
     if not (e.trainable or named):
         return "frozen: training could not reduce its error; naming it in overrides= factorizes it"
-    if not (only or named) and _slower_on_its_device(layer):
+    kind = low_rank_type(type(layer))
+    slower = kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
+    if slower and not (only or named):
         return (
             "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
         )
     if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix and e.matrix.lookup:
         return "a lookup has no MACs to save"
     return ""
-
-
-def _slower_on_its_device(layer: nn.Module) -> bool:
-    kind = low_rank_type(type(layer))
-    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -68,7 +67,7 @@ class Ratio(Rule):
     ratio: float = 0.25  # lower → smaller model
 
     def __post_init__(self) -> None:
-        if not _is_number(self.ratio) or not 0 < self.ratio < 1:
+        if not 0 < self.ratio < 1:
             raise ValueError(f"Ratio: {self.ratio!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
@@ -104,7 +103,7 @@ class Energy(Rule):
     needs_weights = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.keep) or not 0 < self.keep < 1:
+        if not 0 < self.keep < 1:
             raise ValueError(f"Energy: {self.keep!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
@@ -141,7 +140,7 @@ class StableRank(Rule):
     needs_weights = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.at_most) or not 0 < self.at_most <= 1:
+        if not 0 < self.at_most <= 1:
             raise ValueError(f"StableRank: at_most={self.at_most!r} is not a share in (0, 1]")
         if self.initial is not None:
             # Only the stable ranks are needed, and numbers can be saved in JSON.
@@ -189,7 +188,7 @@ class Budget(Rule):
 
     def __post_init__(self) -> None:
         amounts = [x for x in (self.params, self.macs, self.bytes) if x is not None]
-        if len(amounts) != 1 or not _is_number(amounts[0]) or not 0 < amounts[0] < math.inf:
+        if len(amounts) != 1 or not 0 < amounts[0] < math.inf:
             raise ValueError("Budget: give exactly one of params=, macs= and bytes=, as a positive number")
 
     @property
@@ -204,10 +203,6 @@ class Budget(Rule):
 
     def __str__(self) -> str:
         return f"budget {self.unit} {self.amount:,.0f}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 RankLike = int | float | Rule
@@ -226,17 +221,12 @@ def as_rule(rank: RankLike, option: str = "rank") -> Rule:
         raise TypeError(
             f"{option}={rank!r}: give a float in (0, 1), an int ≥ 1 or a rule such as pf.Energy(0.9)"
         )
-    if isinstance(rank, float):
-        if not 0 < rank < 1:
-            whole = 1 <= rank < 1e9 and rank.is_integer()
-            hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if whole else ""
-            raise ValueError(f"{option}={rank}: a float is a share of the full rank, in (0, 1){hint}")
-        return Ratio(rank)
-    if rank < 1:
+    try:
+        return Ratio(rank) if isinstance(rank, float) else Fixed(rank)
+    except ValueError:
         raise ValueError(
-            f"{option}={rank}: a fixed rank is a whole number ≥ 1, a share of the full rank a float such as 0.25"
-        )
-    return Fixed(rank)
+            f"{option}={rank}: a share of the full rank is a float in (0, 1), a fixed rank an int ≥ 1"
+        ) from None
 
 
 def stable_rank(spectrum: Tensor) -> float:
