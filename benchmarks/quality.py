@@ -122,10 +122,10 @@ def run(job: Job) -> Row:
     steps = (len(images["train"][0])) // batch
     switch = rival = None
     if arm.switch is not None:
-        plan = pf.plan(model, rank=0.25, keep=arm.keep, multiple=8)
+        plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=8), keep=arm.keep)
         switch = pf.Switch(plan, when=pf.AtEpoch(round(arm.switch * epochs)))
     if arm.frobenius:
-        pf.FrobeniusDecay(model, optimizer, arm.frobenius)
+        pf.lowrank.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
             f"early-bird-{arm.early_bird}", model, optimizer, epochs=epochs, steps_per_epoch=steps
@@ -199,7 +199,9 @@ def narrow_width(width: float) -> float:
         return sum(p.numel() for p in RESNET.build(width=width).parameters())
 
     with torch.device("meta"):
-        wanted = pf.plan(RESNET.build(width=width), rank=0.25, keep=RESNET.keep, multiple=8).after.parameters
+        wanted = pf.plan(
+            RESNET.build(width=width), rank=pf.Ratio(0.25, multiple=8), keep=RESNET.keep
+        ).after.parameters
         tried = [width * i / 128 for i in range(8, 129)]
         return min(tried, key=lambda width: abs(parameters(width) - wanted))
 

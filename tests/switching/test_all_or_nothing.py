@@ -79,7 +79,7 @@ class Case:
         self.model = nn.Sequential(
             nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.Conv2d(2, 8, 2), nn.Flatten())
         )
-        self.plan = pf.plan(self.model, 2, multiple=1)
+        self.plan = pf.plan(self.model, 2)
         if low_rank:
             pf.factorize_(self.model, self.plan)
         self.optimizer = torch.optim.AdamW(
