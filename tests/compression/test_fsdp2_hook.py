@@ -151,11 +151,16 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     replicas = mesh["replicate"].get_group()
 
     def refused(
-        words: str, model: nn.Module, method: Any = None, group: Any = replicas, **options: Any
+        words: str,
+        model: nn.Module,
+        method: Any = None,
+        group: Any = replicas,
+        optimizer: Any = None,
+        **options: Any,
     ) -> None:
         hooks = hooks_of(model)
         with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
-            pf.compress(model, method, replicas=group, **options)
+            pf.compress(model, method, replicas=group, optimizer=optimizer, settings=Settings(**options))
         assert hooks_of(model) == hooks  # unchanged
 
     with pytest.raises(TypeError, match="a Net is not sharded; apply fully_shard"):

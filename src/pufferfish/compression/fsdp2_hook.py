@@ -36,7 +36,6 @@ def compress_fsdp2(
     replicas: dist.ProcessGroup | None,
     *,
     optimizer: Optimizers = None,
-    scaler: Any = None,
 ) -> FSDP2Hook:
     """Average gradients between the replicas of a model that is sharded inside each. Call it on all workers, once.
 
@@ -56,7 +55,7 @@ def compress_fsdp2(
             `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it becomes zero, and the step
             continues with the others.
         replicas: The workers that hold the same shard, `mesh["replicate"].get_group()`.
-        optimizer, scaler: See `compress`. The learning rate counts if it is the same for a whole sharded module.
+        optimizer: See `compress`. The learning rate counts if it is the same for a whole sharded module.
 
     >>> from pufferfish.compression import BFloat16
     >>> compress_fsdp2(nn.Linear(2, 2), lambda: Settings(BFloat16()), None)
@@ -66,7 +65,7 @@ def compress_fsdp2(
     modules, mesh = sharded_modules(model)
     check_replicas(replicas, mesh)
     assert replicas is not None
-    hook = FSDP2Hook(replicas, mesh, as_list(optimizer), scaler)
+    hook = FSDP2Hook(replicas, mesh, as_list(optimizer))
 
     def checked() -> Settings:
         chosen = settings()
@@ -155,14 +154,10 @@ class FSDP2Hook:
     settings: Settings
 
     def __init__(
-        self,
-        replicas: dist.ProcessGroup,
-        mesh: DeviceMesh,
-        optimizers: list[optim.Optimizer],
-        scaler: Any,
+        self, replicas: dist.ProcessGroup, mesh: DeviceMesh, optimizers: list[optim.Optimizer]
     ) -> None:
         device = torch.device(mesh.device_type)
-        self.optimizers, self.scaler = optimizers, scaler
+        self.optimizers = optimizers
         self._transport = Group(replicas)
         self._peers = Workers(replicas, device, "compress")  # those that hold the same shard
         self._shards = Workers(
@@ -176,7 +171,9 @@ class FSDP2Hook:
     @property
     def method(self) -> Methods:
         """The current method or methods."""
-        return self.settings.method
+        method = self.settings.method
+        assert method is not None
+        return method
 
     @property
     def meter(self) -> Meter:
@@ -246,7 +243,8 @@ class FSDP2Hook:
     def _loss_scale(self) -> float:
         """Loss scale, read once in a backward pass: reading a scaler waits for the device."""
         if self._scale is None:
-            self._scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+            scaler = self.settings.scaler
+            self._scale = 1.0 if scaler is None else float(scaler.get_scale())
         return self._scale
 
     def _commit(self) -> None:
@@ -423,7 +421,7 @@ class _ModuleHook:
             for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
             if updates_by_rate(optimizer)
         ]
-        if not rates and self.hook.scaler is None:
+        if not rates and self.hook.settings.scaler is None:
             return {}
         return self.rows.units(rates, self.hook._loss_scale())
 
