@@ -169,7 +169,7 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
         r"Replicate\(\), Shard\(dim=0\).*pass only the 1-D mesh\[\"shard\"\] to fully_shard", sharded(mesh)
     )
     model = sharded(mesh["shard"])
-    refused(r"replicas=None is not a process group; .*mesh\[", model, group=None)
+    refused(r"replicas=2 is not a process group; .*mesh\[", model, group=2)
     refused(r"holds another shard of this replica", model, group=dist.group.WORLD)
     refused(r"holds another shard of this replica", model, group=mesh["shard"].get_group())
     refused("smallest too unless the method is for matrices", model, TopK(), smallest=0)

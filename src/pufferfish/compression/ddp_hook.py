@@ -29,8 +29,11 @@ from ..optim.carry import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
+from .method import Method
+from .methods.changed import Changed
 from .methods.sums import BFloat16
 from .settings import Methods, Settings
+from .sharded import ShardedHook, compress_sharded
 from .state import check_format, updates_by_rate
 
 
@@ -38,19 +41,22 @@ def compress(
     model: nn.Module,
     method: Methods | None = None,
     *,
+    parameters: Method | Changed | None = None,
     optimizer: Optimizers = None,
     replicas: dist.ProcessGroup | None = None,
     settings: Settings | None = None,
-) -> DDPHook | FSDP2Hook:
+) -> DDPHook | FSDP2Hook | ShardedHook:
     """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
 
     The hook remains after a `Switch`; a deep copy of the wrapper is plain DDP, without compression. Results depend
     neither on DDP's buckets nor on restarts: messages are laid out by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
 
     Args:
-        model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 inside
-            each of the `replicas` (see `compress_fsdp2`).
-        method: One method, or a mapping name pattern → method; `BFloat16()` by default.
+        model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 over
+            all machines (see `compress_sharded`), or inside each of the `replicas` (see `compress_fsdp2`).
+        method: One method, or a mapping name pattern → method; `BFloat16()` by default, and `BlockInt8()` for a model
+            that is sharded over all machines.
+        parameters: How FSDP2 gathers parameters between machines: `Changed()` by default, which loses nothing.
         optimizer: One or several that train the model. Under SGD, error feedback is in the units of the update: when the
             learning rate changes, the part that was left over at the old rate is rescaled. Other optimizers, and subclasses
             of SGD with their own `step` (LARS), make no difference.
@@ -71,9 +77,21 @@ def compress(
 
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         check_optimizer(model, optimizer)
+        if replicas is None:
+            if given != Settings():
+                raise ValueError(
+                    "compress: a model that is sharded over all machines takes no settings; they are for replicas="
+                )
+            return compress_sharded(model, method, parameters)
+        if parameters is not None:
+            raise ValueError(
+                "compress: with replicas= parameters are gathered inside a replica, uncompressed; leave parameters= out"
+            )
         return compress_fsdp2(model, with_method, replicas, optimizer=optimizer)
-    if replicas is not None:
-        raise ValueError("compress: replicas= is for models sharded by FSDP2; leave it out for a DDP model")
+    if replicas is not None or parameters is not None:
+        raise ValueError(
+            "compress: parameters= and replicas= are for models sharded by FSDP2; leave them out for a DDP model"
+        )
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
     named = _trained(ddp.module)

@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 
 from ..distributed.workers import Workers
 from ..layers.names import join_name, own_name, unwrap
@@ -82,8 +81,11 @@ def compress_fsdp2(
     return hook
 
 
-def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
-    """Return the modules that have an FSDP parameter group, by name, and the mesh they are sharded over."""
+def sharded_modules(model: nn.Module, *, native_replicas: bool = False) -> tuple[dict[str, Any], DeviceMesh]:
+    """Return the modules that have an FSDP parameter group, by name, and the mesh they are sharded over.
+
+    `native_replicas`: whether FSDP itself may average between replicas.
+    """
     found: dict[str, Any] = {}
     meshes: list[DeviceMesh] = []
     states = set()
@@ -101,7 +103,7 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
         if len(getattr(state, "_fsdp_param_groups", ())) > 1:
             raise ValueError(f"compress: {name} has parameters on several meshes; shard it over one")
         for p in group_of(module).fsdp_params if group_of(module) else ():
-            mesh = _checked_mesh(name, p.sharded_param)
+            mesh = _checked_mesh(name, p.sharded_param, native_replicas)
             if meshes and mesh != meshes[0]:
                 raise ValueError(
                     f"compress: {name} and {next(iter(found))} are sharded over different meshes; use one mesh"
@@ -115,10 +117,15 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
     return found, meshes[0]
 
 
-def _checked_mesh(name: str, p: Any) -> DeviceMesh:
-    """The 1-D mesh that a parameter is sharded over; raise ValueError if it is on another kind."""
+def _checked_mesh(name: str, p: Any, native_replicas: bool) -> DeviceMesh:
+    """The mesh that a parameter is sharded over; raise ValueError if it is on a kind that cannot be compressed."""
     mesh: DeviceMesh = p.device_mesh
-    if mesh.ndim != 1 or not isinstance(p.placements[0], Shard):
+    kinds = sorted(type(placement).__name__ for placement in p.placements)
+    if native_replicas and kinds not in (["Shard"], ["Replicate", "Shard"]):
+        raise ValueError(
+            f"compress: {name} is placed as {p.placements}; shard it over one dimension of a mesh"
+        )
+    if not native_replicas and kinds != ["Shard"]:
         raise ValueError(
             f"compress: {name} is placed as {p.placements}, so FSDP itself averages between replicas; pass "
             'only the 1-D mesh["shard"] to fully_shard, and the group of mesh["replicate"] to compress'
