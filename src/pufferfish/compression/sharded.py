@@ -332,8 +332,9 @@ def to_bytes(method: Method, x: Tensor) -> list[Tensor]:
     """
     if isinstance(method, Blocks):
         rows, n = x.shape
-        wide = x.new_zeros((1, rows, method.shard(n, 1)), dtype=torch.float32)
+        wide = x.new_empty((1, rows, method.shard(n, 1)), dtype=torch.float32)
         wide[0, :, :n] = x
+        wide[0, :, n:] = 0
         parts = method.encode(wide, n, torch.empty_like(wide), _context(x))
         return list(torch.cat([part.view(rows, -1).view(torch.uint8) for part in parts], 1))
     x = x.bfloat16() if isinstance(method, BFloat16) else x
