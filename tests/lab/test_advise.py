@@ -268,7 +268,7 @@ def test_machines_with_several_workers_may_average_inside_first(files: Path) -> 
     said = str(found)
     assert "\npufferfish+topk-0.01, hierarchy=node " in said
     assert "\npufferfish+topk-0.01 " not in said  # the slower of the two
-    assert 'optimizer=optimizer, hierarchy="node")' in said
+    assert 'optimizer=optimizer, settings=pf.compression.Settings(hierarchy="node"))' in said
 
 
 def _advice(

@@ -264,5 +264,5 @@ class Advice:
             yield f"local = {method.local.as_code()}"
             yield "local.start(model)  # no DDP wrapper; local.step(model) after every update"
         if method.compress is not None:
-            node = ', hierarchy="node"' if hierarchy == "node" else ""
+            node = ', settings=pf.compression.Settings(hierarchy="node")' if hierarchy == "node" else ""
             yield f"hook = pf.compress(ddp, {as_code(method.compress)}, optimizer=optimizer{node})"

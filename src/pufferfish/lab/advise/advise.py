@@ -281,7 +281,7 @@ class _Advisor:
         local, device = self.local[name], torch.device(self.workload.device)
         if (name, key) not in self._local_works:
             self._local_works[name, key] = with_local_exchange(
-                compute, local.schedule, local.settings.method, parameters, self.size, device
+                compute, local.schedule, local.settings, parameters, self.size, device
             )
         return with_compute_seconds(self._local_works[name, key], compute_seconds(compute))
 

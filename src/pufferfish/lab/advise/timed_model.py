@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compression import DDPHook, compress
+from ...compression import DDPHook, Settings, compress
 from ...compression.settings import HierarchyLike
 from ...measure import Breakdown
 from ...measure.breakdown import pause
@@ -49,9 +49,8 @@ class TimedModel:
         self.optimizer = optimizer(model)
         self.hook: DDPHook | None = None
         if self.ddp is not None and method.compress is not None:
-            hook = compress(
-                self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy, scope=method.scope
-            )
+            settings = Settings(hierarchy=hierarchy, scope=method.scope)
+            hook = compress(self.ddp, method.compress, optimizer=self.optimizer, settings=settings)
             assert isinstance(hook, DDPHook)
             self.hook = hook
         if transform is not None:

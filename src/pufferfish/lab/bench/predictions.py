@@ -46,7 +46,7 @@ def _work(model: TimedModel) -> Work:
         work = replace(work, forward=work.forward + work.backward / 2, backward=work.backward / 2)
     if (local := model.method.local) is not None:
         parameters = trainable_parameters(model.inner)
-        return with_local_exchange(work, local.schedule, local.settings.method, parameters, model.size)
+        return with_local_exchange(work, local.schedule, local.settings, parameters, model.size)
     work = with_messages(work, model.inner, model.method.compress, model.size)
     if model.hook is not None:
         return work

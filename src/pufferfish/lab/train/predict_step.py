@@ -80,7 +80,7 @@ def _with_exchange(work: Work, components: RunComponents) -> Work:
     method, local = components.settings.method.compress, components.settings.method.local
     if local is not None:
         size = components.world_size
-        return with_local_exchange(work, local.schedule, local.settings.method, parameters, size)
+        return with_local_exchange(work, local.schedule, local.settings, parameters, size)
     if method is None:
         return with_ddp_messages(work, parameters)
     return replace(work, **vars(dry_run(method, parameters, components.world_size)))

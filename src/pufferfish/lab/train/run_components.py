@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compression import compress
+from ...compression import Settings, compress
 from ..tasks import Task
 from .build_optimizer import build_optimizer
 from .narrow_method import build_model
@@ -77,7 +77,8 @@ def build_components(
     if method.local is not None and not settings.simulate:
         hook = method.local.build()
     elif method.compress is not None and processes > 1:
-        hook = compress(model, method.compress, optimizer=optimizer, scope=method.scope)
+        compression = Settings(scope=method.scope)
+        hook = compress(model, method.compress, optimizer=optimizer, settings=compression)
     return RunComponents(
         task,
         settings,
