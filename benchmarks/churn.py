@@ -45,9 +45,9 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.integrations.torchft import ElasticLocalSteps, Replicas
 from pufferfish.integrations.torchft.replicas import digest
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network, unavailable_reason
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.planning.text import Table
 
 REPLICAS, MIN_REPLICAS, PORT = 4, 3, 29510

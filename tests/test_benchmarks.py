@@ -15,7 +15,7 @@ from torch import nn
 
 from pufferfish.compression import Settings
 from pufferfish.lab.report.methods_table import parse_methods
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"

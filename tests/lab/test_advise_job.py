@@ -19,8 +19,8 @@ from processes import in_processes
 from pufferfish.lab.advise import load_workload, measured_work, timing_rounds
 from pufferfish.lab.advise.advise_settings import AdviseSettings
 from pufferfish.lab.advise.build_timed_model import build_timed_model
-from pufferfish.lab.advise.method_name import parse_method_name, warm_up_name
 from pufferfish.lab.advise.run_advise import run_advise
+from pufferfish.lab.method_name import parse_method_name, warm_up_name
 from pufferfish.lab.network import unavailable_reason
 
 REASON = unavailable_reason()

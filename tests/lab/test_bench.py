@@ -26,10 +26,10 @@ from pufferfish.lab.bench.models_to_time import to_final_model
 from pufferfish.lab.bench.summary import write_summary
 from pufferfish.lab.bench.terminal_table import terminal_table
 from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.layers import LowRankLinear
 from pufferfish.measure import read_run
 

@@ -12,11 +12,10 @@ import tiny
 import torch
 
 from processes import in_processes
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.step_runner import StepRunner
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.step import StepRunner, build_components
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=8"

@@ -17,8 +17,8 @@ from pufferfish.lab.advise import advise, load_workload, measured_work, nominal_
 from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.advise.timing_rounds import steps_per_round
 from pufferfish.lab.bench.terminal_table import terminal_table
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import LinkShape
-from pufferfish.lab.train.training_method import training_method
 
 EXCHANGE = ("utilisation", "bytes per round", "largest exchange", "peak rate")
 LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")

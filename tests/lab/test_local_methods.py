@@ -19,12 +19,10 @@ from torch import nn
 from processes import in_processes
 from pufferfish.checkpoint import Checkpoint
 from pufferfish.compression import Int4, SparseLoCo
-from pufferfish.lab.bench.bench_method import bench_method
+from pufferfish.lab.method_name import LocalMethod, bench_method, training_method
 from pufferfish.lab.tasks.text import Text
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.local_method import LocalMethod
-from pufferfish.lab.train.simulated_local_steps import SimulatedLocalSteps
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.simulated import SimulatedLocalSteps
 from pufferfish.measure import read_run
 
 #: (method, optimizer, workers). All switch to low rank after the first of three epochs.

@@ -14,11 +14,11 @@ from pufferfish.cli import main
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.models_to_time import untimed_methods
+from pufferfish.lab.method_name import training_method
+from pufferfish.lab.model_change import build_model_change
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.low_rank_change import build_model_change
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.step import build_components
 from pufferfish.measure import read_run
 
 TASK = find_task("digits:mlp,width=16")

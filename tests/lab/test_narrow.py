@@ -13,17 +13,15 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench.bench_method import bench_method
 from pufferfish.lab.bench.bench_runs import BenchRun
 from pufferfish.lab.bench.bench_settings import load_settings
 from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.method_name import NarrowMethod, bench_method, training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.find_width import closest_width, find_width
-from pufferfish.lab.train.narrow_method import NarrowMethod, NarrowWidth
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.narrow import NarrowWidth, closest_width, find_width
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"

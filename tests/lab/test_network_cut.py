@@ -61,7 +61,7 @@ def test_the_command(
         Path("cut").open("w").close()
 
     monkeypatch.chdir(tmp_path)
-    launcher = importlib.import_module("pufferfish.lab.train.launch_workers")
+    launcher = importlib.import_module("pufferfish.lab.train.workers")
     monkeypatch.setattr(launcher, "Network", emulated)
     Path("waits.py").write_text(TASK)
     os.mkfifo("reached")

@@ -20,13 +20,13 @@ from pufferfish.cli import _parser, main
 from pufferfish.cli.train_settings import train_settings
 from pufferfish.compression import BFloat16, Int2, Int4, LoCo, PowerSGD, SparseLoCo
 from pufferfish.lab.bench import BenchSettings
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.tasks.wikitext2 import Wikitext2
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.training_method import training_method
-from pufferfish.lab.train.worker_device import check_gpu_count
+from pufferfish.lab.train.workers import check_gpu_count
 from pufferfish.measure import Run, read_run
 
 SMALL = ["train", "digits:mlp,width=16", "--epochs", "3", "--device", "cpu"]

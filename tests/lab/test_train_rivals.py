@@ -17,15 +17,14 @@ from torch import Tensor, nn
 
 from pufferfish.checkpoint.folder import list_checkpoints
 from pufferfish.cli import main
-from pufferfish.lab.rivals.model_change import ModelChange
+from pufferfish.lab.method_name import training_method
+from pufferfish.lab.model_change import ModelChange
 from pufferfish.lab.tasks import Recipe
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
-from pufferfish.lab.train.macs_per_row import macs_per_row
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.step_runner import StepRunner
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.record import macs_per_row
+from pufferfish.lab.train.step import StepRunner, build_components
 from pufferfish.measure import read_run
 
 METHODS = ["early-bird-0.4", "lottery-ticket-2"]

@@ -17,9 +17,9 @@ from test_train import SMALL, Stopped, values, weights
 
 from processes import in_processes
 from pufferfish.cli import main
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import Hosts, unavailable_reason
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -202,7 +202,7 @@ def test_hosts_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows none, the loopback is used, with a message."""
-    launcher, used = importlib.import_module("pufferfish.lab.train.launch_workers"), []
+    launcher, used = importlib.import_module("pufferfish.lab.train.workers"), []
     monkeypatch.setattr(launcher, "unavailable_reason", lambda: "no rights here")
     monkeypatch.setattr(Hosts, "launch", lambda self, *_, **__: used.append(self) or 0)
     assert launcher.launch_workers(["x.py"], network="1gbit", hosts=1, per_host=2) == 0

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_output_folder(settings.folder)
     if hosts * per_host == 1:
         return _train_here(task, settings)
-    from ..lab.train.launch_workers import launch_workers
+    from ..lab.train.workers import launch_workers
 
     _check_before_launch(task, settings, hosts * per_host)
     command = ["-m", "pufferfish", "train", *_worker_arguments(arguments, settings)]
@@ -150,8 +150,7 @@ def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:
 def _train_as_worker(arguments: argparse.Namespace) -> int:
     """Train as one of several workers; an error that all of them have is printed by rank 0 only."""
     from ..lab.train.console import Console
-    from ..lab.train.launch_workers import launch_info
-    from ..lab.train.process_group import WorkersUnreachable
+    from ..lab.train.workers import WorkersUnreachable, launch_info
 
     rank, parsed = os.environ["RANK"], False
     try:
@@ -173,8 +172,8 @@ def _train_as_worker(arguments: argparse.Namespace) -> int:
 
 def _check_before_launch(task: Task, settings: RunSettings, size: int) -> None:
     """Raise errors once, here, that each of `size` workers would raise otherwise."""
-    from ..lab.train.run_folder import check_same_run
-    from ..lab.train.worker_device import check_gpu_count
+    from ..lab.train.record import check_same_run
+    from ..lab.train.workers import check_gpu_count
 
     check_same_run(task, settings)
     settings.check(task, size)

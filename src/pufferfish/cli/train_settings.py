@@ -19,11 +19,10 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
     """Return the task and the settings of a run whose workers are on `hosts` machines."""
     import torch
 
+    from ..lab.method_name import training_method
     from ..lab.tasks import find_task
     from ..lab.tasks.text import with_tokenizer
     from ..lab.train import RunSettings
-    from ..lab.train.build_optimizer import with_optimizer
-    from ..lab.train.training_method import training_method
 
     task: Any = find_task(with_tokenizer(arguments.task, arguments.data))
     if arguments.held is not None:
@@ -38,7 +37,7 @@ def train_settings(arguments: argparse.Namespace, hosts: int = 1) -> tuple[Task,
         task = replace(task, held=type(task.held)(arguments.held))
     method = arguments.method + (f"+{arguments.compress}" if arguments.compress else "")
     default = task.recipe(arguments.recipe, epochs=arguments.epochs, batch=arguments.batch)
-    recipe = with_optimizer(default, arguments.optimizer or default.optimizer, arguments.lr)
+    recipe = default.with_optimizer(arguments.optimizer or default.optimizer, arguments.lr)
     name = method if recipe.optimizer == default.optimizer else f"{method},{recipe.optimizer}"
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.simulate and not arguments.workers:

@@ -20,8 +20,8 @@ from ...measure.options import (
 )
 from ...planning.plan import Plan
 from ...planning.text import Table
+from ..method_name import NODE, is_local, parse_method_name, warm_up_name
 from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
-from .method_name import NODE, is_local, parse_method_name, warm_up_name
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03

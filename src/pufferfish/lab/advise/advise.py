@@ -23,8 +23,16 @@ from ...measure.cost_model import (
 from ...measure.options import OptionBuilder, TrainingOption, estimate, select_layers
 from ...planning.plan import Plan, plan
 from ...planning.text import progress, track
-from ..train.local_method import LOCAL_METHODS
-from ..train.training_method import training_method
+from ..method_name import (
+    LOCAL_METHODS,
+    LOW_RANK,
+    NODE,
+    exchange_method,
+    parse_method_name,
+    simplicity,
+    training_method,
+    warm_up_name,
+)
 from .advice import Advice
 from .build_timed_model import build_timed_model
 from .combine_rounds import (
@@ -43,7 +51,6 @@ from .measured_work import (
     repeated_seconds,
     with_compute_seconds,
 )
-from .method_name import LOW_RANK, NODE, exchange_method, parse_method_name, simplicity, warm_up_name
 from .timed_model import TimedModel
 from .timing_rounds import step_times, steps_per_round
 from .workload import Workload

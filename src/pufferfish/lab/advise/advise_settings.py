@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ..method_name import exchange_method
 from ..network import LinkShape
-from .method_name import exchange_method
 
 MAX_WORKERS = 1024  # a dry run decodes the messages of all workers
 

@@ -2,8 +2,8 @@
 
 from ...compression.settings import HierarchyLike
 from ...planning.plan import Plan
+from ..method_name import TrainingMethod
 from ..train.random_low_rank import random_low_rank_
-from ..train.training_method import TrainingMethod
 from .timed_model import TimedModel
 from .workload import Workload
 

@@ -16,8 +16,7 @@ from ...measure import Link
 from ...planning.plan import plan
 from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
-from ..train.process_group import WorkersUnreachable, process_group
-from ..train.worker_device import worker_device
+from ..train.workers import WorkersUnreachable, process_group, worker_device
 from .advice import Advice
 from .advise import METHODS, advise, check
 from .advise_settings import AdviseSettings

@@ -16,8 +16,8 @@ from ...compression.settings import HierarchyLike
 from ...measure import Breakdown
 from ...measure.breakdown import pause
 from ...measure.cost_model import built_buckets
-from ..rivals import SAM
-from ..train.training_method import TrainingMethod
+from ..method_name import TrainingMethod
+from ..train.optimizers import SAM
 
 
 class TimedModel:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ...measure.run_log import RUN_FILE
+from ..method_name import bench_method, is_pruning_method
 from ..report import report, write
-from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from ..rivals.pruning_change import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
-from ..train.run_folder import check_same_task
-from ..train.worker_device import check_gpu_count
-from .bench_method import bench_method
+from ..train.record import check_same_task
+from ..train.workers import check_gpu_count
 from .bench_runs import bench_runs, is_finished
 from .bench_settings import BenchSettings
 from .bench_worker import BenchWorker

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...planning.json_file import read_json
+from ..method_name import bench_method
 from ..tasks import Recipe
-from .bench_method import bench_method
 from .bench_settings import BenchSettings
 from .tuned_rate import inner_rates, rate_grid
 

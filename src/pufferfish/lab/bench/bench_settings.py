@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ...planning.json_file import read_json
+from ..method_name import bench_method
 from ..network import LinkShape
 from ..report import write
 from ..tasks import Recipe, Task, find_task
 from ..train import RunSettings
-from .bench_method import bench_method
 
 FILE = "bench.json"
 VERSION = 1

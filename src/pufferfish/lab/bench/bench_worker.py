@@ -22,11 +22,10 @@ import torch.distributed as dist
 from ...checkpoint.process import Sigterm
 from ...distributed.workers import Workers
 from ..advise.timing_rounds import steps_per_round, timing_rounds
+from ..method_name import bench_method
 from ..network import LinkShape
 from ..train import train
-from ..train.process_group import process_group
-from ..train.worker_device import worker_device
-from .bench_method import bench_method
+from ..train.workers import process_group, worker_device
 from .bench_runs import BenchRun, bench_runs, is_finished
 from .bench_settings import load_settings, write_json
 from .choose_rate import choose_rate, untried_runs

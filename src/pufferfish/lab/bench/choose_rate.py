@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...measure import read_run
+from ..method_name import bench_method
 from ..tasks import Recipe, Task
-from .bench_method import bench_method
 from .bench_runs import BenchRun, is_finished
 from .bench_settings import BenchSettings
 from .tuned_rate import TunedRate, best_rate, rate_grid, untried_rates

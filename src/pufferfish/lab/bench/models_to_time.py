@@ -15,13 +15,12 @@ from ...optim.frobenius_decay import FrobeniusDecay
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
 from ..advise.timed_model import TimedModel
-from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from ..method_name import bench_method, is_pruning_method
+from ..rivals.pruning_change import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import RunSettings, build_optimizer
-from ..train.find_width import find_width
-from ..train.narrow_method import build_model
-from ..train.worker_device import move_to_device
-from .bench_method import bench_method
+from ..train.narrow import build_model, find_width
+from ..train.workers import move_to_device
 from .bench_runs import BenchRun, is_finished
 from .bench_settings import BenchSettings
 from .summary import read_rounds

@@ -15,7 +15,7 @@ from ...measure.cost_model import (
 from ..advise.measured_work import measured_work, with_messages
 from ..advise.timed_model import TimedModel
 from ..network import LinkShape
-from ..rivals import SAM
+from ..train.optimizers import SAM
 
 
 def predictions(

@@ -13,8 +13,7 @@ from typing import Any
 from ..network import Hosts, Network, unavailable_reason
 from ..report.formatting import format_score, format_seconds
 from ..train.console import Console
-from ..train.launch_workers import GRACE_SECONDS
-from ..train.signals import sigterm_as_sigint
+from ..train.workers import GRACE_SECONDS, sigterm_as_sigint
 from .bench_settings import BenchSettings
 
 #: Lines of output shown when workers fail without an event.

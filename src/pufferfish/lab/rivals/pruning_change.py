@@ -12,9 +12,10 @@ from ...distributed.ddp import Job
 from ...measure import RunLog
 from ...optim.carry import Optimizers
 from ...planning.profile import Example
+from ..method_name import parse_pruning
+from ..model_change import ModelChange
 from .early_bird import EarlyBird
 from .lottery_ticket import LotteryTicket
-from .model_change import ModelChange
 from .nonzero_macs import nonzero_macs
 
 
@@ -138,3 +139,16 @@ def saved_pruning_state(folder: Path) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] | None = SavedCheckpoint(Path(newest[0])).training["parts"].get("scheduler")
     return state
+
+
+def build_pruning_change(
+    text: str, model: nn.Module, optimizer: Optimizers, *, epochs: int, steps_per_epoch: int
+) -> PruningChange:
+    """Build the pruning method of that name, such as "lottery-ticket-9", for a recipe of `epochs`."""
+    parsed = parse_pruning(text)
+    assert parsed is not None  # callers ask `is_pruning_method`
+    name, number = parsed
+    length = {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
+    if name == "lottery-ticket":
+        return LotteryTicketChange(model, optimizer, **length, rounds=int(number or 5))
+    return EarlyBirdChange(model, optimizer, **length, ratio=number or 0.5)

@@ -9,6 +9,9 @@ from typing import Any
 SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon", "lars", "lamb", "sam")
 
+#: Optimizers that use the same learning rates as another one.
+_SAME_RATES = {"sam": "sgd", "adamw": "adam", "muon": "adam"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -91,6 +94,26 @@ class Recipe:
         if self.switch_at and "epochs" in values:
             values.setdefault("switch_at", max(round(self.switch_at * values["epochs"] / self.epochs), 1))
         return replace(self, **values)
+
+    def with_optimizer(self, name: str, lr: float | None = None) -> Recipe:
+        """Return the recipe with another optimizer and learning rate.
+
+        Args:
+            lr: required if the recipe's learning rate does not fit the optimizer.
+
+        >>> Recipe(epochs=1, batch=1, lr=0.1).with_optimizer("sam").lr
+        0.1
+        >>> Recipe(epochs=1, batch=1, lr=0.1).with_optimizer("lars")
+        Traceback (most recent call last):
+        ValueError: optimizer lars: pass --lr, too (in a bench @lars=LR); the recipe's 0.1 is for sgd, whose rates ...
+        """
+        changed = replace(self, optimizer=name, lr=self.lr if lr is None else lr)
+        if lr is None and _SAME_RATES.get(name, name) != _SAME_RATES.get(self.optimizer, self.optimizer):
+            raise ValueError(
+                f"optimizer {name}: pass --lr, too (in a bench @{name}=LR); the recipe's {self.lr:g} is for "
+                f"{self.optimizer}, whose rates have another scale"
+            )
+        return changed
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step`, counted from 0, in a run of `steps` updates."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from ..method_name import TrainingMethod
 from ..network import LinkShape
 from ..tasks import Recipe, Task
-from .narrow_method import NarrowWidth, check_takes_width
-from .training_method import TrainingMethod
+from .narrow import NarrowWidth, check_takes_width
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunSettings:
         name: of the run in its records; "": the method's.
         narrow: width of a narrow model, which `train` finds.
 
-    >>> from pufferfish.lab.train.training_method import training_method
+    >>> from pufferfish.lab.method_name import training_method
     >>> from pufferfish.lab.tasks import find_task
     >>> RunSettings(training_method("dense"), find_task("digits").recipe("short"), Path("runs/try")).precision
     'fp32'

@@ -1,38 +1,93 @@
-"""`TrainingRun`: the epochs of a run in one process: train, validate, save, change the model; and its results."""
+"""`train`: train a task from its first update to its score on the test data."""
 
 import math
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...checkpoint import Checkpoint
 from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
 from ...local.local_steps import all_finite
+from ...lowrank.files import save
 from ...measure import Breakdown
+from ..method_name import is_pruning_method
+from ..model_change import build_model_change
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
-from .byte_counter import ByteCounter
 from .console import Console
-from .local_step_runner import LocalStepRunner
-from .low_rank_change import build_model_change
-from .macs_per_row import macs_per_row
-from .peak_memory import peak_memory, reset_peak_memory
-from .predict_step import log_predicted_step
-from .run_components import build_components
-from .run_folder import has_unfinished_run, open_log
-from .run_settings import RunSettings
-from .signals import sigint_as_sigterm
-from .simulated_ddp import SimulatedDDP
-from .simulated_local_runner import SimulatedLocalRunner
-from .simulated_step_runner import SimulatedStepRunner, worker_seed
-from .step_runner import StepRunner
-from .step_timer import StepTimer
-from .training_log import TrainingLog
+from .narrow import find_width
+from .predict import log_predicted_step
+from .record import (
+    ByteCounter,
+    StepTimer,
+    TrainingLog,
+    check_same_run,
+    has_unfinished_run,
+    macs_per_row,
+    open_log,
+    peak_memory,
+    reset_peak_memory,
+)
+from .settings import RunSettings
+from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
+from .step import LocalStepRunner, StepRunner, build_components
+from .workers import process_group, sigint_as_sigterm, worker_device
+
+
+def train(
+    task: Task, settings: RunSettings, *, link: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Train to the end and return the results on the test data; None if the run was stopped after a checkpoint.
+
+    Call it in every process that torchrun has started, in all processes of an existing group, or in a single process.
+
+    Args:
+        link: between the hosts, for run.json: {"asked", "got_mbit", "latency_ms"}.
+
+    >>> import dataclasses, tempfile
+    >>> from pathlib import Path
+    >>> from pufferfish.lab.tasks import find_task
+    >>> from pufferfish.lab.method_name import training_method
+    >>> task = find_task("digits:mlp,width=4")
+    >>> recipe = dataclasses.replace(task.recipe("short"), epochs=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     train(task, RunSettings(training_method("dense"), recipe, Path(folder), quiet=True))["parameters"]
+    1482
+    """
+    device = worker_device(settings.device)
+    with process_group(settings.device, settings.timeout) as world_size:
+        workers = Workers.of_job("train", side_group=True)
+        workers.run_on_first(lambda: check_same_run(task, settings))  # before anything takes time
+        data = workers.run_on_all(lambda: _load_data(task, settings, world_size))
+        if settings.method.narrow is not None:
+            width = workers.run_on_all(lambda: find_width(task, settings))
+            settings = replace(settings, narrow=width)
+        if settings.compile:
+            torch.compiler.reset()  # torch compiles a limited number of models of one class
+        run = TrainingRun(task, settings, data, workers, device, link)
+        with run.checkpoint:
+            results = run.train()
+        if results is not None and settings.save_model and not is_pruning_method(settings.method.model):
+            workers.run_on_first(lambda: save(run.module, settings.folder / "model"))
+        if world_size > 1:
+            dist.barrier()  # a worker that leaves early would break the others' connections
+        return results
+
+
+def _load_data(task: Task, settings: RunSettings, world_size: int) -> Any:
+    """Load the data; raises all errors that may concern a single worker."""
+    settings.check(task, world_size)
+    data = task.load(settings.data)
+    task.steps(data, settings.recipe.batch)
+    return data
+
 
 #: Updates between rows of the log.
 LOG_EVERY = 20

@@ -15,10 +15,10 @@ from ...measure.cost_model import (
 from ..network import LinkShape
 from ..network.link_shape import LATENCY
 from ..report.formatting import format_seconds
-from .build_optimizer import build_optimizer
 from .console import Console
-from .run_components import RunComponents
-from .training_log import TrainingLog
+from .optimizers import build_optimizer
+from .record import TrainingLog
+from .step import RunComponents
 
 
 def log_predicted_step(components: RunComponents, log: TrainingLog, console: Console, step: int) -> float:

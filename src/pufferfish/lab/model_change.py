@@ -1,22 +1,108 @@
-"""`LowRankChange`: the switch to low rank in a run, with the layers in the run's records."""
+"""`ModelChange`: a change of the model between epochs, as a training loop sees it: none, low rank, or pruning."""
 
-from typing import Any
+from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...distributed.ddp import find_ddp
-from ...layers.names import unwrap
-from ...lowrank.factorize import merge_
-from ...measure import RunLog
-from ...optim.frobenius_decay import FrobeniusDecay
-from ...switching.moments import AtStep, RanksSettle
-from ...switching.switch import Switch
-from ..rivals.model_change import ModelChange
-from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
-from ..tasks.task import eval_mode
-from .macs_per_row import few_rows
-from .run_components import RunComponents
+from ..distributed.ddp import find_ddp
+from ..layers.names import unwrap
+from ..lowrank.factorize import merge_, ranks_of
+from ..measure import RunLog
+from ..optim.frobenius_decay import FrobeniusDecay
+from ..planning.profile import Example, profile
+from ..switching.moments import AtStep, RanksSettle
+from ..switching.switch import Switch
+from .method_name import is_pruning_method
+from .tasks import Batch, Recipe, Task
+from .tasks.task import eval_mode
+
+if TYPE_CHECKING:
+    from .train.step import RunComponents
+
+#: Rows that are counted at once: sentences differ in length, and batch norms need several rows.
+ROWS = 8
+
+
+class ModelChange:
+    """Leaves the model as it is; subclasses change it.
+
+        change.restore(folder)                          # the checkpoints' folder, before `Checkpoint.resume`
+        for epoch in range(change.epochs):
+            changed = change.begin_epoch(epoch)         # if True, the model is another one
+            for step in range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch):
+                lr = recipe.lr_at(*change.schedule_position(step))
+                ...
+                change.after_step()
+
+    Args:
+        model: as the loop calls it.
+        epochs: epochs of the recipe.
+
+    Attributes:
+        epochs: all epochs, including retraining.
+
+    >>> change = ModelChange(nn.Linear(4, 2), epochs=3, steps_per_epoch=10)
+    >>> change.epochs, change.begin_epoch(0), change.schedule_position(12), change.parameters
+    (3, False, (12, 30), 10)
+    """
+
+    #: Context for work that is not training.
+    untimed: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    #: Makes the models of all workers equal, which differ between the averages of local steps.
+    sync: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, model: nn.Module, *, epochs: int, steps_per_epoch: int) -> None:
+        self.model, self.epochs, self.steps_per_epoch = model, epochs, steps_per_epoch
+
+    @property
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Arguments for `Checkpoint`."""
+        return {}
+
+    @property
+    def summary(self) -> str:
+        """One line about the change so far."""
+        return ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of remaining parameters."""
+        return sum(p.numel() for p in unwrap(self.model).parameters())
+
+    def restore(self, folder: Path) -> None:
+        """Give the model the structure that the weights of the newest checkpoint in `folder` need."""
+
+    def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
+        """Give the model of another simulated worker the structure that a checkpoint gave this one."""
+
+    def begin_epoch(self, epoch: int) -> bool:
+        """Call at the start of every epoch, on every worker. True if the model or the optimizer's state was replaced."""
+        return False
+
+    def after_step(self) -> None:
+        """Call after every update."""
+
+    def schedule_position(self, step: int) -> tuple[int, int]:
+        """Return the position in the learning-rate schedule: (update, number of updates)."""
+        return step, self.epochs * self.steps_per_epoch
+
+    def log_change(self, log: RunLog, step: int) -> None:
+        """Record the change that `begin_epoch` has made, after `step` updates."""
+
+    def forward_macs(self, example: Example) -> int:
+        """Return the MACs of a forward pass."""
+        return profile(self.model, example).forward_macs
+
+    def results(self, log: RunLog) -> dict[str, Any]:
+        """Return results for the run's records, at its end."""
+        return {"parameters": self.parameters, "low_rank_layers": len(ranks_of(self.model))}
 
 
 class LowRankChange(ModelChange):
@@ -114,6 +200,8 @@ def build_model_change(components: RunComponents, steps_per_epoch: int) -> Model
     """Build the change of the model that the run's method asks for; raises ValueError for an unsupported model."""
     method, recipe = components.settings.method, components.settings.recipe
     if is_pruning_method(method.model):
+        from .rivals.pruning_change import build_pruning_change  # a ModelChange itself
+
         return build_pruning_change(
             method.model, components.model, components.optimizer,
             epochs=recipe.epochs, steps_per_epoch=steps_per_epoch,
@@ -125,3 +213,9 @@ def build_model_change(components: RunComponents, steps_per_epoch: int) -> Model
             method.low_rank.make_plan(unwrap(components.model), recipe, components.task.keep)
         return LowRankChange(components, switch, steps_per_epoch, method.low_rank.frobenius)
     return ModelChange(components.model, epochs=recipe.epochs, steps_per_epoch=steps_per_epoch)
+
+
+def few_rows(task: Task, recipe: Recipe, data: Any, device: torch.device) -> Batch:
+    """A small batch of training data, the same rows for all methods."""
+    generator = torch.Generator().manual_seed(0)
+    return next(task.batches(data, "train", min(ROWS, recipe.batch), device=device, generator=generator))

@@ -1,18 +1,32 @@
-"""`find_width`: the width at which a dense model has as many parameters as the low-rank one."""
+"""The method `narrow`: the width at which a dense model has as many parameters as the low-rank one."""
 
+from __future__ import annotations
+
+import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ...planning.plan import plan
 from ..tasks import Task
-from .narrow_method import NarrowWidth, build_model
-from .run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from .settings import RunSettings
 
 #: Widths that are tried.
 TRIES = 12
+
+
+@dataclass(frozen=True)
+class NarrowWidth:
+    """The width of a narrower model, a factor for the task's `build`, and a note about how it was found."""
+
+    width: float
+    note: str
 
 
 def find_width(task: Task, settings: RunSettings) -> NarrowWidth:
@@ -61,3 +75,27 @@ def _on_meta(task: Task, narrow: NarrowWidth | None) -> nn.Module:
             return build_model(task, narrow)
     except (RuntimeError, NotImplementedError, ValueError):
         return build_model(task, narrow)
+
+
+def check_takes_width(task: Task) -> None:
+    """Raise ValueError if the task's model cannot be built narrower.
+
+    >>> from pufferfish.lab.tasks import find_task
+    >>> check_takes_width(find_task("digits"))
+    """
+    parameters = inspect.signature(task.builder).parameters
+    if "width" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(
+            f"method narrow: the model of {task.name} takes no width; add the argument `width=1.0` to the function "
+            "that builds it, and multiply the sizes of its hidden layers by it"
+        )
+
+
+def build_model(task: Task, narrow: NarrowWidth | None) -> nn.Module:
+    """Build the task's model, narrower if a width is given.
+
+    >>> from pufferfish.lab.tasks import find_task
+    >>> build_model(find_task("digits:mlp"), NarrowWidth(0.5, "half"))[1]
+    Linear(in_features=64, out_features=128, bias=True)
+    """
+    return task.build() if narrow is None else task.build(width=narrow.width)  # type: ignore[call-arg]
