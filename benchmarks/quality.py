@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.models import REFERENCES
-from pufferfish.lab.rivals.pruning_change import build_pruning_change
+from pufferfish.lab.rivals.pruning import build_pruning_change
 
 DATA = Path(os.environ.get("DATA", "data"))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

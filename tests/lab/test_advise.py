@@ -14,8 +14,8 @@ import torch
 
 import pufferfish as pf
 from pufferfish.cli import advise as command
-from pufferfish.lab.advise import Advice, advise, load_workload, measured_work, nominal_link
-from pufferfish.lab.advise.combine_rounds import is_stable, median_interval
+from pufferfish.lab.advise import Advice, advise, advisor, load_workload, nominal_link
+from pufferfish.lab.advise.advice import is_stable, median_interval
 from pufferfish.lab.network import LinkShape
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work
 from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages
@@ -80,7 +80,7 @@ def loss(output, target):
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time few steps: the cases differ by far more than the noise."""
-    monkeypatch.setattr(measured_work, "_MAX_STEPS", 5)
+    monkeypatch.setattr(advisor, "_MAX_STEPS", 5)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_measurements_are_repeated_until_they_are_stable(
     assert all(e.interval is not None for e in found.estimates)
     assert is_stable(found.best)
     noise = itertools.cycle([1e-3, 200.0, 1.0])  # much longer than the messages, now and then
-    module = sys.modules["pufferfish.lab.advise.advise"]  # its package has a function of the same name
+    module = sys.modules["pufferfish.lab.advise.advisor"]  # its package has a function of the same name
     monkeypatch.setattr(module, "repeated_seconds", lambda model, seconds: next(noise))
     monkeypatch.setattr(module, "MAX_ROUNDS", 7)
     noisy = advise(load_workload(f"{files}/wide.py"), link, nodes=4, methods=["bf16"])

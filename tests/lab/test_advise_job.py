@@ -16,12 +16,12 @@ from on_hosts import on_hosts
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.lab.advise import load_workload, measured_work, timing_rounds
-from pufferfish.lab.advise.advise_settings import AdviseSettings
-from pufferfish.lab.advise.build_timed_model import build_timed_model
-from pufferfish.lab.advise.run_advise import run_advise
+from pufferfish.lab.advise import advisor, load_workload
+from pufferfish.lab.advise.advisor import build_timed_model
+from pufferfish.lab.advise.run_advise import AdviseSettings, run_advise
 from pufferfish.lab.method_name import parse_method_name, warm_up_name
 from pufferfish.lab.network import unavailable_reason
+from pufferfish.lab.train import timing
 
 REASON = unavailable_reason()
 FILE = """
@@ -73,8 +73,8 @@ def test_the_best_are_run_on_emulated_hosts(
 
 def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    measured_work._MAX_STEPS, timing_rounds.MAX_STEPS = 5, 2
-    module: Any = sys.modules["pufferfish.lab.advise.advise"]
+    advisor._MAX_STEPS, timing.MAX_STEPS = 5, 2
+    module: Any = sys.modules["pufferfish.lab.advise.advisor"]
     module.MIN_ROUNDS = module.MAX_ROUNDS = 3
     settings = AdviseSettings(task=file, network="real", methods=["bf16"], check=True, out=out, json=True)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:

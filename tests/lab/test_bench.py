@@ -20,12 +20,10 @@ import torch
 
 from pufferfish.cli import main
 from pufferfish.lab.bench import BenchSettings, bench
-from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, is_finished
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import to_final_model
-from pufferfish.lab.bench.summary import write_summary
-from pufferfish.lab.bench.terminal_table import terminal_table
-from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.bench.bench import terminal_table
+from pufferfish.lab.bench.bench_settings import TUNE_SEED, BenchRun, is_finished, load_settings
+from pufferfish.lab.bench.rates import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.bench.timing import to_final_model, write_summary
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task

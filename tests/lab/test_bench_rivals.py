@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from pufferfish.cli import main
-from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.bench import BenchSettings, bench
-from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import models_to_time
-from pufferfish.lab.bench.tuned_rate import rate_grid
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.rates import bench_runs, rate_grid
+from pufferfish.lab.bench.timing import models_to_time
 from pufferfish.lab.method_name import bench_method
 from pufferfish.lab.report import report
+from pufferfish.lab.train.timing import TimedModel
 from pufferfish.measure import read_run
 
 TASK = "digits:width=4"

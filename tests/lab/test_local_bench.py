@@ -13,12 +13,11 @@ from torch import nn
 
 from processes import in_processes
 from pufferfish.cli import main
-from pufferfish.lab.advise import advise, load_workload, measured_work, nominal_link
-from pufferfish.lab.advise.timed_model import TimedModel
-from pufferfish.lab.advise.timing_rounds import steps_per_round
-from pufferfish.lab.bench.terminal_table import terminal_table
+from pufferfish.lab.advise import advise, advisor, load_workload, nominal_link
+from pufferfish.lab.bench.bench import terminal_table
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import LinkShape
+from pufferfish.lab.train.timing import TimedModel, steps_per_round
 
 EXCHANGE = ("utilisation", "bytes per round", "largest exchange", "peak rate")
 LOCAL = ("diloco-4", "streaming-4x2", "pufferfish+sparseloco-4")
@@ -142,7 +141,7 @@ def file(tmp_path: Path) -> str:
 def test_local_steps_are_advised_where_they_are_much_faster(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured_work, "_MAX_STEPS", 5)
+    monkeypatch.setattr(advisor, "_MAX_STEPS", 5)
     link = nominal_link(LinkShape.parse("1mbit"), 4, 1)
     methods = ("bf16", "diloco-30", "streaming-30x4", "sparseloco-30")
     slow = advise(load_workload(file), link, network="1mbit", nodes=4, methods=methods)

@@ -11,9 +11,8 @@ import torch
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench.bench_runs import BenchRun
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import untimed_methods
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.timing import untimed_methods
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.model_change import build_model_change
 from pufferfish.lab.tasks import find_task

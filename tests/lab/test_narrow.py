@@ -13,9 +13,8 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench.bench_runs import BenchRun
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.timing import models_to_time, untimed_methods
 from pufferfish.lab.method_name import NarrowMethod, bench_method, training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task

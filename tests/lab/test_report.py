@@ -14,8 +14,8 @@ from page import Page
 
 import pufferfish.lab.report
 from pufferfish.lab.report import report
-from pufferfish.lab.report.export import markdown as escaped
-from pufferfish.lab.report.seed_statistics import t_quantile
+from pufferfish.lab.report.comparison import t_quantile
+from pufferfish.lab.report.report import markdown as escaped
 
 LIBRARY = "uplot/uPlot.iife.min.js"
 

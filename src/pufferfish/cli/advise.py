@@ -62,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from ..lab.advise.advise_settings import AdviseSettings
-    from ..lab.advise.run_advise import run_advise
+    from ..lab.advise.run_advise import AdviseSettings, run_advise
     from ..lab.tasks.text import with_tokenizer
 
     check_output_file(arguments.out)

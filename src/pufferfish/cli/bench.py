@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..lab.bench import BenchSettings, run_bench
-    from ..lab.bench.bench_runs import slug
-    from ..lab.bench.bench_settings import parse_tune, split_methods
+    from ..lab.bench.bench_settings import parse_tune, slug, split_methods
     from ..lab.tasks.text import with_tokenizer
 
     if arguments.workers is not None and (arguments.hosts, arguments.per_host) != (1, 1):

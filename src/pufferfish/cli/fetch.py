@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lab.data.fetch import fetch
+    from ..lab.data.dataset import fetch
     from ..lab.tasks import find_task
 
     task, folder = find_task(arguments.task), arguments.data or os.environ.get("PUFFERFISH_DATA")

@@ -200,7 +200,7 @@ def build_model_change(components: RunComponents, steps_per_epoch: int) -> Model
     """Build the change of the model that the run's method asks for; raises ValueError for an unsupported model."""
     method, recipe = components.settings.method, components.settings.recipe
     if is_pruning_method(method.model):
-        from .rivals.pruning_change import build_pruning_change  # a ModelChange itself
+        from .rivals.pruning import build_pruning_change
 
         return build_pruning_change(
             method.model, components.model, components.optimizer,

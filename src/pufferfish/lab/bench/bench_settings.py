@@ -1,8 +1,9 @@
-"""`BenchSettings`: the settings of a bench, saved in its folder as `bench.json`."""
+"""The settings of a bench, and the runs that it consists of."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -189,3 +190,45 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object atomically; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write(json.dumps(data, indent=1) + "\n", path)
+
+
+#: Seed of the tuning runs, different from those of the reported runs.
+TUNE_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """A run of a method: with a seed, or with a learning rate to try.
+
+    >>> BenchRun("powersgd-4", seed=2).name, BenchRun("dense", lr=0.015).name
+    ('runs/powersgd-4/seed-2', 'tune/dense/lr-0.015')
+    """
+
+    method: str
+    seed: int = TUNE_SEED
+    lr: float | None = None  # of a tuning run; None: the chosen learning rate
+
+    @property
+    def name(self) -> str:
+        """Its folder, relative to the bench folder."""
+        if self.lr is not None:
+            return f"tune/{slug(self.method)}/lr-{self.lr:.4g}"
+        return f"runs/{slug(self.method)}/seed-{self.seed}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the folder holds a finished run."""
+    try:
+        return read_json(folder / "run.json")["finished"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def slug(method: str) -> str:
+    """The name of a method as a folder name.
+
+    >>> slug("auto+powersgd-4"), slug("my/file.py:Mine(2)")
+    ('auto+powersgd-4', 'file.py_Mine_2-...')
+    """
+    plain = re.sub(r"[^\w.+=@-]+", "_", method.rsplit("/", 1)[-1]).strip("_.")
+    return plain if plain == method else f"{plain}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"

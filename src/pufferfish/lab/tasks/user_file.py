@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.parse_method import import_path
-from ..data.rows import Rows
+from ..data.batches import Rows
 
 _DATA = "`def data(): return (inputs, targets), (inputs, targets)`, for training and validation"
 _ROW = "return tensors (inputs, targets), or a Dataset whose rows are (input, target)"

@@ -13,7 +13,7 @@ from ...measure.cost_model import (
     with_local_exchange,
 )
 from ..network import LinkShape
-from ..network.link_shape import LATENCY
+from ..network.network import LATENCY
 from ..report.formatting import format_seconds
 from .console import Console
 from .optimizers import build_optimizer

@@ -1,4 +1,4 @@
-"""`PruningChange`: pruning as a `ModelChange`, by lottery tickets or Early-Bird tickets."""
+"""Pruning as a `ModelChange`, by lottery tickets or Early-Bird tickets."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +9,15 @@ from torch import nn
 from ...checkpoint.files import SavedCheckpoint
 from ...checkpoint.folder import newest_checkpoint
 from ...distributed.ddp import Job
+from ...layers import low_rank_type
+from ...layers.names import named_modules
 from ...measure import RunLog
 from ...optim.carry import Optimizers
-from ...planning.profile import Example
+from ...planning.profile import Example, profile
 from ..method_name import parse_pruning
 from ..model_change import ModelChange
 from .early_bird import EarlyBird
 from .lottery_ticket import LotteryTicket
-from .nonzero_macs import nonzero_macs
 
 
 class PruningChange(ModelChange):
@@ -152,3 +153,24 @@ def build_pruning_change(
     if name == "lottery-ticket":
         return LotteryTicketChange(model, optimizer, **length, rounds=int(number or 5))
     return EarlyBirdChange(model, optimizer, **length, ratio=number or 0.5)
+
+
+def nonzero_macs(model: nn.Module, example: Example) -> int:
+    """Count forward MACs without multiplications by zero weights, which common hardware does not skip.
+
+    >>> import torch
+    >>> layer = nn.Linear(4, 2, bias=False)
+    >>> _ = layer.weight.data[0].zero_()
+    >>> nonzero_macs(layer, torch.ones(3, 4))
+    12
+    """
+    calls = profile(model, example).calls
+    total = 0
+    for name, _, module in named_modules(model):
+        kind = low_rank_type(type(module))
+        if kind is not None and name in calls:
+            for x in (x for x in kind.matrices(module) if not x.lookup):
+                weights = module.get_parameter(x.weight).detach()[x.index]
+                used = int(weights.count_nonzero()) * x.used_blocks // x.blocks
+                total += used * calls[name].positions[x.name]
+    return total

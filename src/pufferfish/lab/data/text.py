@@ -1,11 +1,12 @@
-"""`tokenize`: the tokens of a text by a `tokenizer.json`, kept in the user's cache folder."""
+"""Text as tokens: bytes, a tokenizer, windows and columns."""
 
 import hashlib
 import importlib
+import math
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,57 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .text_splits import TextSplits, split_characters
+from .batches import Splits
+
+#: Where each split begins, in per cent of the text.
+STARTS = {"train": 0, "valid": 90, "test": 95}
+
+
+class TextSplits(Splits):
+    """One sequence of tokens per split, with the size in bytes of the text that it stands for.
+
+    >>> data = TextSplits({"test": torch.tensor([7, 300])}, {"test": 8})
+    >>> data.bits_per_byte("test", loss=8 * math.log(2))
+    2.0
+    """
+
+    def __init__(self, tokens: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__({split: (x,) for split, x in tokens.items()})
+        self.sizes = dict(sizes)
+
+    def bits_per_byte(self, split: str, loss: float) -> float:
+        """Convert a loss in nats per token to bits per byte, which do not depend on the tokenizer."""
+        return loss / math.log(2) * self.size(split) / self.sizes[split]
+
+
+def split_bytes(text: bytes) -> TextSplits:
+    """Split a text by position; each byte is a token.
+
+    >>> [split_bytes(bytes(200)).size(split) for split in STARTS]
+    [180, 10, 10]
+    """
+    tokens = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+    parts = dict(zip(STARTS, tokens.tensor_split(_cuts(len(text))), strict=True))
+    return TextSplits(parts, {split: len(x) for split, x in parts.items()})
+
+
+def split_characters(text: bytes) -> dict[str, bytes]:
+    """Split a UTF-8 text at the positions of `split_bytes`, or at the next beginning of a character.
+
+    >>> [len(part) for part in split_characters("ä".encode() * 50).values()]
+    [90, 6, 4]
+    """
+    cuts = [0, *_cuts(len(text)), len(text)]
+    for i, cut in enumerate(cuts):
+        while cut < len(text) and text[cut] & 0b1100_0000 == 0b1000_0000:  # a continuation byte
+            cut += 1
+        cuts[i] = cut
+    return {split: text[cuts[i] : cuts[i + 1]] for i, split in enumerate(STARTS)}
+
+
+def _cuts(size: int) -> list[int]:
+    return [size * start // 100 for start in STARTS.values() if start]
+
 
 #: Version of the way from a text to its tokens; another one does not use the cached tokens.
 _FORMAT = 1
@@ -146,3 +197,28 @@ def _write_cached(path: Path, tokens: dict[str, Tensor]) -> None:
             (Path(folder) / path.name).replace(path)
     except (OSError, SafetensorError):
         pass  # without a cache, the text is encoded again
+
+
+def to_columns(tokens: Tensor, n: int) -> Tensor:
+    """Reshape a sequence to `n` columns of equal length (time, n); the remainder is dropped.
+
+    >>> import torch
+    >>> to_columns(torch.arange(7), 2).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    rows = len(tokens) // n
+    if rows < 2:
+        raise ValueError(f"a text of {len(tokens):,} tokens is too short for {n} columns")
+    return tokens[: rows * n].view(n, rows).t().contiguous()
+
+
+def to_windows(tokens: Tensor, length: int, first: int = 0) -> Tensor:
+    """View of consecutive windows of `length` tokens, each with the token that follows it, starting at `first`.
+
+    >>> import torch
+    >>> to_windows(torch.arange(8), 3).tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    if len(tokens) - first <= length:
+        raise ValueError(f"a text of {len(tokens):,} tokens is too short for windows of {length:,}")
+    return tokens[first:].unfold(0, length + 1, length)

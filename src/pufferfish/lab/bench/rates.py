@@ -1,8 +1,58 @@
-"""`TunedRate`: a learning rate chosen by validation score, from the same grid and by the same rule for every method."""
+"""The learning rate of each method of a bench, from tuning runs."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from ...measure import read_run
+from ..method_name import bench_method
+from ..tasks import Recipe, Task
+from .bench_settings import BenchRun, BenchSettings, is_finished
+
+
+def choose_rate(
+    method: str, settings: BenchSettings, root: Path, task: Task, recipe: Recipe, failed: Iterable[str] = ()
+) -> TunedRate | None:
+    """The rate with the best validation score; without tuning, the recipe's rate.
+
+    Returns None while tuning runs are still to be done, or if all of them failed.
+    """
+    recipe = bench_method(method).recipe(recipe)
+    if not settings.tune:
+        return TunedRate(recipe.lr, {})
+    scores = _scores(method, settings, root, task, recipe, failed)
+    if untried_rates(rate_grid(recipe.lr, settings.tune), scores, task.higher_is_better):
+        return None
+    return best_rate(scores, task.higher_is_better, recipe.lr)
+
+
+def untried_runs(
+    method: str, settings: BenchSettings, root: Path, task: Task, recipe: Recipe, failed: Iterable[str] = ()
+) -> list[BenchRun]:
+    """The tuning runs that can be started now; further ones may follow from their scores."""
+    recipe = bench_method(method).recipe(recipe)
+    scores = _scores(method, settings, root, task, recipe, failed)
+    rates = untried_rates(rate_grid(recipe.lr, settings.tune), scores, task.higher_is_better)
+    return [BenchRun(method, lr=lr) for lr in rates]
+
+
+def _scores(
+    method: str, settings: BenchSettings, root: Path, task: Task, recipe: Recipe, failed: Iterable[str]
+) -> dict[float, float | None]:
+    """The validation scores of the rates that were tried; None: the run failed, or its score is not finite."""
+    scores: dict[float, float | None] = {}
+    for lr in rate_grid(recipe.lr, settings.tune):
+        run = BenchRun(method, lr=lr).name
+        if is_finished(root / run):
+            rows = read_run(root / run).metrics.get(f"valid/{task.metric}", [])
+            scores[lr] = rows[-1][2] if rows and math.isfinite(rows[-1][2]) else None
+        elif run in failed:
+            scores[lr] = None
+    return scores
+
 
 #: Ratio of neighbouring rates.
 FACTOR = 2.0
@@ -81,3 +131,17 @@ def best_rate(
         return -finite[lr] if higher_is_better else finite[lr], abs(math.log(lr / default))
 
     return TunedRate(min(finite, key=key), dict(scores)) if finite else None
+
+
+def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
+    """All runs of a bench in order: the tuning runs, then all methods with the first seed, the second, …
+
+    Of the tuning runs, the outermost rates come last, and may not be needed. An interrupted bench is complete for fewer seeds.
+    """
+    for method in settings.methods:
+        grid = rate_grid(bench_method(method).recipe(recipe).lr, settings.tune)
+        inner = inner_rates(grid)
+        rates = [*inner, *(lr for lr in grid if lr not in inner)]
+        yield from (BenchRun(method, lr=lr) for lr in rates)
+    for seed in range(settings.seeds):
+        yield from (BenchRun(method, seed) for method in settings.methods)
