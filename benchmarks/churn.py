@@ -53,10 +53,10 @@ from pufferfish.planning.text import Table
 REPLICAS, MIN_REPLICAS, PORT = 4, 3, 29510
 CONTEXT, BATCH, VALIDATION = 64, 8, 2**16
 METHODS = {
-    "plain": "diloco-20",
-    "streaming": "streaming-20x4(delay=4)",
-    "sparseloco": "sparseloco-20",
-    "sparseloco+checkpoints": "sparseloco-20",  # each replica saves its state after every round
+    "plain": "diloco(20)",
+    "streaming": "streaming(20,fragments=4,delay=4)",
+    "sparseloco": "sparseloco(20)",
+    "sparseloco+checkpoints": "sparseloco(20)",  # each replica saves its state after every round
 }
 #: Where a kill can hit.
 PHASES = ("training", "exchange", "flight", "switch", "joining")

@@ -37,7 +37,7 @@ from pufferfish.planning.text import Table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
-METHODS = ["dense", TORCH, "bf16", "powersgd-4", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd-4"]
+METHODS = ["dense", TORCH, "bf16", "powersgd(4)", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd(4)"]
 #: A narrower dense model, with the compression that follows it.
 NARROW = "narrow"
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.models import REFERENCES
+from pufferfish.lab.method_name import PruningMethod
 from pufferfish.lab.rivals.pruning import build_pruning_change
 
 DATA = Path(os.environ.get("DATA", "data"))
@@ -81,7 +82,7 @@ def run(job: Job) -> Row:
         pf.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
-            f"early-bird-{arm.early_bird}", model, optimizer, epochs=epochs, steps_per_epoch=steps
+            PruningMethod(ratio=arm.early_bird), model, optimizer, epochs=epochs, steps_per_epoch=steps
         )
     checkpoint = None if rival else pf.Checkpoint(job.folder, model, optimizer, switch=switch, keep=1)
     resumed = checkpoint.resume() if checkpoint else None

@@ -150,19 +150,21 @@ def test_wrong_options(text: str, message: str) -> None:
 
 
 def test_global_scope(tmp_path: Path) -> None:
-    layer, everywhere = training_method("topk-0.01"), training_method("auto+global-topk-0.01")
+    layer, everywhere = training_method("topk(0.01)"), training_method("auto+topk(0.01,scope=global)")
     assert (layer.compression.scope, everywhere.compression.scope) == ("layer", "global")
     assert everywhere.model == "auto"
     with pytest.raises(ValueError, match="global"):
-        training_method("global-powersgd-4")
+        training_method("powersgd(4,scope=global)")
     short: dict[str, Any] = {"recipe": replace(RECIPE, epochs=1), "simulate": 2}
-    one, other = (results(f"{scope}topk-0.01", tmp_path / f"{scope}k", **short) for scope in ("", "global-"))
+    one, other = (
+        results(f"topk(0.01,scope={scope})", tmp_path / scope, **short) for scope in ("layer", "global")
+    )
     assert one["loss"] != other["loss"]
 
 
 def test_momentum_of_the_method_replaces_that_of_the_optimizer(tmp_path: Path) -> None:
     recipe = replace(RECIPE, epochs=1, momentum=0.9, nesterov=True)
-    given = settings("DGC(0.9)", tmp_path / "dgc", recipe=recipe, simulate=2)
+    given = settings("dgc(0.9)", tmp_path / "dgc", recipe=recipe, simulate=2)
     groups = build_components(TASK, given, None, 0, 1, torch.device("cpu")).optimizer.param_groups
     assert [(g["params"][0].dim(), g["momentum"], g["nesterov"]) for g in groups] == [
         (2, 0.0, False),

@@ -4,8 +4,6 @@ import argparse
 import os
 from pathlib import Path
 
-HELP = "download the data of a task"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK", help="as in `pufferfish train`")

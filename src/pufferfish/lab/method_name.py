@@ -1,22 +1,28 @@
-"""The names of training methods: `TrainingMethod` and its parts."""
+"""The names of training methods, the same everywhere: `model(options)+exchange(options)`, such as
+`pufferfish(rank=0.5,at=0.1)+powersgd(8)`, `dense+bf16`, `narrow+streaming(30,fragments=4)`.
+
+A model that is dense need not be written: `bf16` is `dense+bf16`. The first option of a word may be written without its
+name. Every model also takes `optimizer`, `lr` and `epochs`, a factor of the recipe's: `dense(optimizer=lars,lr=1.6)`.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import hashlib
+import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn, optim
 
+from .. import compression
 from ..compression import Method, NoCompression, Settings, SparseLoCo
-from ..compression.parse_method import parse_method, short_form
-from ..compression.settings import HierarchyLike
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
 from ..lowrank.checks import check_structure
@@ -25,39 +31,92 @@ from ..planning.plan import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
 from ..switching.switch import Switch
 from .tasks.recipe import OPTIMIZERS, Recipe
+from .tasks.user_file import import_path
 
-#: Low rank by the paper's recipe; low rank chosen from the weights.
-LOW_RANKS = ("pufferfish", "auto")
-#: Unchanged model; low rank by the paper's recipe; low rank chosen from the weights.
-MODELS = ("dense", *LOW_RANKS)
-_GLOBAL = "global-"
-#: Names, and the meaning of a number after them, as in early-bird-0.3.
-PRUNING_METHODS = {
-    "lottery-ticket": "how many rounds of pruning",
-    "early-bird": "the share of channels to remove",
+#: Models and their options.
+MODELS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "pufferfish": ("rank", "at", "keep", "plan", "frobenius", "back"),
+    "auto": ("frobenius", "back"),
+    "narrow": ("rank", "parameters"),
+    "early-bird": ("ratio",),
+    "lottery-ticket": ("rounds",),
+}
+#: Options of every model.
+RECIPE_OPTIONS = ("optimizer", "lr", "epochs")
+#: Local steps: an example of each name, and what it means.
+LOCAL_STEPS = {
+    "diloco(30)": "workers average their models every 30 updates",
+    "streaming(30,fragments=4)": "the same in 4 parts, sent while training continues",
+    "sparseloco(30)": "the same with 142 times fewer bytes",
+}
+_LOCAL_OPTIONS = ("h", "fragments", "delay", "mixing", "lr", "momentum", "method")
+#: Words of compression methods that are not the name of their class in lower case.
+_WORDS = {
+    "bf16": "BFloat16", "fp16": "Float16", "fp8": "BlockFP8", "int8": "BlockInt8", "none": "NoCompression",
+}  # fmt: skip
+_FRACTION = "a fraction between 0 and 1"
+#: Options that are numbers: which are valid, in code and in words.
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rank": (lambda x: 0 < x < 1, _FRACTION),
+    "at": (lambda x: 0 <= x < 1, _FRACTION),
+    "back": (lambda x: 0 < x < 1, _FRACTION),
+    "ratio": (lambda x: 0 < x < 1, _FRACTION),
+    "frobenius": (lambda x: x >= 0, "a number of at least 0"),
+    "parameters": (lambda x: x >= 1 and x == int(x), "a whole number above 0"),
+    "rounds": (lambda x: x >= 1 and x == int(x), "a whole number above 0"),
+    "lr": (lambda x: x > 0, "a positive number"),
+    "epochs": (lambda x: x > 0, "a positive factor"),
 }
 
 
-@dataclass(frozen=True)
+def training_method(text: str) -> TrainingMethod:
+    """Parse the name of a method.
+
+    >>> training_method("dense + bf16").name, training_method("topk(0.01)").compress
+    ('bf16', TopK(k=0.01, sample=1.0))
+    >>> method = training_method("pufferfish(rank=0.5,at=0.1)+streaming(30,fragments=4)")
+    >>> method.low_rank.rank, method.local.delay
+    (0.5, 7)
+    >>> training_method("pufferfsh")
+    Traceback (most recent call last):
+    ValueError: method 'pufferfsh': there is no pufferfsh (did you mean pufferfish?); choose from dense, pufferfish, ...
+    """
+    try:
+        return _training_method(text)
+    except (ValueError, TypeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"method {text!r}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingMethod:
     """How a run changes the model, and how its workers exchange what they learn.
 
     Args:
-        name: text that was parsed.
-        model: "dense", "pufferfish" or "auto" with options, a pruning method such as "early-bird-0.5", or a `NarrowMethod`.
+        name: text that was parsed, without spaces around its parts and without "dense+".
+        model: one of `MODELS`; its options are in `low_rank`, `narrow` or `pruning`.
+        exchange: text of the exchange; "": plain DDP.
         compress: gradient compression; None uses plain DDP.
-        scope: "layer"; "global": a sparsifier chooses among the elements of all tensors, as in `global-topk-0.01`.
+        scope: "layer"; "global": a sparsifier chooses among the elements of all tensors.
+        hierarchy: "flat"; "node": averages within each machine, compresses between machines.
         local: local steps, which replace DDP, or None.
-
-    >>> training_method("auto+powersgd-4")
-    TrainingMethod(name='auto+powersgd-4', model='auto', compress=PowerSGD(rank=4, start=0), scope='layer', local=None)
+        optimizer, lr, epochs: values that replace the recipe's; `epochs` is a factor.
     """
 
     name: str
     model: str = "dense"
+    exchange: str = ""
+    low_rank: LowRankMethod | None = None
+    narrow: NarrowMethod | None = None
+    pruning: PruningMethod | None = None
     compress: Method | None = None
     scope: Literal["layer", "global"] = "layer"
+    hierarchy: Literal["flat", "node"] = "flat"
     local: LocalMethod | None = None
+    optimizer: str | None = None
+    lr: float | None = None
+    epochs: float = 1.0
 
     @property
     def compression(self) -> Settings:
@@ -65,74 +124,82 @@ class TrainingMethod:
         return Settings(self.compress or NoCompression(), scope=self.scope)
 
     @property
-    def narrow(self) -> NarrowMethod | None:
-        """The narrower model that is trained; None for the task's own model."""
-        return narrow_method(self.model)
+    def warm_up(self) -> str:
+        """Name of the method that runs before the switch to low rank; the same method without one."""
+        return self.name if self.low_rank is None else self.exchange or "dense"
 
-    @property
-    def low_rank(self) -> LowRankMethod | None:
-        """How the model becomes low-rank; None if it does not."""
-        return low_rank_method(self.model)
+    def recipe(self, default: Recipe) -> Recipe:
+        """The recipe with this method's optimizer, learning rate and length.
 
-    def switch(self, recipe: Recipe, keep: Sequence[str]) -> Switch | None:
-        """Build the `Switch` to low rank, or return None if the method has none.
-
-        Args:
-            keep: names or patterns of layers that stay dense under "pufferfish", if it has none of its own.
+        >>> training_method("dense(epochs=1.5,lr=0.2)").recipe(Recipe(epochs=10, batch=8, lr=0.1)).epochs
+        15
         """
-        return self.low_rank.switch(recipe, keep) if self.low_rank else None
+        changed = default
+        if self.optimizer or self.lr:
+            changed = changed.with_optimizer(self.optimizer or default.optimizer, self.lr)
+        if self.epochs != 1:
+            changed = changed.changed("", epochs=max(1, round(self.epochs * default.epochs)))
+        return changed
 
+    def meaning(self) -> list[str]:
+        """Lines that say what the name stands for.
 
-def training_method(text: str) -> TrainingMethod:
-    """Parse `text`: a model, then local steps, then a compression method, each optional, joined by +.
-
-    >>> training_method("bf16").compress, training_method("topk-0.01").compress, training_method("pufferfish").model
-    (BFloat16(), TopK(k=0.01, sample=1.0), 'pufferfish')
-    >>> training_method("early-bird-0.5+powersgd-4")
-    TrainingMethod(name='early-bird-0.5+powersgd-4', model='early-bird-0.5', compress=PowerSGD(rank=4, start=0), scope='layer', local=None)
-    >>> training_method("pufferfish+diloco-30+int4").local
-    LocalMethod(h=30, fragments=1, delay=0, mixing=None, lr=0.7, momentum=0.9, compress=Int4(...))
-    >>> training_method("pufferfsh")
-    Traceback (most recent call last):
-    ValueError: method 'pufferfsh': there is no pufferfsh (did you mean pufferfish?); choose from dense, pufferfish, ...
-    """
-    model, plus, exchange = text.strip().partition("+")
-    name, bracket, options = model.partition("(")
-    if name.lower() in MODELS:
-        model = name.lower() + bracket + options
-    if not (model in MODELS or low_rank_method(model) or is_pruning_method(model) or narrow_method(model)):
-        model, exchange = "dense", text.strip()
-    elif not exchange:
-        if plus:
-            raise ValueError(f"{text!r}: a compression method follows the +, such as {model}+powersgd-4")
-        return TrainingMethod(text, model)
-    if not is_local_method(exchange):
-        return TrainingMethod(text, model, *_compression(exchange, text))
-    if is_pruning_method(model):
-        raise ValueError(f"method {text!r}: {model} cannot be combined with local steps")
-    return TrainingMethod(text, model, local=local_method(exchange, lambda word: _method(word, text)))
-
-
-def _compression(word: str, text: str) -> tuple[Method, Literal["layer", "global"]]:
-    """Parse a compression method and its scope."""
-    if not word.lower().startswith(_GLOBAL):
-        return _method(word, text), "layer"
-    method = _method(word[len(_GLOBAL) :], text)
-    Settings(method, scope="global")  # raises an error for methods that do not support it
-    return method, "global"
-
-
-def _method(word: str, text: str) -> Method:
-    """Parse a compression method; the error for an unknown name lists what may stand in its place."""
-    if re.fullmatch(r"[\w.-]+", word) and short_form(word) is None:
-        models = () if "+" in text else (*MODELS, "narrow", *PRUNING_METHODS)
-        known = [*models, *LOCAL_METHODS, "bf16", "int8", "powersgd-4", "topk-0.01"]
-        close = difflib.get_close_matches(word.lower(), known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ValueError(
-            f"method {text!r}: there is no {word}{hint}; choose from {', '.join(known)} … (`pufferfish methods`)"
+        >>> print(*training_method("pufferfish(rank=0.5,at=0.1)+powersgd(8)").meaning(), sep="\\n")
+        model     low rank (rank=0.5, at=0.1): after a full-rank warm-up, the weights become two factors by SVD
+        exchange  gradients, compressed by PowerSGD(rank=8, start=0)
+        """
+        models = {
+            "dense": "dense: the task's own model",
+            "pufferfish": "low rank{}: after a full-rank warm-up, the weights become two factors by SVD",
+            "auto": "low rank{}: ranks and the end of the warm-up are chosen from the weights",
+            "narrow": "narrow{}: a dense model with as many parameters as pufferfish's low-rank one",
+            "early-bird": "pruned{}: removes channels once the selection is stable",
+            "lottery-ticket": "pruned{}: in rounds, each trained from the same early weights",
+        }
+        own = self.low_rank or self.narrow or self.pruning
+        given = {f.name: getattr(own, f.name) for f in dataclasses.fields(own)} if own else {}
+        options = ", ".join(
+            f"{name}={value}" for name, value in given.items() if value and name in MODELS[self.model]
         )
-    return parse_method(word)
+        lines = [f"model     {models[self.model].format(f' ({options})' if options else '')}"]
+        if self.local is not None:
+            lines.append(f"exchange  {self.local.as_code()}")
+        elif self.compress is not None:
+            scope = ", chosen among all tensors" if self.scope == "global" else ""
+            node = ", within each machine first" if self.hierarchy == "node" else ""
+            lines.append(f"exchange  gradients, compressed by {self.compress}{scope}{node}")
+        else:
+            lines.append("exchange  gradients in fp32, by DDP")
+        changes = {"optimizer": self.optimizer, "lr": self.lr, "epochs ×": self.epochs != 1 and self.epochs}
+        if changed := ", ".join(f"{name} {value}" for name, value in changes.items() if value):
+            lines.append(f"recipe    with {changed}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowMethod:
+    """Which low-rank model a narrower dense one has as many parameters as.
+
+    Args:
+        rank: fraction of the full rank of the low-rank model; None: the recipe's.
+        parameters: instead of a rank, the number of parameters.
+    """
+
+    rank: float | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningMethod:
+    """Pruning by Early-Bird tickets or by lottery tickets.
+
+    Args:
+        ratio: share of the channels that an Early-Bird ticket removes; None: a lottery ticket.
+        rounds: rounds of a lottery ticket, each trained from the start.
+    """
+
+    ratio: float | None = None
+    rounds: int = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,60 +272,6 @@ class LowRankMethod:
         return keep if self.keep is None else self.keep
 
 
-def low_rank_method(text: str) -> LowRankMethod | None:
-    """Parse `pufferfish` and `auto`, also with options in brackets. Returns None for other methods.
-
-    Patterns in `keep` are separated by |.
-
-    >>> low_rank_method("pufferfish(at=0, keep=conv1|fc)")
-    LowRankMethod(automatic=False, rank=None, at=0.0, keep=('conv1', 'fc'), frobenius=0.0, back=None, plan=None)
-    >>> low_rank_method("auto(at=0.5)")
-    Traceback (most recent call last):
-    ValueError: 'auto(at=0.5)': at=0.5 is not an option of auto; choose from frobenius, back
-    """
-    match = re.fullmatch(r"(\w+)(?:\((.*)\))?", text)
-    if match is None or match[1] not in LOW_RANKS:
-        return None
-    automatic = match[1] == "auto"
-    names = ("frobenius", "back") if automatic else ("rank", "at", "keep", "plan", "frobenius", "back")
-    options: dict[str, Any] = {}
-    for part in filter(None, (match[2] or "").split(",")):
-        name, _, value = (x.strip() for x in part.partition("="))
-        if name not in names:
-            raise ValueError(
-                f"{text!r}: {part.strip()} is not an option of {match[1]}; choose from {', '.join(names)}"
-            )
-        if name == "plan":
-            options[name] = Path(value)
-        elif name == "keep":
-            options[name] = tuple(filter(None, value.split("|")))
-        else:
-            options[name] = _number(text, name, value)
-    if "plan" in options and ("rank" in options or "keep" in options):
-        raise ValueError(f"{text!r}: the plan has layers and ranks; remove rank= and keep=, or plan=")
-    return LowRankMethod(automatic=automatic, **options)
-
-
-def _number(text: str, name: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    valid = number >= 0 if name == "frobenius" else 0 <= number < 1 if name == "at" else 0 < number < 1
-    if not valid:
-        needed = "a number of at least 0" if name == "frobenius" else "a fraction between 0 and 1"
-        raise ValueError(f"{text!r}: {name}={value} must be {needed}")
-    return number
-
-
-#: An example of each name.
-LOCAL_METHODS = ("diloco-30", "streaming-30x4", "sparseloco-30")
-_FORM = re.compile(
-    r"(?P<name>(?i:diloco|streaming|sparseloco))-(?P<h>\d+)(?:x(?P<k>\d+))?(?P<more>\([^()]*\))?"
-)
-_SETTINGS = ("fragments", "delay", "mixing", "lr", "momentum")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalMethod:
     """Local steps between all workers, with SGD as the outer optimizer. See `LocalSteps`.
@@ -292,7 +305,7 @@ class LocalMethod:
         if self.compress is not None and self.compress.has_momentum and self.momentum:
             name = type(self.compress).__name__
             raise ValueError(
-                f"LocalSteps: {name} replaces outer momentum; pass momentum=0, as in diloco-{self.h}(momentum=0)+…"
+                f"LocalSteps: {name} replaces outer momentum; pass momentum=0, as in diloco({self.h},momentum=0,method=…)"
             )
         assert self.schedule  # raises for invalid numbers
 
@@ -331,228 +344,267 @@ class LocalMethod:
         return f"pf.LocalSteps({', '.join([str(self.h), *given])}, outer=lambda p: torch.optim.SGD(p, lr={self.lr}{momentum}))"
 
 
-def is_local_method(text: str) -> bool:
-    """Whether text is the name of local steps, maybe followed by + and compression.
+def in_hierarchy(name: str) -> str:
+    """The name of a method with averages within each machine first.
 
-    >>> [is_local_method(text) for text in ("diloco-30", "streaming-30x4+int4", "sparseloco", "powersgd-4")]
-    [True, True, False, False]
+    >>> [in_hierarchy(name) for name in ("dense", "pufferfish", "pufferfish+powersgd(4)")]
+    ['none(hierarchy=node)', 'pufferfish+none(hierarchy=node)', 'pufferfish+powersgd(4,hierarchy=node)']
     """
-    found = _FORM.match(text)
-    return found is not None and text[found.end() :][:1] in ("", "+")
-
-
-def local_method(text: str, compression: Callable[[str], Method]) -> LocalMethod:
-    """Parse local steps: `diloco-H`, `streaming-HxK`, `sparseloco-H`, settings in brackets, compression after a +.
-
-    Args:
-        compression: parses a compression method.
-
-    >>> from pufferfish.compression.parse_method import parse_method
-    >>> local_method("streaming-30x4(lr=0.5)+Int4", parse_method)
-    LocalMethod(h=30, fragments=4, delay=7, mixing=None, lr=0.5, momentum=0.9, compress=Int4(...))
-    """
-    found = _FORM.match(text)
-    assert found is not None
-    name, h, rest = found["name"].lower(), int(found["h"]), text[found.end() :]
-    example = next(each for each in LOCAL_METHODS if each.startswith(name))
-    if (found["k"] is not None) != (name == "streaming"):
-        raise ValueError(f"method {text!r}: write it like {example}, {_meaning(name)}")
-    settings: dict[str, Any] = {"h": h}
-    if name == "streaming":
-        k = int(found["k"])
-        settings |= {"fragments": k, "delay": max(min(h // k, h - 1), 0) if k else 0}
-    elif name == "sparseloco":
-        settings |= {"lr": 1.0, "momentum": 0.0, "compress": SparseLoCo()}
-    settings |= _settings(found["more"] or "()", text)
-    if rest:
-        if name == "sparseloco" or rest == "+":
-            raise ValueError(
-                f"method {text!r}: after diloco or streaming, a compression method follows the +"
-            )
-        settings["compress"] = compression(rest[1:])
-    try:
-        return LocalMethod(**settings)
-    except ValueError as error:
-        raise ValueError(f"method {text!r}: {error}") from None
-
-
-def _meaning(name: str) -> str:
-    return "updates × fragments" if name == "streaming" else "with the number of updates between two averages"
-
-
-def _settings(brackets: str, text: str) -> dict[str, Any]:
-    """Parse `(lr=0.5, delay=3)`."""
-    try:
-        call = ast.parse(f"f{brackets}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        assert not call.args
-        values = {str(key.arg): ast.literal_eval(key.value) for key in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
-        values = {brackets: None}
-    unknown = values.keys() - {*_SETTINGS}
-    if unknown:
-        raise ValueError(f"method {text!r}: the brackets take {', '.join(_SETTINGS)}, as in (lr=0.5)")
-    return values
-
-
-@dataclass(frozen=True)
-class BenchMethod:
-    """A training method with its optimizer and learning rate, which replace the recipe's."""
-
-    method: TrainingMethod
-    optimizer: str | None = None
-    lr: float | None = None
-
-    def recipe(self, default: Recipe) -> Recipe:
-        """The recipe with the optimizer and learning rate of this method."""
-        return default.with_optimizer(self.optimizer, self.lr) if self.optimizer else default
-
-
-def bench_method(text: str) -> BenchMethod:
-    """Parse a training method, optionally followed by @OPTIMIZER or @OPTIMIZER=LR.
-
-    >>> bench_method("pufferfish+powersgd-4@lars=1.6")
-    BenchMethod(method=TrainingMethod(name='pufferfish+powersgd-4', ...), optimizer='lars', lr=1.6)
-    >>> bench_method("dense@lion")
-    Traceback (most recent call last):
-    ValueError: method 'dense@lion': expected sgd, adam, adamw, muon, lars, lamb or sam after the @, optionally with =LR
-    """
-    word, at, suffix = text.rpartition("@")
-    if not at or "/" in suffix or ":" in suffix:  # an @ in a path
-        return BenchMethod(training_method(text))
-    name, equals, number = suffix.partition("=")
-    try:
-        lr = float(number) if equals else None
-    except ValueError:
-        name = ""
-    if name not in OPTIMIZERS:
-        known = f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}"
-        raise ValueError(f"method {text!r}: expected {known} after the @, optionally with =LR")
-    return BenchMethod(training_method(word), name, lr)
-
-
-LOW_RANK = "pufferfish"
-#: Suffix of methods that average within each machine and compress between machines.
-NODE = ", hierarchy=node"
-
-
-def parse_method_name(name: str) -> tuple[TrainingMethod, HierarchyLike]:
-    """The method and the hierarchy that a name stands for. In a hierarchy, plain averages use `NoCompression`.
-
-    >>> parse_method_name("pufferfish, hierarchy=node")
-    (TrainingMethod(name='pufferfish', model='pufferfish', compress=NoCompression(), scope='layer', local=None), 'node')
-    >>> parse_method_name("dense")
-    (TrainingMethod(name='dense', model='dense', compress=None, scope='layer', local=None), 'flat')
-    """
-    method = training_method(name.removesuffix(NODE))
-    if not name.endswith(NODE):
-        return method, "flat"
-    return replace(method, compress=method.compress or NoCompression()), "node"
-
-
-def is_local(name: str) -> bool:
-    """Whether a name stands for local steps.
-
-    >>> is_local("pufferfish+streaming-30x4"), is_local("bf16, hierarchy=node")
-    (True, False)
-    """
-    return training_method(name.removesuffix(NODE)).local is not None
-
-
-def warm_up_name(name: str) -> str:
-    """The method that a low-rank method uses before its switch; other methods are returned unchanged.
-
-    >>> names = ("pufferfish", "pufferfish+int8", "int8", "pufferfish+bf16, hierarchy=node")
-    >>> [warm_up_name(name) for name in names]
-    ['dense', 'int8', 'int8', 'bf16, hierarchy=node']
-    """
-    flat = name.removesuffix(NODE)
-    model, _, compression = flat.partition("+")
-    return name if model != LOW_RANK else (compression or "dense") + name[len(flat) :]
+    method = training_method(name)
+    exchange = method.exchange or "none"
+    node = f"{exchange[:-1]},hierarchy=node)" if exchange.endswith(")") else f"{exchange}(hierarchy=node)"
+    return (
+        node if method.name in ("dense", method.exchange) else f"{name.removesuffix('+' + exchange)}+{node}"
+    )
 
 
 def simplicity(name: str) -> tuple[int, bool]:
     """Sort key: dense, bf16, low rank, then larger compression errors, then local steps; each without a hierarchy first.
 
-    >>> sorted(["diloco-30", "int8", "pufferfish", "bf16, hierarchy=node", "bf16", "dense"], key=simplicity)
-    ['dense', 'bf16', 'bf16, hierarchy=node', 'pufferfish', 'int8', 'diloco-30']
-    """
-    simple = ["dense", "bf16", LOW_RANK, f"{LOW_RANK}+bf16"]
-    flat = name.removesuffix(NODE)
-    last = len(simple) + is_local(flat)
-    return simple.index(flat) if flat in simple else last, name.endswith(NODE)
-
-
-def exchange_method(name: str) -> TrainingMethod:
-    """Parse one of `--methods`: compression or local steps.
-
-    >>> exchange_method("powersgd-4").compress, exchange_method("diloco-30").local.h
-    (PowerSGD(rank=4, start=0), 30)
+    >>> sorted(["diloco(30)", "int8", "pufferfish", "bf16(hierarchy=node)", "bf16", "dense"], key=simplicity)
+    ['dense', 'bf16', 'bf16(hierarchy=node)', 'pufferfish', 'int8', 'diloco(30)']
     """
     method = training_method(name)
-    if (method.compress is None and method.local is None) or method.model != "dense":
+    simple = ["dense", "bf16", "pufferfish", "pufferfish+bf16"]
+    plain = [in_hierarchy(each) for each in simple]
+    last = len(simple) + (method.local is not None)
+    place = simple.index(name) if name in simple else plain.index(name) if name in plain else last
+    return place, method.hierarchy == "node"
+
+
+def slug(name: str) -> str:
+    """The name of a method or a task as the name of a folder.
+
+    >>> slug("auto+powersgd(4)"), slug("my/file.py:Mine(2)")
+    ('auto+powersgd(4)', 'file.py_Mine(2)-...')
+    """
+    plain = re.sub(r"[^\w.,+=()-]+", "_", name.rsplit("/", 1)[-1]).strip("_.")
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Split at commas that are outside of brackets.
+
+    >>> split_names("dense, topk(0.01),file.py:Mine(rank=2, on=[1,2])")
+    ('dense', 'topk(0.01)', 'file.py:Mine(rank=2, on=[1,2])')
+    """
+    return tuple(name for part in _split(text, ",") if (name := part.strip()))
+
+
+def method_words() -> dict[str, type[Method]]:
+    """The words of this package's compression methods.
+
+    >>> method_words()["bf16"], "topk" in method_words()
+    (<class '...BFloat16'>, True)
+    """
+    short = {name: word for word, name in _WORDS.items()}
+    found = {name: getattr(compression, name) for name in sorted(compression.__all__, key=str.lower)}
+    return {
+        short.get(name, name.lower()): x for name, x in found.items() if _is_method(x) and x is not Method
+    }
+
+
+def compression_method(text: str) -> Method:
+    """Parse a compression method. Text is never evaluated; a file or module that it names is imported.
+
+    >>> compression_method("accordion(powersgd(4), topk(0.1), every=500)").low
+    PowerSGD(rank=4, start=0)
+    """
+    return _method(text, method_words())
+
+
+def written(method: Method) -> str:
+    """A compression method of this package in the grammar of names.
+
+    >>> written(compression_method("powersgd(4)"))
+    'powersgd(rank=4, start=0)'
+    """
+    words = {kind: word for word, kind in method_words().items()}
+    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}
+    shown = [f"{name}={written(x) if isinstance(x, Method) else repr(x)}" for name, x in values.items()]
+    word = words.get(type(method), type(method).__name__)
+    return f"{word}({', '.join(shown)})" if shown else word
+
+
+def _training_method(text: str) -> TrainingMethod:
+    first, *rest = _split(text, "+")
+    model, arguments = _call(first)
+    if model not in MODELS:
+        first, rest, model, arguments = "dense", [text], "dense", ()
+    exchange = "+".join(rest).strip()
+    if rest and not exchange:
+        raise ValueError(f"an exchange follows the +, such as {model}+powersgd(4)")
+    options = _options(model, arguments)
+    own = {name: value for name, value in options.items() if name not in RECIPE_OPTIONS}
+    values = {name: value for name, value in options.items() if name in RECIPE_OPTIONS}
+    if model in ("pufferfish", "auto"):
+        values["low_rank"] = LowRankMethod(automatic=model == "auto", **own)
+    elif model == "narrow":
+        values["narrow"] = NarrowMethod(**own)
+    elif model != "dense":
+        values["pruning"] = PruningMethod(**({"ratio": 0.5} if model == "early-bird" else {}) | own)
+    if exchange:
+        word, given = _call(exchange)
+        exchange = _canonical(word, given)
+        values |= _exchange(word, given)
+        if "pruning" in values and "local" in values:
+            raise ValueError(f"{model} cannot be combined with local steps")
+    name = _canonical(model, arguments)
+    if exchange:
+        name = exchange if name == "dense" else f"{name}+{exchange}"
+    return TrainingMethod(name=name, model=model, exchange=exchange, **values)
+
+
+def _options(model: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The options of a model, converted and checked."""
+    options: dict[str, Any] = {}
+    for name, value in _named(arguments, MODELS[model] + RECIPE_OPTIONS, model).items():
+        if name == "plan":
+            options[name] = Path(value)
+        elif name == "keep":
+            options[name] = tuple(filter(None, value.split("|")))
+        elif name == "optimizer":
+            if value not in OPTIMIZERS:
+                raise ValueError(f"optimizer={value} is not one of {', '.join(OPTIMIZERS)}")
+            options[name] = value
+        else:
+            valid, needed = _NUMBERS[name]
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not valid(number):
+                raise ValueError(f"{name}={value} must be {needed}")
+            options[name] = int(number) if name in ("parameters", "rounds") else number
+    if "plan" in options and ("rank" in options or "keep" in options):
+        raise ValueError("the plan has layers and ranks; remove rank= and keep=, or plan=")
+    return options
+
+
+def _exchange(word: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Fields of a `TrainingMethod` for an exchange: local steps, or a compression method with its scope and hierarchy."""
+    if word in ("diloco", "streaming") or (word == "sparseloco" and arguments):
+        given = _named(arguments, _LOCAL_OPTIONS, word)
+        if "h" not in given or (word == "streaming" and "fragments" not in given):
+            example = next(each for each in LOCAL_STEPS if each.startswith(word))
+            raise ValueError(f"write it like {example}: {LOCAL_STEPS[example]}")
+        settings = {name: _value(value, method_words()) for name, value in given.items()}
+        if word == "sparseloco":
+            settings = {"lr": 1.0, "momentum": 0.0, "method": SparseLoCo()} | settings
+        elif word == "streaming" and settings["fragments"]:
+            delay = max(min(settings["h"] // settings["fragments"], settings["h"] - 1), 0)
+            settings = {"delay": delay} | settings
+        return {"local": LocalMethod(compress=settings.pop("method", None), **settings)}
+    found: dict[str, Any] = {}
+    rest = []
+    for argument in arguments:
+        name, _, value = (x.strip() for x in argument.partition("="))
+        choices = {"scope": ("layer", "global"), "hierarchy": ("flat", "node")}.get(name)
+        if choices is None:
+            rest.append(argument)
+        elif value not in choices:
+            raise ValueError(f"{name}={value} must be {' or '.join(choices)}")
+        else:
+            found[name] = value
+    method = compression_method(_canonical(word, rest))
+    Settings(
+        method, **{name: x for name, x in found.items() if name == "scope"}
+    )  # raises for methods without it
+    return {"compress": method} | found
+
+
+def _method(text: str, names: Mapping[str, Any]) -> Method:
+    """Make a compression method from a word with its settings."""
+    word, arguments = _call(text)
+    place, colon, name = word.rpartition(":")
+    if colon:
+        names = {**names, **vars(import_path(place))}
+    found = names.get(name)
+    if found is None:
+        raise ValueError(_unknown(name, names, colon != ""))
+    if not _is_method(found) or found is Method:
+        raise TypeError(f"{name} is not a subclass of pufferfish.compression.Method")
+    if "__dataclass_fields__" not in vars(found):
+        raise TypeError(f"{name} is not a dataclass; decorate it with @dataclass(frozen=True)")
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not (equals and key.strip().isidentifier()):
+            args.append(_value(argument, names))
+        elif key.strip() in kwargs:
+            raise ValueError(f"{key.strip()} is given twice")
+        else:
+            kwargs[key.strip()] = _value(value, names)
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except TypeError as error:
+        fields = [f for f in dataclasses.fields(found) if f.init]
+        shown = [f.name + ("" if f.default is dataclasses.MISSING else f"={f.default!r}") for f in fields]
+        raise ValueError(f"{name}: {error}; write {name}({', '.join(shown)})") from None
+    return found(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _value(text: str, names: Mapping[str, Any]) -> Any:
+    """A setting: a number, text in quotes, True, False, None, a tuple or list of them, or a compression method."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return _method(text, names)
+
+
+def _unknown(word: str, names: Mapping[str, Any], own: bool) -> str:
+    known = [name for name, x in names.items() if _is_method(x) and x is not Method]
+    if not own:
+        known = [*MODELS, *(each.partition("(")[0] for each in LOCAL_STEPS), *known]
+    known = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(word.lower(), known, n=1) or difflib.get_close_matches(word, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"there is no {word}{hint}; choose from {', '.join(known)} (`pufferfish methods`)"
+
+
+def _is_method(x: object) -> bool:
+    return isinstance(x, type) and issubclass(x, Method)
+
+
+def _named(arguments: Sequence[str], names: Sequence[str], word: str) -> dict[str, str]:
+    """Options by name; only the first may be without its name."""
+    found: dict[str, str] = {}
+    for i, argument in enumerate(arguments):
+        name, equals, value = (x.strip() for x in argument.partition("="))
+        if not equals and i == 0 and names:
+            name, value = names[0], name
+        if name not in names:
+            raise ValueError(f"{argument.strip()} is not an option of {word}; choose from {', '.join(names)}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = value
+    return found
+
+
+def _call(text: str) -> tuple[str, tuple[str, ...]]:
+    """A word and its options."""
+    word, bracket, rest = text.strip().partition("(")
+    if bracket and not (rest.endswith(")") and len(_split(rest[:-1], ")")) == 1):
         raise ValueError(
-            f"--methods {name}: pass compression methods and local steps only; low rank and combinations are always tried"
+            f"{text.strip()}: write word(option,option=value), with one pair of brackets around the options"
         )
-    return method
+    if not word.strip():
+        raise ValueError("write model(options)+exchange(options)")
+    return word.strip(), split_names(rest[:-1]) if bracket else ()
 
 
-@dataclass(frozen=True)
-class NarrowMethod:
-    """Which low-rank model a narrower dense one has as many parameters as.
-
-    Args:
-        rank: fraction of the full rank of the low-rank model; None: the recipe's.
-        parameters: instead of a rank, the number of parameters.
-    """
-
-    rank: float | None = None
-    parameters: int | None = None
+def _canonical(word: str, arguments: Sequence[str]) -> str:
+    return f"{word}({','.join(arguments)})" if arguments else word
 
 
-def narrow_method(text: str) -> NarrowMethod | None:
-    """Parse `narrow`, also with a rank or with a number of parameters. Returns None for other methods.
-
-    >>> narrow_method("narrow"), narrow_method("narrow-0.5"), narrow_method("dense")
-    (NarrowMethod(rank=None, parameters=None), NarrowMethod(rank=0.5, parameters=None), None)
-    >>> narrow_method("narrow-1.5M").parameters, narrow_method("narrow-800k").parameters
-    (1500000, 800000)
-    """
-    match = re.fullmatch(r"narrow(?:-([\d.]+)([kM])?)?", text)
-    if match is None:
-        return None
-    digits, unit = match.groups()
-    number = float(digits) if digits and re.fullmatch(r"\d*\.?\d+", digits) else 0.0
-    if digits and not 0 < number < (math.inf if unit else 1):
-        raise ValueError(
-            f"{text!r}: after narrow- write the low-rank model's fraction of the full rank, as in narrow-0.25, or a number "
-            "of parameters, as in narrow-1.5M"
-        )
-    if unit:
-        return NarrowMethod(parameters=round(number * {"k": 1e3, "M": 1e6}[unit]))
-    return NarrowMethod(number if digits else None)
-
-
-def is_pruning_method(text: str) -> bool:
-    """Whether `text` names a pruning method; raises ValueError if its number is invalid.
-
-    >>> is_pruning_method("early-bird-0.3"), is_pruning_method("lottery-ticket"), is_pruning_method("pufferfish")
-    (True, True, False)
-    """
-    return parse_pruning(text) is not None
-
-
-def parse_pruning(text: str) -> tuple[str, float | None] | None:
-    """Return name and number, or None for another method."""
-    match = re.fullmatch(rf"({'|'.join(PRUNING_METHODS)})(?:-([\d.]+))?", text)
-    if match is None:
-        return None
-    name, digits = match.groups()
-    if digits is None:
-        return name, None
-    counts_rounds = name == "lottery-ticket"
-    number = float(digits) if re.fullmatch(r"\d*\.?\d+", digits) else 0.0
-    if not (number >= 1 and number.is_integer() if counts_rounds else 0 < number < 1):
-        example = "lottery-ticket-5" if counts_rounds else "early-bird-0.5"
-        raise ValueError(f"{text!r}: after {name}- write {PRUNING_METHODS[name]}, as in {example}")
-    return name, number
+def _split(text: str, at: str) -> list[str]:
+    """Split at a letter that is outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        if letter == at and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+        depth += (letter in "([") - (letter in ")]")
+    return parts

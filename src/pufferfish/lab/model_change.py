@@ -19,7 +19,6 @@ from ..optim.frobenius_decay import FrobeniusDecay
 from ..planning.profile import Example, profile
 from ..switching.moments import AtStep, RanksSettle
 from ..switching.switch import Switch
-from .method_name import is_pruning_method
 from .tasks import Batch, Recipe, Task
 from .tasks.task import eval_mode
 
@@ -199,15 +198,15 @@ class LowRankChange(ModelChange):
 def build_model_change(components: RunComponents, steps_per_epoch: int) -> ModelChange:
     """Build the change of the model that the run's method asks for; raises ValueError for an unsupported model."""
     method, recipe = components.settings.method, components.settings.recipe
-    if is_pruning_method(method.model):
+    if method.pruning is not None:
         from .rivals.pruning import build_pruning_change
 
         return build_pruning_change(
-            method.model, components.model, components.optimizer,
+            method.pruning, components.model, components.optimizer,
             epochs=recipe.epochs, steps_per_epoch=steps_per_epoch,
         )  # fmt: skip
-    switch = method.switch(recipe, components.task.keep)
-    if switch is not None and method.low_rank is not None:
+    if method.low_rank is not None:
+        switch = method.low_rank.switch(recipe, components.task.keep)
         if not method.low_rank.automatic:
             # Patterns that match nothing, and plans that do not fit, are errors before the run has a folder.
             method.low_rank.make_plan(unwrap(components.model), recipe, components.task.keep)

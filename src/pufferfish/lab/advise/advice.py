@@ -22,7 +22,7 @@ from ...measure.options import (
 )
 from ...planning.plan import Plan
 from ...planning.text import Table
-from ..method_name import NODE, is_local, parse_method_name, warm_up_name
+from ..method_name import in_hierarchy, training_method
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
@@ -60,7 +60,7 @@ class Advice:
 
         If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`, with `MIN_AVERAGES`.
         """
-        every_step = [e for e in self._considered if not is_local(e.name)]
+        every_step = [e for e in self._considered if not _is_local(e)]
         considered = [e for e in self._considered if not self._averages_too_rarely(e.name)]
         fastest = max(e.run_speedup for e in considered)
         if fastest < LOCAL_SPEEDUP * max(e.run_speedup for e in every_step):
@@ -93,7 +93,7 @@ class Advice:
         medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
 
         def run_seconds(e: SpeedupEstimate, step: Mapping[str, float]) -> float:
-            return self.warm_up * step[warm_up_name(e.name)] + (1 - self.warm_up) * step[e.name]
+            return self.warm_up * step[training_method(e.name).warm_up] + (1 - self.warm_up) * step[e.name]
 
         def measured(e: SpeedupEstimate) -> SpeedupEstimate:
             mean = run_seconds(e, medians)
@@ -158,10 +158,15 @@ class Advice:
     def _table_rows(self) -> Iterator[SpeedupEstimate]:
         """All methods that were run; of the others the better of flat and hierarchical, to keep the table short."""
         speedups = {e.name: e.run_speedup for e in self.estimates}
+        flat_names = {
+            in_hierarchy(name): name
+            for name in speedups
+            if training_method(name).hierarchy == "flat" and training_method(name).local is None
+        }
         for e in self.estimates[1:]:
-            flat = e.name.removesuffix(NODE)
-            hierarchical_is_faster = speedups.get(flat + NODE, 0.0) > TOLERANCE * speedups[flat]
-            if hierarchical_is_faster == e.name.endswith(NODE) or e is self.best or e.measured is not None:
+            flat = flat_names.get(e.name, e.name)
+            hierarchical_is_faster = speedups.get(in_hierarchy(flat), 0.0) > TOLERANCE * speedups[flat]
+            if hierarchical_is_faster == (flat != e.name) or e is self.best or e.measured is not None:
                 yield e
 
     def _header(self) -> Iterator[str]:
@@ -192,7 +197,7 @@ class Advice:
                 hours = f", {format_hours(best.hours)} instead of {format_hours(dense.hours)}"
             reason = ""
             if best.run_speedup != max(
-                e.run_speedup for e in self._considered if is_local(e.name) <= is_local(best.name)
+                e.run_speedup for e in self._considered if _is_local(e) <= _is_local(best)
             ):
                 reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
             low, high = best.interval or (best.run_speedup, best.run_speedup)
@@ -211,13 +216,13 @@ class Advice:
 
     def _averages_too_rarely(self, name: str) -> bool:
         """Whether a method makes local steps and the run has too few averages for them."""
-        local = parse_method_name(name)[0].local
+        local = training_method(name).local
         return local is not None and self.steps is not None and self.steps < MIN_AVERAGES * local.h
 
     def _faster_local(self) -> SpeedupEstimate | None:
         """The fastest local steps, if they are faster than the advised method but are not advised themselves."""
         fastest = max(self._considered, key=lambda e: e.run_speedup)
-        local = is_local(fastest.name) and not is_local(self.best.name)
+        local = _is_local(fastest) and not _is_local(self.best)
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
 
     def _details(self) -> Iterator[str]:
@@ -256,7 +261,7 @@ class Advice:
         if self.best is self.estimates[0]:
             return
         yield "In your code:"
-        method, hierarchy = parse_method_name(self.best.name)
+        method = training_method(self.best.name)
         if self.plan is not None:
             hint = "" if self.plan_file else "  # rerun with --out plan.json, which writes it"
             yield f'plan = pf.Plan.load("{self.plan_file or "plan.json"}"){hint}'
@@ -265,7 +270,7 @@ class Advice:
             yield f"local = {method.local.as_code()}"
             yield "local.start(model)  # no DDP wrapper; local.step(model) after every update"
         if method.compress is not None:
-            node = ', hierarchy="node"' if hierarchy == "node" else ""
+            node = ', hierarchy="node"' if method.hierarchy == "node" else ""
             yield f"hook = pf.compress(ddp, {as_code(method.compress)}, optimizer=optimizer{node})"
 
 
@@ -360,3 +365,7 @@ def busy_reason(seconds: Sequence[float]) -> str:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     hint = f"; load average {load:.1f} on {cores} cores" if load > cores else ""
     return f"the time of the same step varies by {spread:.0%}{hint}"
+
+
+def _is_local(estimate: SpeedupEstimate) -> bool:
+    return training_method(estimate.name).local is not None

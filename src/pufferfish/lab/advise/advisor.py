@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...compression import NoCompression
 from ...compression.method import Method
-from ...compression.settings import HierarchyLike
 from ...distributed.workers import Workers
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.breakdown import trimmed_mean
@@ -30,17 +29,7 @@ from ...measure.cost_model import (
 from ...measure.options import OptionBuilder, TrainingOption, estimate, select_layers
 from ...planning.plan import Plan, plan
 from ...planning.text import progress, track
-from ..method_name import (
-    LOCAL_METHODS,
-    LOW_RANK,
-    NODE,
-    TrainingMethod,
-    exchange_method,
-    parse_method_name,
-    simplicity,
-    training_method,
-    warm_up_name,
-)
+from ..method_name import LOCAL_STEPS, TrainingMethod, in_hierarchy, simplicity, training_method
 from ..train.timing import TimedModel, random_low_rank_, step_times, steps_per_round
 from .advice import (
     MAX_ROUNDS,
@@ -55,12 +44,12 @@ from .advice import (
 from .workload import Workload
 
 #: Compression methods and local steps that are tried by default, the simplest first.
-METHODS = ("bf16", "int8", "topk-0.01", "powersgd-4", *LOCAL_METHODS)
+METHODS = ("bf16", "int8", "topk(0.01)", "powersgd(4)", *LOCAL_STEPS)
 #: Fractions of the full rank for which the time of a low-rank step is shown.
 RANK_RANGE = (0.125, 0.5)
 _NOTE = "after a full-rank warm-up"
 _LOCAL_NOTE = "local steps: compare the quality"
-DENSE = "dense"
+DENSE, LOW_RANK = "dense", "pufferfish"
 
 
 def advise(
@@ -89,11 +78,12 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
         best: how many methods to run; None: all.
     """
     candidates = advice.estimates if best is None else advice.top(best)
-    names = dict.fromkeys(["dense", *(name for e in candidates for name in (warm_up_name(e.name), e.name))])
+    names = dict.fromkeys(
+        ["dense", *(name for e in candidates for name in (training_method(e.name).warm_up, e.name))]
+    )
     models = {}
     for name in names:
-        method, hierarchy = parse_method_name(name)
-        models[name] = build_timed_model(workload, method, advice.plans.get(name), hierarchy)
+        models[name] = build_timed_model(workload, training_method(name), advice.plans.get(name))
     workers, times = Workers.of_job("advise"), dict[str, list[float]]({name: [] for name in models})
     steps = steps_per_round(models)
     with progress("running the best methods", rounds) as advance:
@@ -266,12 +256,12 @@ class _Advisor:
         """The same methods and plans with a hierarchy of machines."""
         for name, method in {"dense": NoCompression(), **self.methods}.items():
             option = self._builder.compressed_option(method, per_node=self.per_node)
-            yield replace(option, kind="", name=name + NODE)
+            yield replace(option, kind="", name=in_hierarchy(name))
             both = LOW_RANK if name == "dense" else f"{LOW_RANK}+{name}"
             if both in self.plans:
-                self.plans[both + NODE] = self.plans[both]
+                self.plans[in_hierarchy(both)] = self.plans[both]
                 combined = self._builders[self.plans[both].hash].combined_option(option, self.per_node)
-                yield replace(combined, kind="", name=both + NODE)
+                yield replace(combined, kind="", name=in_hierarchy(both))
 
     def _build_low_rank_models(self) -> None:
         """Build a model for each plan, and measure its work once."""
@@ -415,9 +405,7 @@ def option_of_slowest(option: TrainingOption) -> TrainingOption:
     return replace(option, work=slowest_coding(option.work), warm_up=warm_up)
 
 
-def build_timed_model(
-    workload: Workload, method: TrainingMethod, plan: Plan | None = None, hierarchy: HierarchyLike = "flat"
-) -> TimedModel:
+def build_timed_model(workload: Workload, method: TrainingMethod, plan: Plan | None = None) -> TimedModel:
     """Build a separate model for one method; call it on all workers.
 
     Args:
@@ -432,5 +420,14 @@ def build_timed_model(
         workload.optimizer,
         lambda net: workload.forward(net, workload.batch()),
         clip=workload.clip,
-        hierarchy=hierarchy,
     )
+
+
+def exchange_method(name: str) -> TrainingMethod:
+    """Parse one of `--methods`: compression or local steps."""
+    method = training_method(name)
+    if (method.compress is None and method.local is None) or method.model != DENSE:
+        raise ValueError(
+            f"--methods {name}: pass compression methods and local steps only; low rank and combinations are always tried"
+        )
+    return method

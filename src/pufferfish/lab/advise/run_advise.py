@@ -18,11 +18,10 @@ import torch.distributed as dist
 from ...measure import AlphaBeta, Link
 from ...planning.plan import plan
 from ...planning.text import progress
-from ..method_name import exchange_method
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.workers import WorkersUnreachable, process_group, worker_device
 from .advice import Advice
-from .advisor import METHODS, advise, check
+from .advisor import METHODS, advise, check, exchange_method
 from .workload import Workload, load_workload
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...measure.run_log import RUN_FILE
 from ...planning.text import Table
-from ..method_name import bench_method, is_pruning_method
+from ..method_name import training_method
 from ..report import report, write
 from ..report.comparison import Comparison, compare_runs, find_runs
 from ..report.formatting import format_bytes
@@ -82,15 +82,15 @@ def check_method(
     method: str, settings: BenchSettings, task: Task, recipe: Recipe, steps_per_epoch: int
 ) -> None:
     """Raise the errors that a run of the method would raise at its start."""
-    parsed = bench_method(method)
-    recipe, name = parsed.recipe(recipe), parsed.method.model
+    parsed = training_method(method)
+    recipe = parsed.recipe(recipe)
     settings.run_settings(method, recipe).check(task, 1 if settings.simulate else settings.workers)
-    if is_pruning_method(name):
+    if parsed.pruning is not None:
         model = task.build()
         optimizer = build_optimizer(model, recipe)
         lengths = {"epochs": recipe.epochs, "steps_per_epoch": steps_per_epoch}
         try:
-            build_pruning_change(name, model, optimizer, **lengths)
+            build_pruning_change(parsed.pruning, model, optimizer, **lengths)
         except ValueError as error:
             raise ValueError(f"--methods {method}: {error}") from None
 

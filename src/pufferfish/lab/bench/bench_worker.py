@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...checkpoint.process import Sigterm
 from ...distributed.workers import Workers
-from ..method_name import bench_method
+from ..method_name import training_method
 from ..network import LinkShape
 from ..train import train
 from ..train.timing import steps_per_round, timing_rounds
@@ -94,7 +94,7 @@ class BenchWorker:
         folder = self.root / run.name
         self.on_event({"begin": run.name, "number": number, "of": count})
         start = time.perf_counter()
-        recipe = dataclasses.replace(bench_method(run.method).recipe(self.recipe), lr=lr)
+        recipe = dataclasses.replace(training_method(run.method).recipe(self.recipe), lr=lr)
         results: Any = {}
         with self._report_failure(run.name):
             settings = self.settings.run_settings(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...measure import read_run
-from ..method_name import bench_method
+from ..method_name import training_method
 from ..tasks import Recipe, Task
 from .bench_settings import BenchRun, BenchSettings, is_finished
 
@@ -20,7 +20,7 @@ def choose_rate(
 
     Returns None while tuning runs are still to be done, or if all of them failed.
     """
-    recipe = bench_method(method).recipe(recipe)
+    recipe = training_method(method).recipe(recipe)
     if not settings.tune:
         return TunedRate(recipe.lr, {})
     scores = _scores(method, settings, root, task, recipe, failed)
@@ -33,7 +33,7 @@ def untried_runs(
     method: str, settings: BenchSettings, root: Path, task: Task, recipe: Recipe, failed: Iterable[str] = ()
 ) -> list[BenchRun]:
     """The tuning runs that can be started now; further ones may follow from their scores."""
-    recipe = bench_method(method).recipe(recipe)
+    recipe = training_method(method).recipe(recipe)
     scores = _scores(method, settings, root, task, recipe, failed)
     rates = untried_rates(rate_grid(recipe.lr, settings.tune), scores, task.higher_is_better)
     return [BenchRun(method, lr=lr) for lr in rates]
@@ -139,7 +139,7 @@ def bench_runs(settings: BenchSettings, recipe: Recipe) -> Iterator[BenchRun]:
     Of the tuning runs, the outermost rates come last, and may not be needed. An interrupted bench is complete for fewer seeds.
     """
     for method in settings.methods:
-        grid = rate_grid(bench_method(method).recipe(recipe).lr, settings.tune)
+        grid = rate_grid(training_method(method).recipe(recipe).lr, settings.tune)
         inner = inner_rates(grid)
         rates = [*inner, *(lr for lr in grid if lr not in inner)]
         yield from (BenchRun(method, lr=lr) for lr in rates)

@@ -29,7 +29,7 @@ from ...planning.json_file import read_json
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
 from ..advise.advisor import measured_work, with_messages
-from ..method_name import bench_method, is_pruning_method
+from ..method_name import training_method
 from ..network import LinkShape
 from ..report.comparison import NO_EXCHANGE, SUMMARY
 from ..rivals.pruning import build_pruning_change
@@ -66,19 +66,19 @@ def models_to_time(
     task, default = settings.resolve()
     models = {}
     for method in methods:
-        parsed = bench_method(method)
+        parsed = training_method(method)
         recipe = parsed.recipe(default)
         torch.manual_seed(0)
         run = finished_run(method, settings, root)
         given = settings.run_settings(method, recipe)
-        width = find_width(task, given) if parsed.method.narrow else None
+        width = find_width(task, given) if parsed.narrow else None
         model = move_to_device(build_model(task, width), device)
         batch = next(
             task.batches(data, "train", recipe.batch, device=device, generator=torch.Generator().manual_seed(0),
                          worker=worker, world_size=workers)
         )  # fmt: skip
         models[method] = TimedModel(
-            parsed.method,
+            parsed,
             model,
             lambda net, recipe=recipe: build_optimizer(net, recipe),  # type: ignore[misc]
             _loss(task, batch, given),
@@ -90,32 +90,32 @@ def models_to_time(
 
 def _needs_run(method: str) -> bool:
     """Whether the final model is known only from a run."""
-    parsed = bench_method(method).method
+    parsed = training_method(method)
     automatic = parsed.low_rank is not None and parsed.low_rank.automatic
-    return automatic or is_pruning_method(parsed.model)
+    return automatic or parsed.pruning is not None
 
 
 def finished_run(method: str, settings: BenchSettings, root: Path) -> Path | None:
     """The finished run with the lowest seed; for a pruning method, one that still has its checkpoints."""
     folders = (root / BenchRun(method, seed).name for seed in range(settings.seeds))
-    pruned = is_pruning_method(bench_method(method).method.model)
+    pruned = training_method(method).pruning is not None
     finished = (folder for folder in folders if is_finished(folder))
     return next((f for f in finished if not pruned or list_checkpoints(f / "checkpoints")), None)
 
 
 def to_final_model(method: str, task: Task, recipe: Recipe, data: Any, run: Path | None) -> Transform | None:
     """The change from the initial to the final model of a method, or to the low-rank one that it trained; None if the model is not changed."""
-    name = bench_method(method).method.model
-    if is_pruning_method(name):
+    pruning = training_method(method).pruning
+    if pruning is not None:
         assert run is not None
         lengths = {"epochs": recipe.epochs, "steps_per_epoch": task.steps(data, recipe.batch)}
         checkpoints = run / "checkpoints"
 
         def prune(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            build_pruning_change(name, model, optimizer, **lengths).restore(checkpoints)
+            build_pruning_change(pruning, model, optimizer, **lengths).restore(checkpoints)
 
         return prune
-    low_rank_method = bench_method(method).method.low_rank
+    low_rank_method = training_method(method).low_rank
     if low_rank_method is None:
         return None
 

@@ -274,8 +274,8 @@ _PALETTE = (
 #: Methods that often stand side by side have different colours.
 _FIXED = {
     "dense": ("#3c4046", "#d5d8dc"), "bf16": ("#7b828b", "#9aa1a9"), "pufferfish": _PALETTE[0],
-    "powersgd-4": _PALETTE[1], "pufferfish+powersgd-4": _PALETTE[2], "narrow": _PALETTE[3], "auto": _PALETTE[4],
-    "early-bird-0.5": _PALETTE[6], "lottery-ticket-5": _PALETTE[7],
+    "powersgd(4)": _PALETTE[1], "pufferfish+powersgd(4)": _PALETTE[2], "narrow": _PALETTE[3], "auto": _PALETTE[4],
+    "early-bird(0.5)": _PALETTE[6], "lottery-ticket(5)": _PALETTE[7],
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ...layers.names import named_modules
 from ...measure import RunLog
 from ...optim.carry import Optimizers
 from ...planning.profile import Example, profile
-from ..method_name import parse_pruning
+from ..method_name import PruningMethod
 from ..model_change import ModelChange
 from .early_bird import EarlyBird
 from .lottery_ticket import LotteryTicket
@@ -143,16 +143,13 @@ def saved_pruning_state(folder: Path) -> dict[str, Any] | None:
 
 
 def build_pruning_change(
-    text: str, model: nn.Module, optimizer: Optimizers, *, epochs: int, steps_per_epoch: int
+    method: PruningMethod, model: nn.Module, optimizer: Optimizers, *, epochs: int, steps_per_epoch: int
 ) -> PruningChange:
-    """Build the pruning method of that name, such as "lottery-ticket-9", for a recipe of `epochs`."""
-    parsed = parse_pruning(text)
-    assert parsed is not None  # callers ask `is_pruning_method`
-    name, number = parsed
+    """Build the change of a pruning method, for a recipe of `epochs`."""
     length = {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
-    if name == "lottery-ticket":
-        return LotteryTicketChange(model, optimizer, **length, rounds=int(number or 5))
-    return EarlyBirdChange(model, optimizer, **length, ratio=number or 0.5)
+    if method.ratio is None:
+        return LotteryTicketChange(model, optimizer, **length, rounds=method.rounds)
+    return EarlyBirdChange(model, optimizer, **length, ratio=method.ratio)
 
 
 def nonzero_macs(model: nn.Module, example: Example) -> int:

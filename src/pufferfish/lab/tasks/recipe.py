@@ -93,6 +93,8 @@ class Recipe:
         values |= {name: value for name, value in given.items() if value is not None}
         if self.switch_at and "epochs" in values:
             values.setdefault("switch_at", max(round(self.switch_at * values["epochs"] / self.epochs), 1))
+        if "optimizer" in values:
+            values["lr"] = self.with_optimizer(values["optimizer"], values.get("lr")).lr
         return replace(self, **values)
 
     def with_optimizer(self, name: str, lr: float | None = None) -> Recipe:
@@ -105,12 +107,12 @@ class Recipe:
         0.1
         >>> Recipe(epochs=1, batch=1, lr=0.1).with_optimizer("lars")
         Traceback (most recent call last):
-        ValueError: optimizer lars: pass --lr, too (in a bench @lars=LR); the recipe's 0.1 is for sgd, whose rates ...
+        ValueError: optimizer lars: give its lr, too, as in dense(optimizer=lars,lr=1.6); the recipe's 0.1 is for sgd, ...
         """
         changed = replace(self, optimizer=name, lr=self.lr if lr is None else lr)
         if lr is None and _SAME_RATES.get(name, name) != _SAME_RATES.get(self.optimizer, self.optimizer):
             raise ValueError(
-                f"optimizer {name}: pass --lr, too (in a bench @{name}=LR); the recipe's {self.lr:g} is for "
+                f"optimizer {name}: give its lr, too, as in dense(optimizer={name},lr=1.6); the recipe's {self.lr:g} is for "
                 f"{self.optimizer}, whose rates have another scale"
             )
         return changed

@@ -36,7 +36,7 @@ def open_log(components: RunComponents, link: Mapping[str, Any] | None, resume: 
     if resume is None and has_unfinished_run(settings):
         resume = 0  # it ended before its first checkpoint
     log = TrainingLog(
-        settings.folder, settings.tensorboard, resume, name=settings.run_name, settings=_record(components.task, settings),
+        settings.folder, settings.tensorboard, resume, name=settings.method.name, settings=_record(components.task, settings),
         seed=settings.seed, workers=components.world_size, hosts=settings.hosts, link=link,
     )  # fmt: skip
     if log.writes and components.task.source is not None:

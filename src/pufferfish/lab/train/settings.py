@@ -32,7 +32,6 @@ class RunSettings:
         quiet: write no messages.
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
-        name: of the run in its records; "": the method's.
         narrow: width of a narrow model, which `train` finds.
 
     >>> from pufferfish.lab.method_name import training_method
@@ -58,7 +57,6 @@ class RunSettings:
     quiet: bool = False
     hosts: int = 1
     timeout: float | None = None
-    name: str = ""
     narrow: NarrowWidth | None = None
 
     def __post_init__(self) -> None:
@@ -85,11 +83,11 @@ class RunSettings:
             )
         if self.recipe.optimizer == "sam" and self.simulate:
             raise ValueError(
-                "--optimizer sam: each worker perturbs its own weights, which --simulate does not support"
+                "optimizer=sam: each worker perturbs its own weights, which --simulate does not support"
             )
         if self.recipe.optimizer == "lamb" and self.method.low_rank and self.method.low_rank.frobenius:
             raise ValueError(
-                "--optimizer lamb: it scales weight decay by its trust ratio, so frobenius cannot undo the factors' own; remove "
+                "optimizer=lamb: it scales weight decay by its trust ratio, so frobenius cannot undo the factors' own; remove "
                 "frobenius"
             )
         if self.method.narrow is not None:
@@ -105,11 +103,6 @@ class RunSettings:
                 f"a batch of {self.recipe.batch} cannot be split equally over {workers} workers{passes}; "
                 "change --batch"
             )
-
-    @property
-    def run_name(self) -> str:
-        """Name of the run in its records."""
-        return self.name or self.method.name
 
     @property
     def autocast(self) -> torch.autocast:

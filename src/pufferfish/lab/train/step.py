@@ -82,7 +82,9 @@ def build_components(
     if method.local is not None and not settings.simulate:
         hook = method.local.build()
     elif method.compress is not None and processes > 1:
-        hook = compress(model, method.compress, optimizer=optimizer, scope=method.scope)
+        hook = compress(
+            model, method.compress, optimizer=optimizer, scope=method.scope, hierarchy=method.hierarchy
+        )
     return RunComponents(
         task,
         settings,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import DDPHook, compress
-from ...compression.settings import HierarchyLike
 from ...lowrank.factorize import reshape_
 from ...measure import Breakdown
 from ...measure.breakdown import pause
@@ -34,7 +33,6 @@ class TimedModel:
         transform: changes the model (in DDP, if there are several workers) and the optimizer to what a run has at its
             end: a low-rank or a pruned model.
         clip: maximum norm of the gradients.
-        hierarchy: of the compression, as in `compress`.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class TimedModel:
         loss: Callable[[nn.Module], Tensor],
         transform: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
         clip: float | None = None,
-        hierarchy: HierarchyLike = "flat",
     ) -> None:
         self.method, self.inner, self.loss, self.clip = method, model, loss, clip
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -56,7 +53,11 @@ class TimedModel:
         self.hook: DDPHook | None = None
         if self.ddp is not None and method.compress is not None:
             hook = compress(
-                self.ddp, method.compress, optimizer=self.optimizer, hierarchy=hierarchy, scope=method.scope
+                self.ddp,
+                method.compress,
+                optimizer=self.optimizer,
+                hierarchy=method.hierarchy,
+                scope=method.scope,
             )
             assert isinstance(hook, DDPHook)
             self.hook = hook

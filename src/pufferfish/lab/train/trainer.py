@@ -17,7 +17,6 @@ from ...layers.names import unwrap
 from ...local.local_steps import all_finite
 from ...lowrank.files import save
 from ...measure import Breakdown
-from ..method_name import is_pruning_method
 from ..model_change import build_model_change
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
@@ -74,7 +73,7 @@ def train(
         run = TrainingRun(task, settings, data, workers, device, link)
         with run.checkpoint:
             results = run.train()
-        if results is not None and settings.save_model and not is_pruning_method(settings.method.model):
+        if results is not None and settings.save_model and settings.method.pruning is None:
             workers.run_on_first(lambda: save(run.module, settings.folder / "model"))
         if world_size > 1:
             dist.barrier()  # a worker that leaves early would break the others' connections
