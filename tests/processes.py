@@ -12,14 +12,19 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+import pufferfish.api
+import pufferfish.lab.train
+
 # Workers are forked from a server that has these imported: 0.1 s for a group instead of 3 s for each process.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "torchft", "pufferfish", "pytest"]
-)
+multiprocessing.set_forkserver_preload([
+    *(module.__name__ for module in (torch, dist, torch._dynamo, pufferfish.api, pufferfish.lab.train)),
+    "hypothesis", "pytest", "safetensors.torch", "torchft",
+])  # fmt: skip
 
 #: Seconds after which a hanging group is killed.
 LIMIT = 180
