@@ -183,6 +183,7 @@ def test_stopped_workers_save(signals: list[int], tmp_path: Path) -> None:
     assert done // 20 == len(values(read_run(tmp_path / "run"), "valid/accuracy"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The measured link is shown and recorded; workers are not started in the folder of another run."""
