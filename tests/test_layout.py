@@ -16,18 +16,20 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "pufferfish"
 #: The library's packages in the order of their imports: each may import itself and those before it.
 PACKAGES = [
-    "layers", "planning", "optim", "lowrank", "distributed", "compression", "switching", "checkpoint", "local", "measure",
+    "layers", "planning", "distributed", "lowrank", "compression", "switching", "checkpoint", "local", "measure",
     "integrations", "lab", "cli", "__main__",
 ]  # fmt: skip
+#: A model of transformers that becomes low-rank is saved by the adapter from then on, which nobody had asked for before.
+EXCEPTIONS = {("lowrank/rewrite.py", "integrations.pretrained")}
 #: The same inside the lab.
 LAB = ["models", "data", "network", "report", "tasks", "rivals", "train", "advise", "bench"]
 ARCHITECTURES = r"resnet|vgg|bert|llama|whisper|unet|densenet|mobilenet|\bvit\b|\bgpt\b|\bt5\b"
 
 
 def imports(path: Path) -> Iterator[tuple[str, ...]]:
-    """Modules inside `pufferfish` that a file imports when it is loaded, as parts of their dotted names."""
+    """Modules inside `pufferfish` that a file imports, inside functions as well, as parts of their dotted names."""
     package = path.relative_to(SOURCE).parts[:-1]
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             above = package[: len(package) - (node.level - 1)]
             parts = (*above, *(node.module or "").split(".")) if node.module else above
@@ -44,7 +46,8 @@ def test_packages_import_only_packages_above_them() -> None:
             assert not any(name[0] == "lab" for name in imports(path))
             continue
         for name in imports(path):
-            if PACKAGES.index(name[0]) > PACKAGES.index(parts[0]):
+            exception = ("/".join(parts) + ".py", ".".join(name)) in EXCEPTIONS
+            if PACKAGES.index(name[0]) > PACKAGES.index(parts[0]) and not exception:
                 wrong.append((path, ".".join(name)))
             inside = parts[0] == name[0] == "lab" and {parts[1], name[1]} <= set(LAB)
             if inside and LAB.index(name[1]) > LAB.index(parts[1]):

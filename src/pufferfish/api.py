@@ -7,13 +7,12 @@ from .distributed.exact import exact_
 from .distributed.finite_guard import FiniteGuard
 from .layers import register
 from .local.local_steps import LocalSteps
-from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
-from .lowrank.plan_of import plan_of
+from .lowrank.frobenius_decay import FrobeniusDecay
+from .lowrank.muon import Muon, muon_parameters
+from .lowrank.rewrite import factorize_, merge_, plan_of, reshape_
 from .lowrank.state_dict import factorize_state_dict, merge_state_dict
 from .measure import RunLog, diagnose
-from .optim.frobenius_decay import FrobeniusDecay
-from .optim.muon import Muon, muon_parameters
 from .planning.plan import Plan, plan, resolve, spectra
 from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
@@ -21,11 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.optim.carry import Undo
 
 SOURCE = str(Path(pf.__file__).parent)
-#: Lines that take back what was assigned; they must not be interrupted themselves.
-UNDO = range(*(inspect.getsourcelines(Undo)[1] + n for n in (0, len(inspect.getsourcelines(Undo)[0]))))
 
 Line = tuple[str, int]
 
@@ -48,8 +44,7 @@ class Lines:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
-        undo = file == inspect.getsourcefile(Undo) and frame.f_code.co_firstlineno in UNDO
-        if not file.startswith(SOURCE) or (undo and frame.f_code.co_name not in ("setattr", "keep")):
+        if not file.startswith(SOURCE):
             return None
         if event == "line":
             self.at((file, frame.f_lineno))

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..layers.names import own_keys, own_name
-from ..optim.by_name import check_optimizer, group_names, names_by_id
+from ..lowrank.by_name import check_optimizer, group_names, names_by_id
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
 from .folder import file_record, read_manifest

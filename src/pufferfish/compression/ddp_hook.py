@@ -25,7 +25,7 @@ from ..distributed.ddp import (
 )
 from ..distributed.workers import Workers
 from ..layers.names import own_name
-from ..optim.carry import Optimizers, as_list, check_optimizers
+from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook

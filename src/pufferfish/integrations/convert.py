@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..layers.names import own_keys, own_name
-from ..lowrank.checks import check_accepted
+from ..lowrank.carry import Carrier, check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
     LOW_RANK,
@@ -25,6 +26,7 @@ from ..lowrank.files import (
     sync,
     write_manifest,
 )
+from ..lowrank.optimizers import State
 from ..lowrank.state_dict import (
     MAX_SHARD,
     LazyTensor,
@@ -37,7 +39,6 @@ from ..lowrank.state_dict import (
     write_safetensors,
     write_weights,
 )
-from ..optim.carry import Carrier, State, Undo
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.text import track
@@ -324,7 +325,7 @@ def convert_optimizers(
         for target in targets:
             check_accepted(target, low[target], [dense_params[name]], optimizers)
         carrier.split(factor_map, name, dense_params[name], low, factors)
-    carrier.commit(Undo(), after)
+    carrier.commit(ExitStack(), after)
     return [_state_dict(one, was) for one, was in zip(optimizers, saved, strict=True)]
 
 

@@ -27,9 +27,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..layers import LowRank
 from ..layers.names import unwrap
-from ..lowrank.factorize import reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, move_files, read_manifest, write_manifest
-from ..lowrank.plan_of import plan_of
+from ..lowrank.rewrite import plan_of, reshape_
 from ..lowrank.state_dict import index_name, open_weights
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan

@@ -18,7 +18,7 @@ from ..compression.exchange import Transport
 from ..compression.settings import matches
 from ..distributed.workers import balance
 from ..layers.matrix import at_least_fp32
-from ..optim.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
+from ..lowrank.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
 
 #: Means over the workers by name.
 Means = dict[str, Tensor]

@@ -1,1 +1,1 @@
-"""Making models low-rank and dense again, in memory and in files."""
+"""Making models low-rank and dense again, in memory and in files; their optimizers."""

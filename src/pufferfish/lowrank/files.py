@@ -16,10 +16,9 @@ from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
 from ..planning.json_file import errors_name, read_json, write_text
 from ..planning.plan import Plan
-from .checks import check_not_sharded, warn_of_other_optimizers
-from .factorize import reshape_
-from .plan_of import plan_of
-from .rewrite import nan_factors, replace_layers_, set_parameter
+from .factors import nan_factors
+from .optimizers import warn_of_other_optimizers
+from .rewrite import Rewrite, check_not_sharded, commit, plan_of, reshape_, set_parameter
 from .state_dict import LazyTensor, check_dtype, index_name, open_weights, write_safetensors
 
 WEIGHTS = "model.safetensors"
@@ -123,7 +122,9 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
         values = {key: file.get(name) for key, name in names.items()}
     if dense:
         warn_of_other_optimizers(model, plan, [], "create it after load")
-        replace_layers_(model, plan, None, nan_factors)
+        change = Rewrite(model)
+        change.factorize(plan, nan_factors)
+        commit([change])
     now = model.state_dict()
     own = own_keys(now)
     loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}

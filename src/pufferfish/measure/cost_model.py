@@ -20,7 +20,7 @@ from ..compression.settings import Methods, Settings
 from ..compression.simulated import OneWorker
 from ..layers.names import own_name
 from ..local.fragments import Schedule, split_by_depth
-from ..optim.carry import Optimizers
+from ..lowrank.optimizers import Optimizers
 from .breakdown import PARTS, Breakdown, GradientTimeline, pause, trimmed_mean
 from .link import WIRE_FACTOR, Link, interpolate
 

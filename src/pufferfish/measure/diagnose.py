@@ -20,7 +20,7 @@ from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
 from ..layers.names import unwrap
-from ..optim.carry import Optimizers
+from ..lowrank.optimizers import Optimizers
 from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
 from .breakdown import Breakdown, GradientTimeline
@@ -284,7 +284,7 @@ def _fill(
             plan, note = _plan_for_example(model, times.example, measure)
         return json.dumps([plan.to_json(), note, timeline.curve()])
 
-    plan_text, note, curve = json.loads(workers.broadcast_object(workers.run_on_all(plan_and_curve)))
+    plan_text, note, curve = json.loads(workers.gather(plan_and_curve)[0])
 
     diagnosis.workers, diagnosis.steps = size, times.steps
     diagnosis.parts, diagnosis.waiting = _mean_parts(times.parts, workers)

@@ -13,7 +13,7 @@ from torch import nn
 from ..compression import BFloat16, Method
 from ..compression.settings import Methods
 from ..layers import meta_copy
-from ..lowrank.factorize import reshape_
+from ..lowrank.rewrite import reshape_
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import Table

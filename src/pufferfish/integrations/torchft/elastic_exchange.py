@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...optim.carry import Optimizers
+from ...lowrank.optimizers import Optimizers
 from ...switching.switch import Switch
 from .replicas import Replicas
 from .shared_state import SharedState

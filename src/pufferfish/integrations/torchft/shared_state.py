@@ -18,9 +18,9 @@ from ...checkpoint.checkpoint import (
 from ...checkpoint.files import load_model_state, model_state
 from ...layers.names import own_name, unwrap
 from ...local.local_steps import all_finite
-from ...lowrank.factorize import merge_, ranks_of
-from ...optim.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
-from ...optim.carry import Optimizers, as_list
+from ...lowrank.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
+from ...lowrank.optimizers import Optimizers, as_list
+from ...lowrank.rewrite import merge_, ranks_of
 from ...planning.plan import Plan
 from ...switching.switch import Switch
 
