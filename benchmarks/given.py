@@ -37,7 +37,7 @@ from pufferfish.compression.method import MessageGenerator, StepContext
 from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path += [str(EXAMPLES / "bilingual"), str(EXAMPLES / "continue_lm")]

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.compression import BlockRandomK, Method, NoCompression, PowerSGD, RandomK, Settings, TopK
 from pufferfish.lab.harness import Job, Row, Study, main
+from pufferfish.lab.method_name import PruningMethod, training_method
 from pufferfish.lab.models import REFERENCES
-from pufferfish.lab.rivals.pruning_by_name import build_pruning_change
+from pufferfish.lab.rivals.pruning import build_pruning_change
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.simulated import SimulatedDDP
 from pufferfish.measure import read_run
 
 DATA = Path(os.environ.get("DATA", "data"))
@@ -122,13 +122,13 @@ def run(job: Job) -> Row:
     steps = (len(images["train"][0])) // batch
     switch = rival = None
     if arm.switch is not None:
-        plan = pf.plan(model, rank=0.25, keep=arm.keep, multiple=8)
+        plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=8), keep=arm.keep)
         switch = pf.Switch(plan, when=pf.AtEpoch(round(arm.switch * epochs)))
     if arm.frobenius:
-        pf.FrobeniusDecay(model, optimizer, arm.frobenius)
+        pf.lowrank.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
-            f"early-bird-{arm.early_bird}", model, optimizer, epochs=epochs, steps_per_epoch=steps
+            PruningMethod(ratio=arm.early_bird), model, optimizer, epochs=epochs, steps_per_epoch=steps
         )
     ddp = None
     if arm.method:
@@ -199,7 +199,9 @@ def narrow_width(width: float) -> float:
         return sum(p.numel() for p in RESNET.build(width=width).parameters())
 
     with torch.device("meta"):
-        wanted = pf.plan(RESNET.build(width=width), rank=0.25, keep=RESNET.keep, multiple=8).after.parameters
+        wanted = pf.plan(
+            RESNET.build(width=width), rank=pf.Ratio(0.25, multiple=8), keep=RESNET.keep
+        ).after.parameters
         tried = [width * i / 128 for i in range(8, 129)]
         return min(tried, key=lambda width: abs(parameters(width) - wanted))
 

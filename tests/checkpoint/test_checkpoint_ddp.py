@@ -424,7 +424,8 @@ def compressed(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = DDP(build())
     optimizer = adamw(model)
-    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, **options)
+    settings = pf.compression.Settings(**options)
+    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, settings=settings)
 
 
 def save_compressed(rank: int, size: int, folder: Path) -> None:

@@ -7,12 +7,14 @@ from .exchange import Group, Meter, Transport
 from .fsdp2_hook import FSDP2Hook
 from .method import Gather, Kept, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
+from .methods.changed import Changed
 from .methods.powersgd import AlternatingPowerSGD, Atomo, PowerSGD
 from .methods.quantized import QSGD, BlockFP8, BlockInt8, Int2, Int4, LoCo, TernGrad
 from .methods.signs import EFSignSGD, OneBitSGD, SignSGD, Signum
 from .methods.sparse import DGC, BlockRandomK, RandomK, SparseLoCo, Threshold, TopK
 from .methods.sums import BFloat16, Float16, NoCompression
 from .settings import Methods, Settings
+from .sharded import ShardedHook
 from .simulated import OneWorker, Simulated
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "BlockFP8",
     "BlockInt8",
     "BlockRandomK",
+    "Changed",
     "DDPHook",
     "EFSignSGD",
     "Engine",
@@ -46,6 +49,7 @@ __all__ = [
     "RandomK",
     "Scatter",
     "Settings",
+    "ShardedHook",
     "SignSGD",
     "Signum",
     "Simulated",

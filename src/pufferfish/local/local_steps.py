@@ -54,7 +54,7 @@ class LocalSteps:
 
     If the model of any worker is not finite, the round is discarded: all workers return to the anchor, with a
     warning. Finite averages that are on their way are still applied. The state of that worker's optimizer is not
-    repaired; `pf.FiniteGuard` skips the updates that cause this.
+    repaired; `pf.distributed.FiniteGuard` skips the updates that cause this.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
     before a switch, which needs equal weights; call `start` after the switch::

@@ -221,7 +221,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
-    >>> pf.plan_of(model).ranks
+    >>> pf.lowrank.plan_of(model).ranks
     {'0': {'': 8}}
     """
     ranks = ranks_of(model)
@@ -231,7 +231,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         change.merge()
         commit([change])
     embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
-    dense_plan = make_plan(dense, multiple=1, embed=embed, frozen=True)
+    dense_plan = make_plan(dense, embed=embed)
     entries = []
     for e in dense_plan.entries:
         rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None

@@ -378,7 +378,7 @@ def with_compression(
 def with_local_exchange(
     work: Work,
     schedule: Schedule,
-    method: Methods,
+    method: Methods | Settings,
     parameters: Mapping[str, Tensor],
     size: int,
     device: torch.device | None = None,

@@ -86,7 +86,7 @@ class OptionBuilder:
     def compressed_option(self, method: Method, per_node: int = 1) -> TrainingOption:
         """Compression by `method` instead of the current one; only between machines if `per_node` is above 1."""
         work = with_compression(self.compute, method, self.parameters, self.size, per_node=per_node)
-        hierarchy = ', hierarchy="node"' if per_node > 1 else ""
+        hierarchy = ', settings=pf.compression.Settings(hierarchy="node")' if per_node > 1 else ""
         name = f"pf.compress(ddp, {as_code(method)}{hierarchy})"
         return TrainingOption(kind="compression", name=name, work=work, method=method)
 

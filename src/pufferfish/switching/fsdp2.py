@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ..compression.fsdp2_hook import find_fsdp2_hook
+from ..compression.sharded import find_sharded_hook
 from ..distributed.ddp import Job, reshard
 from ..distributed.workers import Workers
 from ..layers import FactorMap
@@ -201,8 +202,9 @@ def rebuild(
     weights = parameters(model)
     groups = by_weight(e for e in plan if e.rank is not None)
     check_finite({name: p for name, p in weights.items() if name in groups}, workers)
-    if (hook := find_fsdp2_hook(model)) is not None:
-        hook.attach(new)
+    for hook in (find_fsdp2_hook(model), find_sharded_hook(model)):
+        if hook is not None:
+            hook.attach(new)
 
     carrier = Carrier(optimizers, unwrap(model).parameters(), carry, stream=True)
     arrived = NewParameters(unwrap(new))
