@@ -46,7 +46,8 @@ ALIASES: dict[str, str] = {}
 MAY_DIFFER: dict[str, tuple[float, str]] = {}
 #: Where public names are looked for, in this order. Where a module moves, add its new path.
 PLACES = (
-    "pufferfish", "pufferfish.compression", "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
+    "pufferfish", "pufferfish.compression", "pufferfish.lowrank", "pufferfish.planning", "pufferfish.distributed",
+    "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
     "pufferfish.lab.models",
 )  # fmt: skip
 
@@ -214,7 +215,7 @@ def plan_of_paper(name: str) -> Values:
     reference = pf.REFERENCES[name]
     with torch.device("meta"):
         model, example = reference.build(), reference.example()
-    plan = pf.plan(model, 0.25, keep=reference.keep, multiple=1, example=example)
+    plan = pf.plan(model, 0.25, keep=reference.keep, example=example)
     yield "", decisions(plan)
 
 

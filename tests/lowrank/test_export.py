@@ -47,7 +47,7 @@ class Layer:
 
     def make(self) -> nn.Module:
         model = self.dense()
-        pf.factorize_(model, pf.plan(model, rank=0.25, multiple=4))
+        pf.factorize_(model, pf.plan(model, rank=pf.Ratio(0.25, multiple=4)))
         assert any(type(m) is self.low_rank for m in model.modules())
         return model
 

@@ -233,7 +233,7 @@ def automatic(rank: int, size: int) -> None:
     """Spectra are shared out; every rank sees the same history and switches alike."""
     model = build()
     ddp, optimizer = DDP(model), momentum(model)
-    start = {name: s.tolist() for name, s in pf.spectra(model).items()}
+    start = {name: s.tolist() for name, s in pf.planning.spectra(model).items()}
     switch = pf.Switch(when=pf.RanksSettle(span=2, tolerance=100.0))
     moments = []
     for step in range(6):

@@ -2,8 +2,8 @@
 
 from .check_compressor import check_compressor
 from .ddp_hook import DDPHook, compress
-from .engine import Engine
-from .exchange import Meter
+from .engine import Engine, Step
+from .exchange import Group, Meter, Transport
 from .fsdp2_hook import FSDP2Hook
 from .method import Gather, Kept, Method, Scatter, StepContext, Sum
 from .methods.accordion import Accordion
@@ -13,9 +13,9 @@ from .methods.quantized import QSGD, BlockFP8, BlockInt8, Int2, Int4, LoCo, Tern
 from .methods.signs import EFSignSGD, OneBitSGD, SignSGD, Signum
 from .methods.sparse import DGC, BlockRandomK, RandomK, SparseLoCo, Threshold, TopK
 from .methods.sums import BFloat16, Float16, NoCompression
-from .settings import Settings
+from .settings import Methods, Settings
 from .sharded import ShardedHook
-from .simulated import Simulated
+from .simulated import OneWorker, Simulated
 
 __all__ = [
     "DGC",
@@ -34,14 +34,17 @@ __all__ = [
     "FSDP2Hook",
     "Float16",
     "Gather",
+    "Group",
     "Int2",
     "Int4",
     "Kept",
     "LoCo",
     "Meter",
     "Method",
+    "Methods",
     "NoCompression",
     "OneBitSGD",
+    "OneWorker",
     "PowerSGD",
     "RandomK",
     "Scatter",
@@ -51,11 +54,13 @@ __all__ = [
     "Signum",
     "Simulated",
     "SparseLoCo",
+    "Step",
     "StepContext",
     "Sum",
     "TernGrad",
     "Threshold",
     "TopK",
+    "Transport",
     "check_compressor",
     "compress",
 ]

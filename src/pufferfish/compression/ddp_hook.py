@@ -24,8 +24,8 @@ from ..distributed.ddp import (
     register_hook,
 )
 from ..distributed.workers import Workers
-from ..layers.names import own_name
-from ..optim.carry import Optimizers, as_list, check_optimizers
+from ..layers.names import own_name, trainable_parameters
+from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
@@ -94,7 +94,7 @@ def compress(
         )
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
-    named = _trained(ddp.module)
+    named = trainable_parameters(ddp.module)
 
     def checked() -> Settings:
         check_optimizer(ddp.module, optimizer)
@@ -114,10 +114,6 @@ def compress(
     hook = DDPHook(ddp.module, workers, engine, optimizer)
     register_hook(ddp, hook)
     return hook
-
-
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
@@ -181,7 +177,7 @@ class DDPHook(AtLastBucket):
         the next gradient. Other state of the old method is dropped.
         """
         self.workers.operation = "hook.use"
-        named, before = _trained(self.module), self.engine.settings
+        named, before = trainable_parameters(self.module), self.engine.settings
         settings = self.workers.run_on_all(
             lambda: checked_settings(
                 replace(before, method=method, error_feedback=error_feedback), named, self.optimizers

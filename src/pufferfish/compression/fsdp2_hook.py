@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.workers import Workers
 from ..layers.names import join_name, own_name, unwrap
-from ..optim.carry import Optimizers, as_list
+from ..lowrank.optimizers import Optimizers, as_list
 from .engine import Engine, Step, make_batches
 from .exchange import Group, Meter
 from .method import Method

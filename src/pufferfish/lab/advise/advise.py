@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from ...compression import NoCompression
 from ...distributed.workers import Workers
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.cost_model import (
     probe_bytes,
-    trainable_parameters,
     wire_bytes,
     with_ddp_messages,
     with_local_exchange,
@@ -99,7 +100,7 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
             count = len(times[DENSE])
             if count >= rounds:
                 measured = advice.with_measurements(times)
-                if workers.broadcast_object(count >= MAX_ROUNDS or is_stable(measured.best)):
+                if workers.run_on_first(partial(bool, count >= MAX_ROUNDS or is_stable(measured.best))):
                     return measured
 
 
@@ -153,7 +154,7 @@ class _Advisor:
                 advice = self._advice_of(network, rounds, rank_seconds)
                 late = time.monotonic() - start > MAX_SECONDS and len(rounds) >= 3
                 done = late or (len(rounds) >= MIN_ROUNDS and is_stable(advice.best))
-                if self.workers.broadcast_object(done or len(rounds) == MAX_ROUNDS):
+                if self.workers.run_on_first(partial(bool, done or len(rounds) == MAX_ROUNDS)):
                     return advice
 
     def _advice_of(
@@ -309,7 +310,7 @@ class _Advisor:
             both = zip(ranks, times, strict=True)
             return ranks.replace(replace(e, ms=t.ms) for e, t in both).to_json()
 
-        return Plan.from_json(self.workers.broadcast_object(self.workers.run_on_all(measure)))
+        return Plan.from_json(self.workers.gather(measure)[0])
 
     def _plans_of_other_ranks(self) -> dict[float, Plan]:
         """The plan of low rank without compression, at the ranks of `RANK_RANGE`."""

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from ...compression.method import Method
 from ...distributed.workers import Workers
+from ...layers.names import trainable_parameters
 from ...measure import Work
 from ...measure.breakdown import trimmed_mean
 from ...measure.cost_model import (
     COMPUTE_PARTS,
     measure_compute,
-    trainable_parameters,
     with_compression,
     with_ddp_messages,
 )
@@ -35,7 +35,7 @@ def measured_work(model: TimedModel) -> Work:
     parts: dict[str, Any] = dict(zip(COMPUTE_PARTS, means, strict=True))
     slowest = max(sum(means), _slowest_seconds(model, steps))
     buffer_bytes = sum(x.nbytes for x in model.inner.buffers()) if workers.size > 1 else 0
-    curve = tuple((x, y) for x, y in workers.broadcast_object(work.gradient_curve))
+    curve = tuple((x, y) for x, y in workers.gather(lambda: work.gradient_curve)[0])
     work = replace(work, **parts, buffer_bytes=buffer_bytes, gradient_curve=curve)
     return with_compute_seconds(work, slowest)
 

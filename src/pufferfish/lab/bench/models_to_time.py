@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...checkpoint.folder import list_checkpoints
 from ...layers.names import unwrap
+from ...lowrank.frobenius_decay import FrobeniusDecay
 from ...measure import read_run
-from ...optim.frobenius_decay import FrobeniusDecay
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
 from ..advise.timed_model import TimedModel

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Work, probe
 from ...measure.breakdown import PARTS
 from ...measure.cost_model import (
     built_buckets,
     probe_bytes,
-    trainable_parameters,
     with_buckets,
     with_local_exchange,
 )

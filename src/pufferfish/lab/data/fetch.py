@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from ...lowrank.files import sha256, sync
+from ...planning.json_file import sha256, sync
 from ...planning.text import progress
 from .dataset import Dataset, Download
 

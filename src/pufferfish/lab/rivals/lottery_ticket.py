@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...distributed.ddp import Job
-from ...optim.carry import Optimizers, as_list, check_optimizers
+from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .pruning_masks import PruningMasks
 from .snapshot import restore_snapshot, snapshot
 

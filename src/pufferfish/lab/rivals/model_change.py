@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...layers.names import unwrap
-from ...lowrank.factorize import ranks_of
+from ...lowrank.rewrite import ranks_of
 from ...measure import RunLog
 from ...planning.profile import Example, profile
 

@@ -4,7 +4,7 @@ import re
 
 from torch import nn
 
-from ...optim.carry import Optimizers
+from ...lowrank.optimizers import Optimizers
 from .pruning_change import EarlyBirdChange, LotteryTicketChange, PruningChange
 
 #: Names, and the meaning of a number after them, as in early-bird-0.3.

@@ -9,8 +9,8 @@ from torch import nn
 from ...checkpoint.files import SavedCheckpoint
 from ...checkpoint.folder import newest_checkpoint
 from ...distributed.ddp import Job
+from ...lowrank.optimizers import Optimizers
 from ...measure import RunLog
-from ...optim.carry import Optimizers
 from ...planning.profile import Example
 from .early_bird import EarlyBird
 from .lottery_ticket import LotteryTicket

@@ -8,7 +8,8 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...layers.names import unwrap
-from ...optim.carry import Optimizers, as_list, check_optimizers, replace_parameters
+from ...lowrank.carry import replace_parameters
+from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .channel_groups import ChannelGroup
 
 

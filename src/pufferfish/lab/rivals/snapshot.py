@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ...layers.names import own_name, unwrap
-from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
+from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
 
 
 def snapshot(model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> dict[str, Any]:

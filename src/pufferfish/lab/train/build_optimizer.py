@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...optim.muon import Muon, muon_parameters
+from ...lowrank.muon import Muon, muon_parameters
 from ..rivals import LAMB, LARS, SAM
 from ..tasks import Recipe
 from .optimizer_list import OptimizerList

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...lowrank.checks import check_structure
+from ...lowrank.rewrite import check_plan
 from ...planning.plan import Plan
 from ...planning.plan import plan as make_plan
 from ...switching.moments import AtEpoch, AtFraction
@@ -67,7 +67,7 @@ class LowRankMethod:
             return make_plan(model, self.rank_of(recipe), keep=self.kept(keep))
         loaded = Plan.load(self.plan)
         try:
-            check_structure(model, loaded)
+            check_plan(model, loaded)
         except ValueError as error:
             raise ValueError(f"{self.plan} is a plan for another model: {error}") from None
         return loaded

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Link, Prediction, Work, dry_run
 from ...measure.cost_model import (
     measure_compute,
-    trainable_parameters,
     with_ddp_messages,
     with_local_exchange,
 )

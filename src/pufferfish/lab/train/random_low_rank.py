@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ...lowrank.factorize import reshape_
+from ...lowrank.rewrite import reshape_
 from ...planning.plan import Plan
 
 

@@ -11,7 +11,7 @@ from ...compression import Meter, Settings, Simulated
 from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.state import updates_by_rate
 from ...layers.names import own_name
-from ...optim.carry import Optimizers, as_list
+from ...lowrank.optimizers import Optimizers, as_list
 
 Loss = Callable[..., Tensor | Iterable[Tensor]]
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoint.files import load_model_state, model_state
-from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
-from ...optim.carry import as_list
+from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
+from ...lowrank.optimizers import as_list
 from ..rivals.model_change import ModelChange
 from .run_components import RunComponents
 from .simulated_ddp import WorkerGenerators

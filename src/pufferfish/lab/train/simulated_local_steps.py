@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compression import Simulated
+from ...layers.names import trainable_parameters
 from ...local.fragments import Anchor, Means, move_engine_states, settings_for, split_by_depth
-from ...local.local_steps import all_finite, averaged_buffers, check_model, trainable_parameters
+from ...local.local_steps import all_finite, averaged_buffers, check_model
 from .local_method import LocalMethod
 
 _SAVED = ("since", "means", "remaining", "sent_bytes")
