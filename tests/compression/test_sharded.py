@@ -173,13 +173,12 @@ def over_meshes(rank: int, size: int) -> None:
             assert torch.equal(x, y), config
 
 
-def for_a_while(rank: int, size: int) -> None:
-    for rate in (1e-6, 1e-5, 1e-4, 3e-4):
-        config = Config(rate=rate, steps=200)
-        losses, net, _ = train(config)
-        same, compressed, _ = train(config, NoCompression(), Changed())
-        for x, y in zip(losses + shards(net), same + shards(compressed), strict=True):
-            assert torch.equal(x, y), rate
+def for_a_while(rank: int, size: int, rate: float) -> None:
+    config = Config(rate=rate, steps=200)
+    losses, net, _ = train(config)
+    same, compressed, _ = train(config, NoCompression(), Changed())
+    for x, y in zip(losses + shards(net), same + shards(compressed), strict=True):
+        assert torch.equal(x, y)
 
 
 def unchanged_parameters_cost_a_header(rank: int, size: int) -> None:
@@ -433,10 +432,11 @@ def test_the_bits_of_plain_fsdp2(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 3e-4])
 @pytest.mark.parametrize("size", [2, 4])
-def test_200_steps(size: int) -> None:
-    in_processes(for_a_while, size, limit=300)
+def test_200_steps(size: int, rate: float) -> None:
+    in_processes(for_a_while, size, rate)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..distributed.workers import Workers, workers_text
@@ -63,7 +64,7 @@ def find_sharded_hook(model: nn.Module) -> ShardedHook | None:
     >>> find_sharded_hook(nn.Linear(2, 2))
     """
     for module in model.modules():
-        group = group_of(module) if hasattr(module, "_get_fsdp_state") else None
+        group = group_of(module) if isinstance(module, FSDPModule) else None
         if group is not None and isinstance(group._all_gather_comm, ParameterGather):
             return group._all_gather_comm.hook
     return None
@@ -157,7 +158,7 @@ class ParameterGather(_Collective):
     group: dist.ProcessGroup  # of the whole mesh dimension; others are inside a machine
     held: Tensor | None = None  # what was gathered last, (workers, elements) as integers; None: nothing
     gathers: int = 0
-    expected: Expected = field(default_factory=lambda: Expected())
+    expected: Expected = field(default_factory=lambda: Expected())  # defined below
 
     @torch.no_grad()
     def __call__(
@@ -191,8 +192,9 @@ class ParameterGather(_Collective):
         size = self.expected.size(mine.nbytes)
         headers, received = self._exchange(self._base(held), counts, code.view(torch.uint8), size, transport)
         self.gathers += 1
-        if held is None or any(base != headers[0][1] or base == 0 for _, base, *_ in headers):
-            if held is not None and all(base for _, base, *_ in headers):
+        bases = {base for _, base, *_ in headers}
+        if held is None or len(bases) > 1:
+            if 0 not in bases:
                 warnings.warn(
                     f"{transport.operation}: the workers' held copies differ, and are gathered again",
                     stacklevel=2,
