@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..layers import LowRank, Matrix
-from ..layers.names import named_modules, rebuilt
+from ..layers import LowRank, Matrix, named_modules, rebuilt
 from .carry import Optimizers, as_list, check_optimizers
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ...planning.plan import plan
+from ...planning import plan
 from ..tasks import Task
 from .narrow_method import NarrowWidth, build_model
 from .run_settings import RunSettings
