@@ -45,18 +45,18 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.integrations.torchft import ElasticLocalSteps, Replicas
 from pufferfish.integrations.torchft.replicas import digest
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network, unavailable_reason
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.planning.text import Table
 
 REPLICAS, MIN_REPLICAS, PORT = 4, 3, 29510
 CONTEXT, BATCH, VALIDATION = 64, 8, 2**16
 METHODS = {
-    "plain": "diloco-20",
-    "streaming": "streaming-20x4(delay=4)",
-    "sparseloco": "sparseloco-20",
-    "sparseloco+checkpoints": "sparseloco-20",  # each replica saves its state after every round
+    "plain": "diloco(20)",
+    "streaming": "streaming(20,fragments=4,delay=4)",
+    "sparseloco": "sparseloco(20)",
+    "sparseloco+checkpoints": "sparseloco(20)",  # each replica saves its state after every round
 }
 #: Where a kill can hit.
 PHASES = ("training", "exchange", "flight", "switch", "joining")

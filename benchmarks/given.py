@@ -37,7 +37,7 @@ from pufferfish.compression.method import MessageGenerator, StepContext
 from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path += [str(EXAMPLES / "bilingual"), str(EXAMPLES / "continue_lm")]
@@ -316,7 +316,7 @@ STUDIES = [
     smollm2(40, SUMS), smollm2(160, SUMS),
     minilm(0.1, LONG), minilm(0.6, MIDDLE, rates=3), minilm(1, MIDDLE, rates=3), minilm(2, MIDDLE, batch=512),
     choices(minilm(0.3, []), {"PowerSGD(16)": 8e-4, "PowerSGD(4)": 4e-4}),
-    choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
+    choices(minilm(0.3, [], workers=4), {"PowerSGD(16)": 4e-4}), choices(smollm2(160, []), {"PowerSGD(16)": 4e-4}),
     factorized(minilm(0.3, [])), factorized(smollm2(40, [])),
 ]  # fmt: skip
 

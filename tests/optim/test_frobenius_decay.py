@@ -21,8 +21,8 @@ from matrices import forced
 from operations import Operations
 from processes import in_processes
 from pufferfish.layers import LowRank
-from pufferfish.optim import frobenius_decay
-from pufferfish.optim.frobenius_decay import FrobeniusDecay
+from pufferfish.lowrank import frobenius_decay
+from pufferfish.lowrank.frobenius_decay import FrobeniusDecay
 from pufferfish.planning.timing import capture_cuda_graph
 
 LAMBDA, OWN = 0.03, 0.05  # large, so that a wrong one cannot hide

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.optim import muon as module
+from pufferfish.lowrank import muon as module
 
 SHAPES = [(32, 32), (64, 24), (32, 32), (24, 64), (64, 24), (32, 32)]
 

@@ -9,8 +9,6 @@ transformers loads the resulting dense folder.
 import argparse
 from pathlib import Path
 
-HELP = "convert a low-rank checkpoint back to dense"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -21,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..integrations.convert import merge
-    from ..planning.plan import Plan
+    from ..planning import Plan
 
     plan = arguments.plan and Plan.load(arguments.plan)
     plan = merge(arguments.checkpoint, arguments.out, plan)

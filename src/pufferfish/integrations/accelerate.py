@@ -15,8 +15,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..optim.carry import Optimizers
-from ..planning.json_file import read_json, write_text
+from ..lowrank.optimizers import Optimizers
+from ..planning import read_json, write_text
 from ..switching.switch import Switch
 
 _FILE = "switch.json"

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..distributed.ddp import find_ddp
-from ..lowrank.factorize import ranks_of
-from ..planning.json_file import read_json
+from ..lowrank.rewrite import ranks_of
+from ..planning import read_json
 from ..switching.moments import moment_text
 from ..switching.switch import Switch
 from .pretrained import from_pretrained as from_pretrained
@@ -100,7 +100,7 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             )
         self.trainer = trainer
         self.switch = switch
-        self.by = by or switch.settings.by
+        self.by = by or switch.by
         self.register = register
         self._saved: dict[str, Any] | None = None
         self._inside_epoch = False

@@ -1,9 +1,10 @@
-"""Names of modules and parameters without the prefixes that wrappers (DDP, torch.compile …) add."""
+"""Models, names and tensors without what wrappers (DDP, torch.compile, FSDP2 …) add."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 # Name segments added by torch.compile, activation checkpointing and FSDP1.
@@ -19,9 +20,6 @@ def own_name(*parts: str) -> str:
     'layers.0.weight'
     """
     return ".".join(part for part in ".".join(parts).split(".") if part and part not in _MARKERS)
-
-
-join_name = own_name
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -59,11 +57,21 @@ def rebuilt(model: nn.Module) -> nn.Module:
     return new
 
 
+def local_part(x: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor: its shard, or all of it."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield (own name, path for `get_submodule`, module) of every module that is not a wrapper."""
     for path, module in unwrap(model).named_modules():
         if not _MARKERS & module._modules.keys():
             yield own_name(path), path, module
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by own name."""
+    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
 def own_keys(names: Iterable[str]) -> dict[str, str]:

@@ -118,9 +118,7 @@ def with_measured_times(
             return plan
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         measured: dict[str, Any] = {"device": name, "mode": mode} | ({} if link is None else {"link": link})
-        # A layer may wait for other workers, which need not measure as many steps.
-        sharded = any(type(p) not in (Tensor, nn.Parameter) for p in model.parameters())
-        if not (sharded or _several_workers()):
+        if not _waits_for_others(model):
             with progress("measuring a step", None):
                 step = _measured("the whole step", partial(measure_step, model, example), mode)
             measured |= {} if step is None else {"step_ms": step}
@@ -180,6 +178,11 @@ def _decide(group: Sequence[Entry], ranks: Mapping[str, int], ms: Times, link: f
         slower = (e.rank or e.rule) and ms[1] - less_to_send >= ms[0]
         decided.append(timed.keep_dense(reason) if slower else timed)
     return decided
+
+
+def _waits_for_others(model: nn.Module) -> bool:
+    """Whether a layer may wait for other workers, which need not measure as many steps."""
+    return _several_workers() or any(type(p) not in (Tensor, nn.Parameter) for p in model.parameters())
 
 
 def measure_layer(
