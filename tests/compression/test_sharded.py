@@ -40,6 +40,7 @@ class Config:
     frozen: bool = False
     replicas: bool = False
     spoil: bool = False
+    compiled: bool = False
     divide: float | None = None
     steps: int = 6
 
@@ -61,6 +62,7 @@ CONFIGS = {
     "fp32": Config(policy=MixedPrecisionPolicy()),
     "bf16 both ways": Config(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "NaN": Config(spoil=True),
+    "compiled": Config(compiled=True),
 }
 
 
@@ -115,6 +117,8 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
 def train(config: Config, *methods: Any) -> tuple[list[Tensor], Net, ShardedHook | None]:
     """Train a net, compressed by methods for gradients and parameters if there are any."""
     net = build(config)
+    if config.compiled:
+        net = torch.compile(net, backend="aot_eager")  # type: ignore[assignment]
     optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=config.rate)
     hook: Any = pf.compress(net, methods[0], parameters=methods[1], optimizer=optimizer) if methods else None
     seen = []

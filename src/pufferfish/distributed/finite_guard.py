@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers import own_name, rebuilt, unwrap
-from ..layers.names import local_part
+from ..layers import local_part, own_name, rebuilt, unwrap
 from .ddp import Job
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
-from ..layers import own_name, unwrap
-from ..layers.names import local_part, trainable_parameters
+from ..layers import local_part, own_name, unwrap
+from ..layers.names import trainable_parameters
 from .fragments import (
     Anchor,
     Flight,

@@ -80,14 +80,14 @@ def plan(
     timing = as_timing(measure, model, example) if measure or example is not None else None
     profiled = None if example is None else profile(model, example)
     entries, layers = candidates(model, profiled, embed=embed is not None)
-    before = totals(model, profiled)
+    before, shared_inputs = totals(model, profiled), _shared_inputs(profiled, layers)
     entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
     plan = Plan(
         entries=tuple(entries),
         before=before,
         parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
         functional=profiled.functional if profiled else {},
-        shared_inputs=_shared_inputs(profiled, layers),
+        shared_inputs=shared_inputs,
     )
     plan = apply_rules(plan, None)
     if timing is None or profiled is None or example is None:
@@ -110,12 +110,13 @@ def candidates(
     Args:
         embed: Whether embeddings can be factorized.
     """
+    modules = list(_uncovered_modules(model))
     owners: Owners = {}
     for tensor, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(own_name(tensor))
     entries: list[Entry] = []
     layers: dict[str, nn.Module] = {}
-    for name, module, reason in _uncovered_modules(model):
+    for name, module, reason in modules:
         kind = low_rank_type(type(module))
         if kind is not None:
             layers[name] = module
