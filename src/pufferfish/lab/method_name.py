@@ -26,8 +26,8 @@ from ..compression import Method, NoCompression, Settings, SparseLoCo
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
 from ..lowrank.rewrite import check_plan
-from ..planning.plan import Plan
-from ..planning.plan import plan as make_plan
+from ..planning import Plan
+from ..planning import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
 from ..switching.switch import Switch
 from .tasks.recipe import OPTIMIZERS, Recipe

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.ddp import Job
-from ..layers.names import named_modules
+from ..layers import named_modules
 from ..lowrank.factors import shared_spectra
-from ..planning.plan import LITTLE, Plan
-from ..planning.rules import apply_rules
+from ..planning import LITTLE, Plan, apply_rules
 
 
 def choose_ranks(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...planning.plan import plan
+from ...planning import plan
 from ..tasks import Task
 
 if TYPE_CHECKING:
