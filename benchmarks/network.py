@@ -28,17 +28,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import pufferfish as pf
-from pufferfish.lab.advise.timed_model import TimedModel
-from pufferfish.lab.advise.timing_rounds import Round, speedups, steps_per_round, timing_rounds
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.find_width import closest_width
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.narrow import closest_width
+from pufferfish.lab.train.timing import Round, TimedModel, speedups, steps_per_round, timing_rounds
 from pufferfish.planning.text import Table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
-METHODS = ["dense", TORCH, "bf16", "powersgd-4", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd-4"]
+METHODS = ["dense", TORCH, "bf16", "powersgd(4)", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd(4)"]
 #: A narrower dense model, with the compression that follows it.
 NARROW = "narrow"
 
@@ -50,12 +49,11 @@ class Case:
     build: Callable[[float], nn.Module]  # with a width
     batch: Callable[[int], tuple[Tensor, Tensor]]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    rank: float
+    rank: float | pf.Ratio
     keep: tuple[str, ...]
-    multiple: int
 
     def plan(self, model: nn.Module) -> pf.Plan:
-        return pf.plan(model, rank=self.rank, keep=self.keep, multiple=self.multiple)
+        return pf.plan(model, rank=self.rank, keep=self.keep)
 
     def narrow_width(self) -> float:
         """Width of the dense model that has as many parameters as the low-rank one."""
@@ -78,11 +76,11 @@ def text(rows: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "resnet18": Case(
         lambda width: REFERENCES["resnet18"].build(width=width), images,
-        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), 0.25, REFERENCES["resnet18"].keep, 1,
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), pf.Ratio(0.25, multiple=1), REFERENCES["resnet18"].keep,
     ),
     "gpt": Case(
         lambda width: GPT(vocabulary=256, d=384, layers=6, heads=6, context=128, width=width), text,
-        lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4), 0.3125, REFERENCES["gpt"].keep, 16,
+        lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4), 0.3125, REFERENCES["gpt"].keep,
     ),
 }  # fmt: skip
 

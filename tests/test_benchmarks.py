@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from pufferfish.compression import Settings
-from pufferfish.lab.report.methods_table import parse_methods
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.method_name import compression_method
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 #: Scripts with studies, each of which has a file of results.
-STUDIES = ("given", "given_steps", "quality")
+STUDIES = ("given", "given_steps", "quality", "sharded")
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,10 @@ def test_the_recorded_accidents_are_shown(
     assert len(re.findall(r"\d\.\d", capsys.readouterr().out)) >= 2
 
 
-@pytest.mark.parametrize("method", ["BFloat16()", "BlockInt8()", "LoCo()", "PowerSGD(2)", "TopK(0.01)"])
+@pytest.mark.parametrize("method", ["bf16", "int8", "loco", "powersgd(2)", "topk(0.01)"])
 def test_one_worker_counts_the_bytes_of_four(method: str) -> None:
     given = importlib.import_module("given")
-    (settings,) = map(Settings, parse_methods([method]))
+    settings = Settings(compression_method(method))
     model = nn.Linear(256, 512)
     batch = torch.randn(8, 256)
     counted = []

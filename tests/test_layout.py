@@ -66,6 +66,38 @@ def test_no_architecture_in_the_library() -> None:
     assert found == {}
 
 
+#: Private words in the source that are no names of other packages, or of Python itself.
+NOT_THEIRS = {
+    "_ARGCOMPLETE", "_a_", "_asdict", "_exit", "_option_string_actions", "_per_", "_proj_weight", "_pufferfish_rebuilt",
+    "_reverse", "_scaled_dot_product_",
+}  # fmt: skip
+
+
+def words() -> tuple[set[str], set[str]]:
+    """All names that the source gives to something of its own, and all names and texts that it uses."""
+    ours, used = set(NOT_THEIRS), set()
+    for n in [n for path in sorted(SOURCE.rglob("*.py")) for n in ast.walk(ast.parse(path.read_text()))]:
+        match n:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                ours.add(name)
+            case ast.Name(id=name, ctx=ctx) | ast.Attribute(attr=name, ctx=ctx):
+                (ours if isinstance(ctx, ast.Store) else used).add(name)
+            case ast.Constant(value=str(name)):
+                used.add(name)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                used.update([*module.split("."), *(alias.name for alias in names)])
+    return ours, used
+
+
+def test_private_names_of_other_packages_are_listed() -> None:
+    ours, used = words()
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    listed = set(re.findall(r"`(_\w+)`", text.split("## Private names")[1].split("\n## ")[0]))
+    theirs = {name for name in used - ours if re.fullmatch(r"_[A-Za-z]\w+", name)}
+    assert sorted(theirs - listed) == [], "say in CONTRIBUTING.md what for, and why no public name does it"
+    assert sorted(listed - used) == [], "they are gone; remove them from CONTRIBUTING.md"
+
+
 @pytest.mark.slow
 def test_the_tests_are_collected_without_the_files_beside_them(tmp_path: Path) -> None:
     """Beside an installed wheel there are neither pages nor benchmarks."""

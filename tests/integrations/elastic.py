@@ -122,13 +122,13 @@ class Training:
             self.collectives = 0
             join()
 
-        def counted(collective: Callable[[], Any]) -> Callable[[], None]:
+        def counted(collective: Callable[[Any], Any], data: Any) -> Any:
             accident, here = self.accident, (self.replicas.round, self.collectives)
             if accident and here == (accident.round, accident.collective):
                 self.accident = None
                 os.kill(os.getpid(), accident.signal)
             self.collectives += 1
-            return start(collective)
+            return start(collective, data)
 
         self.replicas.join = begin  # type: ignore[method-assign]
         transport._start = counted  # type: ignore[method-assign]

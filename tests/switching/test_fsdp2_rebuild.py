@@ -150,7 +150,7 @@ def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
 def spectra_are_those_of_the_whole_weights(mesh: DeviceMesh) -> None:
     for build in (image_net, Text):
         model, _, _ = switched(mesh, build, warm_up=0)
-        found, expected = shared_spectra(ShardedJob(model, build)), pf.spectra(build())
+        found, expected = shared_spectra(ShardedJob(model, build)), pf.planning.spectra(build())
         assert found.keys() == expected.keys()
         for name, values in found.items():
             assert torch.equal(values, expected[name]), name

@@ -135,7 +135,7 @@ def check_fsdp2_refusal(rank: int, size: int) -> None:
 
 def fsdp2_cases(rank: int, size: int) -> None:
     check_fsdp2(rank, size, optim.Muon)
-    check_fsdp2(rank, size, pf.Muon)
+    check_fsdp2(rank, size, pf.lowrank.Muon)
     check_fsdp2_refusal(rank, size)
 
 

@@ -22,7 +22,7 @@ from ..layers.names import own_name, rebuilt, unwrap
 from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
 from ..lowrank.factors import nan_factors
 from ..lowrank.optimizers import Optimizers, as_list, check_wrapper_passed, factorized_weights
-from ..lowrank.rewrite import Rewrite, check_plan, commit, plan_of, ranks_of
+from ..lowrank.rewrite import Rewrite, commit, plan_of, ranks_of, reshape_
 from ..planning.plan import Plan
 from ..switching.switch import Switch
 from .files import (
@@ -436,10 +436,7 @@ def expected_structure(
         # Muon takes matrices only, so some of its factors go to another optimizer.
         kind = optim.Muon if isinstance(optimizer, optim.Muon) else optim.SGD
         stand_ins.append(kind(groups))
-    check_plan(unwrap(copy), plan)
-    change = Rewrite(unwrap(copy), stand_ins)
-    change.factorize(plan, nan_factors)
-    commit([change])
+    reshape_(unwrap(copy), plan, stand_ins)
     return copy, stand_ins
 
 

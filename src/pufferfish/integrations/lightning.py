@@ -33,7 +33,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
             epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise. `RanksSettle` needs the
             length of the run, and counts epochs where the number of steps is not known.
-        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.distributed.exact_`.
             Lightning's own `ddp_comm_hook` works only on CUDA.
 
     >>> import pufferfish as pf

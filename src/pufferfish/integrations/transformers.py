@@ -47,7 +47,7 @@ def train(
         resume_from_checkpoint: as in `trainer.train`; True resumes from the last one in the output folder.
         by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
             epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise.
-        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.distributed.exact_`.
 
     Returns:
         The result of `trainer.train`.

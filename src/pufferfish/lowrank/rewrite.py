@@ -179,6 +179,14 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
     return done
 
 
+def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy of a dense model after `plan`, with shapes but without values."""
+    copy = meta_copy(model)
+    if plan.ranks:
+        reshape_(copy, plan)
+    return copy
+
+
 def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     """Replace every low-rank layer by the dense layer with the product of its factors, in place.
 
@@ -213,7 +221,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
-    >>> pf.plan_of(model).ranks
+    >>> pf.lowrank.plan_of(model).ranks
     {'0': {'': 8}}
     """
     ranks = ranks_of(model)
@@ -223,7 +231,7 @@ def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
         change.merge()
         commit([change])
     embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
-    dense_plan = make_plan(dense, multiple=1, embed=embed, frozen=True)
+    dense_plan = make_plan(dense, embed=embed)
     entries = []
     for e in dense_plan.entries:
         rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None

@@ -32,8 +32,7 @@ from ..lowrank.rewrite import (
     find_compiled,
     ranks_of,
 )
-from ..planning.entries import as_patterns
-from ..planning.plan import Plan, check_is_plan
+from ..planning.plan import Plan, as_patterns, check_is_plan
 from ..planning.plan import plan as make_plan
 from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
 from .decision import SharedInputs, choose_ranks

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.lab.models import VGG19, resnet18
+from pufferfish.lab.rivals.channels import L1Penalty, prunable_groups
 from pufferfish.lab.rivals.early_bird import EarlyBird
-from pufferfish.lab.rivals.norm_scales import L1Penalty, prunable_groups
 from pufferfish.lab.tasks.digits import Digits
 
 
