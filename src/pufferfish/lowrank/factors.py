@@ -68,7 +68,7 @@ def in_basis_of(factors: Fill) -> Fill:
 
 def shared_factors(job: Job, plan: Plan) -> Fill:
     """The factors of a resolved plan. Each worker computes its share of the SVDs and broadcasts the results."""
-    entries = [e for e in plan if e.rank is not None]
+    entries = [e for e in plan.entries if e.rank is not None]
     owner, workers = owners(entries, job.workers.size), job.workers
     layers = {name: module for name, _, module in named_modules(job.inner)}
     weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}

@@ -428,9 +428,8 @@ class Switch:
         plan = self._plan
 
         def check() -> None:
-            dense = job.dense
             _check(job, optimizers)
-            check_plan(dense, plan, finite=not job.sharded)
+            check_plan(job.dense, plan, finite=not job.sharded)
             for average in also:
                 check_plan(averaged_model(average, job.inner), plan, finite=True)
             check_optimizers_complete(job.inner, plan, optimizers)
@@ -576,6 +575,6 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
 
 def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
     """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
-    check_rewrap(job.ddp)
     check_optimizers(optimizers, later)
     check_not_inference(job.workers.caller)
+    check_rewrap(job.ddp)
