@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.lab.harness import Job, Row, Study, main
-from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.method_name import PruningMethod
+from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.rivals.pruning import build_pruning_change
 
 DATA = Path(os.environ.get("DATA", "data"))

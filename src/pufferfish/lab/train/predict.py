@@ -2,8 +2,10 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...measure import CostModel, Link, Prediction, Work, dry_run
 from ...measure.cost_model import (
@@ -15,10 +17,11 @@ from ...measure.cost_model import (
 from ..network import LinkShape
 from ..network.network import LATENCY
 from ..report.formatting import format_seconds
+from ..tasks import Batch
 from .console import Console
 from .optimizers import build_optimizer
 from .record import TrainingLog
-from .step import RunComponents
+from .step import RunComponents, update
 
 
 def log_predicted_step(components: RunComponents, log: TrainingLog, console: Console, step: int) -> float:
@@ -64,12 +67,12 @@ def _measure_work(components: RunComponents) -> Work:
             )
         )  # fmt: skip
 
-        def step() -> None:
+        def loss(net: Any, batch: Batch) -> Tensor:
             with settings.autocast:
-                loss = task.loss(model, batch, settings.recipe)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                return task.loss(net, batch, settings.recipe)
+
+        def step() -> None:
+            update(model, optimizer, loss, [batch])
 
         return measure_compute(model, step, optimizer)
 

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compression import DDPHook, compress
+from ...compression import DDPHook
+from ...local.local_steps import LocalSteps
 from ...lowrank.factorize import reshape_
 from ...measure import Breakdown
 from ...measure.breakdown import pause
 from ...measure.cost_model import built_buckets
 from ...planning.plan import Plan
 from ..method_name import TrainingMethod
-from .optimizers import SAM
+from .step import connect, update
 
 
 class TimedModel:
@@ -47,23 +48,13 @@ class TimedModel:
         self.method, self.inner, self.loss, self.clip = method, model, loss, clip
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = next(model.parameters()).device
-        self.ddp = DistributedDataParallel(model) if self.size > 1 and method.local is None else None
-        self.model = self.ddp or model
         self.optimizer = optimizer(model)
-        self.hook: DDPHook | None = None
-        if self.ddp is not None and method.compress is not None:
-            hook = compress(
-                self.ddp,
-                method.compress,
-                optimizer=self.optimizer,
-                hierarchy=method.hierarchy,
-                scope=method.scope,
-            )
-            assert isinstance(hook, DDPHook)
-            self.hook = hook
+        self.model, hook = connect(method, model, self.optimizer, self.size)
+        self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self.hook = hook if isinstance(hook, DDPHook) else None
         if transform is not None:
             transform(self.model, self.optimizer)
-        self.local = None if method.local is None else method.local.build()
+        self.local = hook if isinstance(hook, LocalSteps) else None
         if self.local is not None:
             self.local.start(model)
 
@@ -75,22 +66,9 @@ class TimedModel:
     def step(self, exchange: bool = True) -> None:
         """Make one update; without `exchange`, from the gradients of this worker only."""
         with self._gradient_sync(exchange):
-            self.optimizer.zero_grad()
-            if isinstance(self.optimizer, SAM):
-                with contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync():
-                    self._backward()
-                with self.optimizer.perturbed(self.inner):
-                    self._backward()
-            else:
-                self._backward()
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip)
-        self.optimizer.step()
+            update(self.model, self.optimizer, lambda model, batch: self.loss(model), [None], clip=self.clip)
         if exchange and self.local is not None:
             self.local.step(self.inner)
-
-    def _backward(self) -> None:
-        self.loss(self.model).backward()
 
     def time_parts(self, steps: int, exchange: bool = True) -> dict[str, float]:
         """Mean seconds of a step, as "step", and of its parts (see `Breakdown`)."""

@@ -36,7 +36,7 @@ from .record import (
 )
 from .settings import RunSettings
 from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
-from .step import LocalStepRunner, StepRunner, build_components
+from .step import StepRunner, build_components
 from .workers import process_group, sigint_as_sigterm, worker_device
 
 
@@ -120,10 +120,10 @@ class TrainingRun:
         self.world_size, self.hook = c.world_size, c.hook
         self.runner: StepRunner
         if settings.simulate is None:
-            self.runner = LocalStepRunner(c) if settings.method.local else StepRunner(c)
+            self.runner = StepRunner(c)
         elif settings.method.local:
             self.runner = local_steps = SimulatedLocalRunner(c)
-            self.hook = local_steps.local
+            self.hook = local_steps.steps
         else:
             self.runner = steps = SimulatedStepRunner(c)
             self.hook = steps.ddp
