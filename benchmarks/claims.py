@@ -27,10 +27,11 @@ from typing import Any
 
 import given as minilm
 import given_steps
+import quality
 
 from pufferfish.cli import main as pufferfish
 from pufferfish.compression import BlockInt8, LoCo
-from pufferfish.lab.harness import best_rates, jobs, read_rows
+from pufferfish.lab.harness import Study, best_rates, jobs, read_rows
 from pufferfish.lab.report.comparison import Estimate, estimate, paired_differences
 from pufferfish.lab.report.formatting import format_estimate
 
@@ -286,14 +287,18 @@ def factor_rules() -> str:
     return arm_table(language_models(), RULES, columns, recorded("factor_rules.jsonl"))
 
 
-#: Studies of benchmarks/given.py that have been run.
-STUDIES = {study.name: study for study in minilm.STUDIES if (RESULTS / f"{study.name}.jsonl").exists()}
+def finished(studies: Iterable[Study]) -> dict[str, Study]:
+    return {study.name: study for study in studies if (RESULTS / f"{study.name}.jsonl").exists()}
+
+
+#: Studies of benchmarks/given.py and quality.py that have been run.
+STUDIES, QUALITY = finished(minilm.STUDIES), finished(quality.STUDIES)
 
 
 @functools.cache
 def given_runs(name: str) -> dict[str, Lines]:
     """The runs of each arm with its chosen rate."""
-    study = STUDIES[name]
+    study = (STUDIES | QUALITY)[name]
     rows = read_rows(study, RESULTS)
     assert not [*jobs(study, rows, Path())], f"{name} is not finished"
     chosen = best_rates(study, rows)
@@ -316,11 +321,11 @@ def sent(name: str, arm: str) -> float:
 
 
 def megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3g} MB"
+    return f"{nbytes / 1e6:.3g} MB" if nbytes < 1e9 else f"{nbytes / 1e9:.3g} GB"
 
 
 def chosen_rate(name: str, own: Lines) -> str:
-    tried = STUDIES[name].arms[own[0]["arm"]]
+    tried = (STUDIES | QUALITY)[name].arms[own[0]["arm"]]
     edge = len(tried) > 1 and own[0]["lr"] in (min(tried), max(tried))
     return f"{rate(own)}{' (edge)' * edge}"
 
@@ -352,6 +357,20 @@ def given(name: str) -> str:
     return arm_table(of, {arm: arm for arm in study.arms}, columns, source)
 
 
+def quality_table(name: str) -> str:
+    of, study = given_runs(name), QUALITY[name]
+    score, unit, *_ = [*study.score.split(", "), ""]
+    columns = {
+        "parameters": lambda own: f"{mean(own, 'parameters'):,.0f}",
+        "rate": lambda own: chosen_rate(name, own),
+        score: lambda own: f"{mean(own, 'test'):.{study.digits}f} {unit}".rstrip(),
+        "difference from dense": lambda own: difference(own, of["dense"], "test", study.digits),
+        "difference from narrow": lambda own: difference(own, of["narrow"], "test", study.digits),
+        "seeds": seeds,
+    }
+    return arm_table(of, {arm: arm for arm in study.arms}, columns, recorded(f"{name}.jsonl"))
+
+
 def own_updates(name: str) -> int:
     (updates,) = {line["updates"] for own in given_runs(name).values() for line in own.values()}
     return int(updates)
@@ -366,7 +385,8 @@ PAIRS = [
 
 def lengths(task: str) -> list[str]:
     """The studies of a task that compare PowerSGD and LoRA, the shortest runs first."""
-    names = [name for name, s in STUDIES.items() if s.settings["task"] == task and "LoRA 16" in s.arms]
+    compared = [name for name, s in STUDIES.items() if s.settings["task"] == task and "LoRA 16" in s.arms]
+    names = [name for name in compared if "batch" not in name]
     return sorted(names, key=lambda name: (own_updates(name), STUDIES[name].settings["workers"]))
 
 
@@ -384,7 +404,7 @@ def given_pairs(task: str) -> str:
 
 
 #: Studies of benchmarks/given_steps.py that have been run.
-STEPS = {study.name: study for study in given_steps.STUDIES if (RESULTS / f"{study.name}.jsonl").exists()}
+STEPS = finished(given_steps.STUDIES)
 
 
 @functools.cache
@@ -664,7 +684,7 @@ def readme() -> str:
                    for arm, label in TUNED.items())
          + f"; in {own_updates('minilm-0.1')} updates, `PowerSGD(4)` is **worse** than LoRA 16: "
          f"{given_difference('minilm-0.1', 'PowerSGD(4)', 'LoRA 16')} points",
-         f"MiniLM on Multi30k, {own_updates('minilm-2')} updates; bytes of each of 4 workers; 2 seeds (short run: 3), H200"),
+         f"MiniLM on Multi30k, {own_updates('minilm-2')} updates; bytes of each of 4 workers; 3 seeds, H200"),
     ]  # fmt: skip
     return markdown(["", "result", "measured on"], rows)
 
@@ -677,6 +697,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "factor_rules": factor_rules,
     **{name: functools.partial(given, name) for name in STUDIES},
     **{f"{task}_pairs": functools.partial(given_pairs, task) for task in minilm.TASKS if lengths(task)},
+    **{name: functools.partial(quality_table, name) for name in QUALITY},
     **{name: functools.partial(given_steps_table, name) for name in STEPS},
     **({"minilm_times": given_times} if "minilm-steps-100mbit" in STEPS else {}),
     "given_before": given_before,

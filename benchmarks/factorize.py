@@ -26,7 +26,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = REFERENCES["resnet50"].build().to(device)
-    plan = pf.plan(model, rank=0.25, multiple=1)
+    plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=1))
     state = {k: v.clone() for k, v in model.state_dict().items()}
     ours, plain = [], []
     for _ in range(4):  # the first warms up

@@ -49,12 +49,11 @@ class Case:
     build: Callable[[float], nn.Module]  # with a width
     batch: Callable[[int], tuple[Tensor, Tensor]]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    rank: float
+    rank: float | pf.Ratio
     keep: tuple[str, ...]
-    multiple: int
 
     def plan(self, model: nn.Module) -> pf.Plan:
-        return pf.plan(model, rank=self.rank, keep=self.keep, multiple=self.multiple)
+        return pf.plan(model, rank=self.rank, keep=self.keep)
 
     def narrow_width(self) -> float:
         """Width of the dense model that has as many parameters as the low-rank one."""
@@ -77,11 +76,11 @@ def text(rows: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "resnet18": Case(
         lambda width: REFERENCES["resnet18"].build(width=width), images,
-        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), 0.25, REFERENCES["resnet18"].keep, 1,
+        lambda net: torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), pf.Ratio(0.25, multiple=1), REFERENCES["resnet18"].keep,
     ),
     "gpt": Case(
         lambda width: GPT(vocabulary=256, d=384, layers=6, heads=6, context=128, width=width), text,
-        lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4), 0.3125, REFERENCES["gpt"].keep, 16,
+        lambda net: torch.optim.AdamW(net.parameters(), lr=1e-4), 0.3125, REFERENCES["gpt"].keep,
     ),
 }  # fmt: skip
 

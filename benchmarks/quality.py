@@ -1,12 +1,19 @@
-"""Quality of low-rank training, on the tasks of the Pufferfish paper.
+"""Quality: low-rank training on the tasks of the Pufferfish paper, and compressed gradients.
 
-    python benchmarks/quality.py cifar-small --data FOLDER --processes 2      # two cores: half the width, 15 epochs
-    python benchmarks/quality.py cifar-paper --data FOLDER --processes 4      # a GPU: the paper's ResNet-18, 30 epochs
-    python benchmarks/quality.py cifar-small --show
+    DATA=FOLDER python benchmarks/quality.py [STUDY ...] [--processes 2]      # run what is missing
+    python benchmarks/quality.py [STUDY ...] --show
 
-FOLDER (or $DATA) holds the official binary batches of CIFAR-10. One recipe for all: bf16 autocast, channels-last, Nesterov
-SGD, rate 0 → peak over the first fifth and linearly to 0, weight decay 5e-4 not on 1-D tensors, label smoothing 0.1, random
-crops and flips. 45,000 images are trained on and 5,000 choose; test accuracy after the last epoch.
+cifar-small      CIFAR-10, ResNet-18 at half its width, 15 epochs, batch 128: two cores do it in a night.
+cifar-paper      The same with the paper's width, 30 epochs, batch 512: for a GPU.
+cifar-sparse     ResNet-18 at a quarter of its width, 10 epochs, 8 simulated workers of 64 images: sparsifiers with k = 1 %.
+cifar-methods    The same with other methods.
+wikitext2        LSTM 2 × 650, tied, 8 epochs: perplexity.
+multi30k         Transformer of 6 + 6 layers, German to English, 10 epochs: BLEU.
+
+FOLDER holds the official binary batches of CIFAR-10, and WikiText-2 and Multi30k in folders of their names. One recipe for
+all of CIFAR-10: bf16 autocast, channels-last, Nesterov SGD, rate 0 → peak over the first fifth and linearly to 0, weight decay
+5e-4 not on 1-D tensors, label smoothing 0.1, random crops and flips. 45,000 images are trained on and 5,000 choose; test
+accuracy after the last epoch. The other tasks have the short recipe of the lab with the epochs above.
 """
 
 from __future__ import annotations
@@ -14,10 +21,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,10 +33,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pufferfish as pf
+from pufferfish.compression import BlockRandomK, Method, NoCompression, PowerSGD, RandomK, Settings, TopK
 from pufferfish.lab.harness import Job, Row, Study, main
-from pufferfish.lab.method_name import PruningMethod
+from pufferfish.lab.method_name import PruningMethod, training_method
 from pufferfish.lab.models import REFERENCES
 from pufferfish.lab.rivals.pruning import build_pruning_change
+from pufferfish.lab.tasks import find_task
+from pufferfish.lab.train import RunSettings, train
+from pufferfish.lab.train.simulated import SimulatedDDP
+from pufferfish.measure import read_run
 
 DATA = Path(os.environ.get("DATA", "data"))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,9 +59,11 @@ class Arm:
     narrow: bool = False  # dense, with as many parameters as the hybrid
     early_bird: float = 0.0  # share of the channels to prune
     fp32: bool = False
+    method: Method | None = None  # compression of the gradients of simulated workers
+    scope: Literal["layer", "global"] = "layer"
 
 
-ARMS = {
+LOW_RANK = {
     "dense": Arm(),
     "narrow": Arm(narrow=True),
     "hybrid after a third, Frobenius decay": Arm(switch=1 / 3, frobenius=5e-4),
@@ -59,10 +74,41 @@ ARMS = {
     "Early-Bird": Arm(early_bird=0.3),
     "hybrid after a third, fp32": Arm(switch=1 / 3, fp32=True),
 }
+K = 0.01
+SPARSE = {
+    "no compression": Arm(method=NoCompression()),
+    "top-k": Arm(method=TopK(K)),
+    "top-k, global": Arm(method=TopK(K), scope="global"),
+    "random-k": Arm(method=RandomK(K)),
+    "random-k, own coordinates": Arm(method=RandomK(K, coordinates="own")),
+    "block-random-k": Arm(method=BlockRandomK(K)),
+    "block-random-k, own coordinates": Arm(method=BlockRandomK(K, coordinates="own")),
+    "block-random-k, global": Arm(method=BlockRandomK(K), scope="global"),
+}
+METHODS = {
+    "no compression": Arm(method=NoCompression()),
+    "bf16": Arm(method=pf.compression.BFloat16()),
+    "block int8": Arm(method=pf.compression.BlockInt8()),
+    "LoCo, 4 bits": Arm(method=pf.compression.LoCo()),
+    "PowerSGD(4)": Arm(method=PowerSGD(4)),
+    "PowerSGD(1)": Arm(method=PowerSGD(1)),
+    "sign SGD with error feedback": Arm(method=pf.compression.EFSignSGD()),
+    "QSGD": Arm(method=pf.compression.QSGD()),
+    "TernGrad": Arm(method=pf.compression.TernGrad()),
+    "ATOMO": Arm(method=pf.compression.Atomo()),
+}
+ARMS = LOW_RANK | SPARSE | METHODS
+#: Arms of the other tasks: the lab's method, and the share of the run before the switch.
+TASK_ARMS = {
+    "dense": "dense",
+    "narrow": "narrow",
+    "hybrid after a third": "pufferfish",
+    "hybrid from scratch": "pufferfish(at=0)",
+}
 
 
 def run(job: Job) -> Row:
-    """Train one arm; every epoch is saved."""
+    """Train one arm on CIFAR-10; every epoch is saved, but for simulated workers and pruning."""
     settings, arm = job.settings, ARMS[job.arm]
     torch.manual_seed(job.seed)
     width = narrow_width(settings["width"]) if arm.narrow else settings["width"]
@@ -76,15 +122,20 @@ def run(job: Job) -> Row:
     steps = (len(images["train"][0])) // batch
     switch = rival = None
     if arm.switch is not None:
-        plan = pf.plan(model, rank=0.25, keep=arm.keep, multiple=8)
+        plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=8), keep=arm.keep)
         switch = pf.Switch(plan, when=pf.AtEpoch(round(arm.switch * epochs)))
     if arm.frobenius:
-        pf.FrobeniusDecay(model, optimizer, arm.frobenius)
+        pf.lowrank.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
             PruningMethod(ratio=arm.early_bird), model, optimizer, epochs=epochs, steps_per_epoch=steps
         )
-    checkpoint = None if rival else pf.Checkpoint(job.folder, model, optimizer, switch=switch, keep=1)
+    ddp = None
+    if arm.method:
+        compressed = Settings(arm.method, scope=arm.scope, seed=job.seed)
+        ddp = SimulatedDDP(model, compressed, settings["workers"], optimizer=optimizer)
+    simple = not (rival or ddp)
+    checkpoint = pf.Checkpoint(job.folder, model, optimizer, switch=switch, keep=1) if simple else None
     resumed = checkpoint.resume() if checkpoint else None
     curve: list[float] = json.loads(resumed.position["curve"]) if resumed else []
     precision = nullcontext() if arm.fp32 else torch.autocast(DEVICE.type, torch.bfloat16)
@@ -99,9 +150,11 @@ def run(job: Job) -> Row:
             for group in optimizer.param_groups:
                 group["lr"] = job.rate * min(done / 0.2, (1 - done) / 0.8)
             optimizer.zero_grad()
-            with precision:
-                loss = F.cross_entropy(model(x), y, label_smoothing=0.1)
-            loss.backward()
+            if ddp:
+                parts = zip(x.chunk(ddp.size), y.chunk(ddp.size), strict=True)
+                ddp.backward(partial(smoothed, model, precision), [*parts])
+            else:
+                smoothed(model, precision, x, y).backward()
             optimizer.step()
             if rival:
                 rival.after_step()
@@ -112,7 +165,31 @@ def run(job: Job) -> Row:
     with precision:
         test = accuracy(model, *images["test"])
     parameters = sum(p.numel() for p in model.parameters())
-    return {"validation": curve[-1], "test": test, "parameters": parameters, "curve": curve}
+    row = {"validation": curve[-1], "test": test, "parameters": parameters, "curve": curve}
+    return row | ({"fewer": ddp.meter.plain_wire_bytes / ddp.meter.wire_bytes} if ddp else {})
+
+
+def smoothed(model: nn.Module, precision: AbstractContextManager[object], x: Tensor, y: Tensor) -> Tensor:
+    with precision:
+        return F.cross_entropy(model(x), y, label_smoothing=0.1)
+
+
+def run_task(job: Job) -> Row:
+    """Train one arm on a task of the lab; every epoch is saved."""
+    task = find_task(job.settings["task"])
+    recipe = task.recipe("short").changed(job.settings["recipe"])
+    given = RunSettings(
+        training_method(TASK_ARMS[job.arm]), replace(recipe, lr=recipe.lr * job.rate), job.folder / "run",
+        data=DATA, seed=job.seed, device=DEVICE.type, precision="bf16", quiet=True,
+    )  # fmt: skip
+    results = train(task, given)
+    assert results is not None, "stopped by a signal"
+    metrics = read_run(job.folder / "run").metrics
+    return {
+        "validation": metrics[f"valid/{task.metric}"][-1][2],
+        "test": results[f"test/{task.metric}"],
+        "parameters": results["parameters"],
+    }
 
 
 def narrow_width(width: float) -> float:
@@ -122,7 +199,9 @@ def narrow_width(width: float) -> float:
         return sum(p.numel() for p in RESNET.build(width=width).parameters())
 
     with torch.device("meta"):
-        wanted = pf.plan(RESNET.build(width=width), rank=0.25, keep=RESNET.keep, multiple=8).after.parameters
+        wanted = pf.plan(
+            RESNET.build(width=width), rank=pf.Ratio(0.25, multiple=8), keep=RESNET.keep
+        ).after.parameters
         tried = [width * i / 128 for i in range(8, 129)]
         return min(tried, key=lambda width: abs(parameters(width) - wanted))
 
@@ -180,12 +259,33 @@ def cifar10() -> dict[str, tuple[Tensor, Tensor]]:
 
 def study(size: str, width: float, epochs: int, batch: int, rates: tuple[float, ...]) -> Study:
     return Study(
-        name=f"cifar-{size}", run=run, arms=dict.fromkeys(ARMS, rates), baseline="narrow", score="accuracy, %",
+        name=f"cifar-{size}", run=run, arms=dict.fromkeys(LOW_RANK, rates), baseline="narrow", score="accuracy, %",
         columns={"parameters": ",.0f"}, settings={"width": width, "epochs": epochs, "batch": batch},
     )  # fmt: skip
 
 
-STUDIES = [study("small", 0.5, 15, 128, (0.1,)), study("paper", 1.0, 30, 512, (0.2, 0.4, 0.8))]
+def simulated(name: str, arms: dict[str, Arm]) -> Study:
+    return Study(
+        name=f"cifar-{name}", run=run, arms=dict.fromkeys(arms, (0.4,)), baseline="no compression",
+        score="accuracy, %", columns={"fewer": ",.1f"},
+        settings={"width": 0.25, "epochs": 10, "batch": 512, "workers": 8},
+    )  # fmt: skip
+
+
+def of_task(name: str, options: str, recipe: str, score: str, higher: bool) -> Study:
+    return Study(
+        name=name, run=run_task, arms=dict.fromkeys(TASK_ARMS, (1.0,)), baseline="narrow", score=score,
+        higher=higher, columns={"parameters": ",.0f"},
+        settings={"task": f"{name}:{options}".rstrip(":"), "recipe": recipe},
+    )  # fmt: skip
+
+
+STUDIES = [
+    study("small", 0.5, 15, 128, (0.1,)), study("paper", 1.0, 30, 512, (0.2, 0.4, 0.8)),
+    simulated("sparse", SPARSE), simulated("methods", METHODS),
+    of_task("wikitext2", "d=650,dropout=0.5", "epochs=8", "perplexity", higher=False),
+    of_task("multi30k", "", "epochs=10", "BLEU", higher=True),
+]  # fmt: skip
 
 if __name__ == "__main__":
     main(STUDIES, __doc__)

@@ -210,7 +210,7 @@ def training_step(
         parameters, lr=1e-3, momentum=0.9, weight_decay=weight_decay, fused=x.is_cuda or None
     )
     if frobenius:
-        pf.FrobeniusDecay(model, optimizer, weight_decay)
+        pf.lowrank.FrobeniusDecay(model, optimizer, weight_decay)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())

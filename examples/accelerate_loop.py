@@ -17,7 +17,7 @@ def main(folder: str = "run", epochs: int = 6) -> None:
     data = [(torch.randn(64), i % 4) for i in range(256)]  # your data here
     loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 4))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=pf.exact_)])
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[HookKwargs(register=pf.distributed.exact_)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     switch = pf.Switch(rank=0.25, when=pf.AtEpoch(2))

@@ -17,7 +17,7 @@ model = nn.Sequential(
 )
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-pf.FrobeniusDecay(model, optimizer, 0.05)  # after the switch: decays ‖UV‖² instead of ‖U‖² + ‖V‖²
+pf.lowrank.FrobeniusDecay(model, optimizer, 0.05)  # after the switch: decays ‖UV‖² instead of ‖U‖² + ‖V‖²
 x, y = digits()
 held_out = x[:128], y[:128]
 switch = pf.Switch(

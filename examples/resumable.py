@@ -29,7 +29,7 @@ def main(folder: str) -> None:
         nn.Linear(256, 10),
     )
     ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Flatten(), *layers))
-    pf.exact_(ddp)  # with three or more workers: sums that are the same after a restart
+    pf.distributed.exact_(ddp)  # with three or more workers: sums that are the same after a restart
     torch.manual_seed(dist.get_rank())  # dropout differs between workers
     data = TensorDataset(*digits())
     sampler = DistributedSampler(data)
@@ -37,13 +37,13 @@ def main(folder: str) -> None:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, EPOCHS * len(loader))
     switch = pf.Switch(rank=0.25, when=pf.AtFraction(0.25))
-    guard = pf.FiniteGuard(ddp, on_bad="skip")
+    guard = pf.distributed.FiniteGuard(ddp, on_bad="skip")
     with pf.Checkpoint(folder, ddp, optimizer, switch=switch, scheduler=scheduler, every=20) as checkpoint:
         at = checkpoint.resume(damaged="previous")
         done = at.position["step"] if at else 0
         for epoch in range(done // len(loader), EPOCHS):
             sampler.set_epoch(epoch)
-            for x, y in pf.skip_batches(loader, done - epoch * len(loader)):
+            for x, y in pf.checkpoint.skip_batches(loader, done - epoch * len(loader)):
                 switch.step(ddp, optimizer, step=done, total=EPOCHS * len(loader))
                 loss = F.cross_entropy(ddp(x), y)
                 loss.backward()

@@ -16,7 +16,7 @@ model = nn.Sequential(
 )
 matrices = [p for p in model.parameters() if p.dim() == 2]
 optimizers = [
-    pf.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
+    pf.lowrank.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"),
     torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-3),
 ]
 schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, EPOCHS) for o in optimizers]

@@ -1,8 +1,11 @@
 """Matrices and layers made to measure."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+import pufferfish as pf
 from pufferfish.layers import Matrix
 
 
@@ -18,6 +21,17 @@ def linear_with(sigma: Tensor, m: int, n: int) -> nn.Linear:
     V = torch.linalg.qr(torch.randn(n, k, dtype=torch.float64)).Q
     layer.weight.data = (U * sigma @ V.mT).float()
     return layer
+
+
+def forced(model: nn.Module, rank: int, **options: Any) -> pf.Plan:
+    """The plan of these ranks, of layers too that they make larger."""
+    plan = pf.plan(model, rank, **options)
+    larger = {e.name: e for e in plan if e.reason.startswith("not smaller at rank ") and e.matrix}
+    ranks = {name: int(e.reason.split()[4].rstrip(":")) for name, e in larger.items()}
+    return plan.replace(
+        e.with_rank(min(ranks[e.name], e.matrix.full_rank)) if e.matrix and e.name in larger else e
+        for e in plan
+    )
 
 
 def blocks() -> nn.Sequential:

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
+import inspect
 import json
 import os
 import pkgutil
@@ -45,7 +46,8 @@ ALIASES: dict[str, str] = {}
 MAY_DIFFER: dict[str, tuple[float, str]] = {}
 #: Where public names are looked for, in this order. Where a module moves, add its new path.
 PLACES = (
-    "pufferfish", "pufferfish.compression", "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
+    "pufferfish", "pufferfish.compression", "pufferfish.lowrank", "pufferfish.planning", "pufferfish.distributed",
+    "pufferfish.integrations.convert", "pufferfish.integrations.transformers",
     "pufferfish.lab.models",
 )  # fmt: skip
 
@@ -213,7 +215,7 @@ def plan_of_paper(name: str) -> Values:
     reference = pf.REFERENCES[name]
     with torch.device("meta"):
         model, example = reference.build(), reference.example()
-    plan = pf.plan(model, 0.25, keep=reference.keep, multiple=1, example=example)
+    plan = pf.plan(model, 0.25, keep=reference.keep, example=example)
     yield "", decisions(plan)
 
 
@@ -311,9 +313,18 @@ def sgd(text: str, model: nn.Module) -> list[optim.Optimizer]:
     return OPTIMIZERS["plain SGD" if "momentum" in METHODS.get(text, "") else "SGD"](inner(model))
 
 
+def compress(model: nn.Module, chosen: Any, **options: Any) -> Any:
+    """`pf.compress`, in whose earlier versions the settings are arguments."""
+    if "settings" in inspect.signature(pf.compress).parameters:
+        own = {k: v for k, v in options.items() if k in ("optimizer", "replicas")}
+        rest = {k: v for k, v in options.items() if k not in own}
+        return pf.compress(model, chosen, settings=pf.Settings(**rest), **own)
+    return pf.compress(model, chosen, **options)
+
+
 def compressed(text: str, model: nn.Module, **options: Any) -> Values:
     optimizers = sgd(text, model)
-    hook = pf.compress(model, method(text), optimizer=optimizers, **options)
+    hook = compress(model, method(text), optimizer=optimizers, **options)
     train(model, optimizers, range(5))
     backward(model, 5)
     yield "gradients", {name: p.grad for name, p in model.named_parameters()}
@@ -363,7 +374,7 @@ def ddp_options(text: str) -> Values:
 def gradients_that_are_not_finite(result: str) -> Values:
     """Of one worker in one step, which all workers skip; what was left over before is sent later."""
     model = ddp_net()
-    pf.compress(model, method("TopK(0.05)"), smallest=0, nonfinite=result)
+    compress(model, method("TopK(0.05)"), smallest=0, nonfinite=result)
     optimizers = OPTIMIZERS["SGD"](model.module)
     guard = pf.FiniteGuard(model, on_bad="skip")
     for step in range(4):
@@ -436,7 +447,7 @@ def compression_through_a_switch(text: str) -> Values:
     """Error feedback of what stays is kept; then another method takes over what is left."""
     model = ddp_net()
     optimizers = sgd(text, model)
-    hook = pf.compress(model, method(text), optimizer=optimizers, smallest=0)
+    hook = compress(model, method(text), optimizer=optimizers, smallest=0)
     train(model, optimizers, range(2))
     pf.Switch(rank=0.25, when=pf.AtStep(0)).step(model, optimizers, step=2)
     train(model, optimizers, range(2, 4))
@@ -474,14 +485,14 @@ class Job:
             shard(self.model)
         elif kind == "replicas":
             self.model, options = replicas_net()
-            self.compressor = pf.compress(self.model, method("PowerSGD(2)"), smallest=0, **options)
+            self.compressor = compress(self.model, method("PowerSGD(2)"), smallest=0, **options)
         elif kind == "local":
             self.compressor = pf.LocalSteps(2, outer=outer, method=method("Int4(64)"))
             if not seed:
                 self.compressor.start(self.model)
         elif kind != "plain":
             self.model = DDP(self.model)
-            self.compressor = pf.compress(self.model, method(kind), smallest=0)
+            self.compressor = compress(self.model, method(kind), smallest=0)
         self.optimizers = OPTIMIZERS["AdamW"](inner(self.model))
         self.schedule = optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.9)
         self.checkpoint = pf.Checkpoint(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 #: Scripts with studies, each of which has a file of results.
-STUDIES = ("given", "given_steps", "quality")
+STUDIES = ("given", "given_steps", "quality", "sharded")
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ import pufferfish as pf
 assert "torch" not in sys.modules
 plan = pf.plan
 assert "torch" in sys.modules
-print(sorted({*pf.__all__} - {*vars(pf)}), pf.planning.plan.plan is plan)
+print(sorted({*pf.__all__} - {*vars(pf)}), pf.planning.plan is plan)
 print(*({"accelerate", "lightning", "peft", "pytorch_lightning", "torchft", "transformers"} & {*sys.modules}))
 """
     assert run(code) == "[] True\n\n"

@@ -117,7 +117,7 @@ def test_the_extensions_of_the_contributors_guide() -> None:
     layer, rule = guide["ScaledLinear"], guide["Share"]
     model = nn.Sequential(layer(64, 64))
     x = torch.randn(2, 64)
-    pf.factorize_(model, pf.plan(model, rule(3), multiple=1))
+    pf.factorize_(model, pf.plan(model, rule(3, multiple=1)))
     low_rank = model(x)
     assert model[0].ranks == {"": 21}
     pf.merge_(model)

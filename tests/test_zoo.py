@@ -86,7 +86,7 @@ class Subject:
     def plan(self) -> pf.Plan:
         warns = self.name in COPIED
         with pytest.warns(UserWarning, match="on a real copy of the model") if warns else nullcontext():
-            return pf.plan(self.dense, rank=0.25, multiple=8, frozen=True, example=self.example)
+            return pf.plan(self.dense, overrides={"*": pf.Ratio(0.25, multiple=8)}, example=self.example)
 
     @cached_property
     def _factorized(self) -> tuple[nn.Module, torch.optim.SGD, pf.Plan]:
@@ -275,14 +275,14 @@ def test_a_model_that_changes_its_weights() -> None:
 
     # Where it was not seen, it raises before outputs differ.
     model = build()
-    pf.factorize_(model, pf.plan(model, rank=0.25, multiple=8))
+    pf.factorize_(model, pf.plan(model, rank=pf.Ratio(0.25, multiple=8)))
     subject.run(model)
     with pytest.raises(RuntimeError, match=r"weight of a low-rank layer .* cannot be changed"):
         subject.run(model.eval())
 
     # An example in eval mode shows it: these layers stay dense.
     model = build().eval()
-    plan = pf.plan(model, rank=0.25, multiple=8, example=subject.example)
+    plan = pf.plan(model, rank=pf.Ratio(0.25, multiple=8), example=subject.example)
     kept = {
         e.name for e in plan if e.name.startswith("rwkv.blocks") and e.rank is None and e.matrix is not None
     }

@@ -1,21 +1,14 @@
 """The public names of the package. `import pufferfish` imports this module when one of them is first used."""
 
-from . import compression, layers, measure
-from .checkpoint import Checkpoint, skip_batches
+from . import compression, distributed, layers, lowrank, measure, planning
+from .checkpoint import Checkpoint
 from .compression import compress
-from .distributed.exact import exact_
-from .distributed.finite_guard import FiniteGuard
 from .layers import register
 from .local.local_steps import LocalSteps
-from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
-from .lowrank.plan_of import plan_of
-from .lowrank.state_dict import factorize_state_dict, merge_state_dict
+from .lowrank.rewrite import factorize_, merge_, reshape_
 from .measure import RunLog, diagnose
-from .optim.frobenius_decay import FrobeniusDecay
-from .optim.muon import Muon, muon_parameters
-from .planning.plan import Plan, plan, resolve, spectra
-from .planning.rules import Budget, Energy, Fixed, Ratio, Rule, StableRank
+from .planning import Budget, Energy, Fixed, Plan, Ratio, StableRank, plan, resolve
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle
 from .switching.switch import Switch
 
@@ -26,36 +19,28 @@ __all__ = [
     "Budget",
     "Checkpoint",
     "Energy",
-    "FiniteGuard",
     "Fixed",
-    "FrobeniusDecay",
     "LocalSteps",
-    "Muon",
     "Plan",
     "RanksSettle",
     "Ratio",
-    "Rule",
     "RunLog",
     "StableRank",
     "Switch",
     "compress",
     "compression",
     "diagnose",
-    "exact_",
+    "distributed",
     "factorize_",
-    "factorize_state_dict",
     "layers",
     "load",
+    "lowrank",
     "measure",
     "merge_",
-    "merge_state_dict",
-    "muon_parameters",
     "plan",
-    "plan_of",
+    "planning",
     "register",
     "reshape_",
     "resolve",
     "save",
-    "skip_batches",
-    "spectra",
 ]

@@ -150,7 +150,7 @@ def an_error_on_one_worker_is_raised_on_all(rank: int, size: int, folder: Path) 
     if rank == 1:
         (newest / "rank-00001.json").unlink()
     dist.barrier()
-    raises_everywhere(ValueError, r"rank 0: .*rank-00001.json: damaged", checkpoint.resume)
+    raises_everywhere(ValueError, r"rank 0: .*rank-00001.json is missing", checkpoint.resume)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         at = checkpoint.resume(damaged="previous")
@@ -424,7 +424,8 @@ def compressed(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = DDP(build())
     optimizer = adamw(model)
-    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, **options)
+    settings = pf.compression.Settings(**options)
+    return model, optimizer, pf.compress(model, pf.compression.TopK(), optimizer=optimizer, settings=settings)
 
 
 def save_compressed(rank: int, size: int, folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_factors_that_muon_does_not_take_resume(tmp_path: Path) -> None:
 def test_a_run_with_muon_of_torch_resumes_with_ours(tmp_path: Path) -> None:
     """After the switch, from a dense model."""
     momenta = []
-    for kind in (torch.optim.Muon, pf.Muon):
+    for kind in (torch.optim.Muon, pf.lowrank.Muon):
         model = Net()
         optimizers, switch = muon_and_adamw(model, kind), pf.Switch(rank=4, keep=["head"], when=pf.AtStep(1))
         with Checkpoint(tmp_path, model, optimizers, switch=switch) as checkpoint:

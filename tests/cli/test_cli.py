@@ -166,7 +166,7 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["advise", "{files}/no_gradient.py", *ON], "loss(output, target) returned float"),
         (["plan", "{files}/model_only.py", "--measure"], "needs a batch"),
         (["plan", "{files}/with_batch.py", "--measure", "graph"], "move the model to a CUDA device"),
-        (["plan", "resnet18", "--rank", "2.0"], "for the fixed rank 2 write --rank=2"),
+        (["plan", "resnet18", "--rank", "2.0"], "--rank=2.0: a share of the full rank is a float in"),
         (
             ["plan", "resnet18", "--rank", "1.5"],
             "--rank=1.5: a float is a share of the full rank, in (0, 1)\n",

@@ -25,6 +25,7 @@ from pufferfish.compression import (
     BFloat16,
     NoCompression,
     PowerSGD,
+    Settings,
     SignSGD,
     TopK,
     compress,
@@ -104,7 +105,7 @@ def error_feedback_follows_the_units(rank: int, size: int, folder: Path) -> None
         ddp = DDP(build())
         optimizer = kind(ddp.parameters(), lr=0.1)
         torch.optim.lr_scheduler.StepLR(optimizer, 9)  # wraps its step
-        hook = compress(ddp, TopK(0.05), optimizer=optimizer, scaler=scaler, smallest=0)
+        hook = compress(ddp, TopK(0.05), optimizer=optimizer, settings=Settings(scaler=scaler, smallest=0))
         scaler.scale(loss(ddp, 0, rank)).backward()
         before = hook.state_dict()["own"]["middle.weight"]["error"]
         optimizer.param_groups[0]["lr"] = 0.01

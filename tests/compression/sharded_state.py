@@ -96,7 +96,9 @@ def error_feedback_follows_the_units(mesh: DeviceMesh, rank: int, folder: Path) 
         groups = [{"params": params[:split], "lr": 1.0}] if split else []
         optimizer = kind([*groups, {"params": params[split:], "lr": 0.1}])
         group = mesh["replicate"].get_group()
-        hook = compress_fsdp2(model, lambda: Settings(TopK(0.1)), group, optimizer=optimizer, scaler=scaler)
+        hook = compress_fsdp2(
+            model, lambda scaler=scaler: Settings(TopK(0.1), scaler=scaler), group, optimizer=optimizer
+        )
         scaler.scale(loss(model, 0, rank)).backward()
         before = tensors(hook)["first"]["error"]
         optimizer.param_groups[-1]["lr"] = 0.01

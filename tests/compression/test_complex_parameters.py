@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
-from pufferfish.compression import BFloat16, BlockInt8, NoCompression, PowerSGD, TopK
+from pufferfish.compression import BFloat16, BlockInt8, NoCompression, PowerSGD, Settings, TopK
 from pufferfish.compression.method import Method
 
 
@@ -70,13 +70,15 @@ def compression_is_that_of_pairs(rank: int, size: int) -> None:
         ends: list[DDP] = []
         for pairs in (False, True):
             ddp, optimizer = wrapped(Net(pairs), small=not pairs)
-            hook = pf.compress(ddp, method, optimizer=optimizer, smallest=100)
+            hook = pf.compress(ddp, method, optimizer=optimizer, settings=Settings(smallest=100))
             train(ddp, optimizer, range(2), rank)
             again, other = wrapped(Net(pairs))
             again.load_state_dict(ddp.state_dict())
             saved = copy.deepcopy((optimizer.state_dict(), hook.state_dict()))
             other.load_state_dict(saved[0])
-            pf.compress(again, method, optimizer=other, smallest=100).load_state_dict(saved[1])
+            pf.compress(again, method, optimizer=other, settings=Settings(smallest=100)).load_state_dict(
+                saved[1]
+            )
             train(ddp, optimizer, range(2, 4), rank)
             train(again, other, range(2, 4), rank)
             assert equal(ddp, again), method

@@ -85,7 +85,7 @@ def several_dtypes(rank: int, size: int, folder: Path) -> None:
     model.last.bfloat16()
     model.last.register_forward_pre_hook(lambda m, x: x[0].to(m.weight.dtype))
     ddp = DDP(model, bucket_cap_mb=0.002)
-    hook = compress(ddp, TopK(0.05), smallest=0)
+    hook = compress(ddp, TopK(0.05), settings=Settings(smallest=0))
     train(ddp, momentum(ddp), range(3), rank)
     assert same_everywhere(weights(ddp))
     assert model.last.weight.dtype == torch.bfloat16
@@ -97,7 +97,7 @@ def compiled(rank: int, size: int, folder: Path) -> None:
     for wrap in (lambda m: torch.compile(DDP(m), backend="aot_eager"), DDP):
         model = build()
         outer = wrap(model)
-        hook = compress(outer, TopK(0.05), smallest=0)
+        hook = compress(outer, TopK(0.05), settings=Settings(smallest=0))
         train(outer, momentum(model), range(3), rank)
         assert hook.meter.steps == 3
         assert "middle.weight" in hook.state_dict()["methods"]
@@ -108,7 +108,9 @@ def compiled(rank: int, size: int, folder: Path) -> None:
 def accordion_without_error_feedback_sees_the_learning_rate(rank: int, size: int, folder: Path) -> None:
     ddp = DDP(build())
     optimizer = momentum(ddp, lr=0.1)
-    hook = compress(ddp, Accordion(BFloat16(), Float16(), every=1), optimizer=optimizer, smallest=0)
+    hook = compress(
+        ddp, Accordion(BFloat16(), Float16(), every=1), optimizer=optimizer, settings=Settings(smallest=0)
+    )
     light = []
     for lr in (0.1, 0.1, 0.1, 0.01, 0.01):
         optimizer.param_groups[0]["lr"] = lr
@@ -216,23 +218,25 @@ def refusals(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(ValueError, match="skip_all_reduce_unused_params"):
         compress(DDP(build(), skip_all_reduce_unused_params=True, find_unused_parameters=True))
     with pytest.raises(ValueError, match="QSGD works without error feedback"):
-        compress(DDP(build()), QSGD(), error_feedback=True)
+        compress(DDP(build()), QSGD(), settings=Settings(error_feedback=True))
     ddp = DDP(build())
     for method in (DGC(), Signum()):
         with pytest.raises(ValueError, match="has its own momentum, and so does the SGD"):
-            compress(ddp, method, optimizer=momentum(ddp), smallest=0)
+            compress(ddp, method, optimizer=momentum(ddp), settings=Settings(smallest=0))
     with pytest.raises(ValueError, match="the SGD holds none of this model's parameters"):
         compress(ddp, TopK(), optimizer=momentum(build()))
     with pytest.raises(TypeError, match="not a GradScaler"):
-        compress(ddp, TopK(), scaler=True)
+        compress(ddp, TopK(), settings=Settings(scaler=True))
+    with pytest.raises(ValueError, match="pass the method as the second argument"):
+        compress(ddp, settings=Settings(TopK()))
     with pytest.raises(ValueError, match="pass compressor=hook"):
         pf.Checkpoint(folder / "forgotten", wrapped()[0], None).save(step=0)
     with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4, start=0\) compresses nothing here"):
-        compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, smallest=1000)
+        compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, settings=Settings(smallest=1000))
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="and so does the Adam"):
-        compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), smallest=0)
-    assert compress(ddp, DGC(), optimizer=plain, smallest=0).method == DGC()
+        compress(ddp, DGC(), optimizer=torch.optim.Adam(ddp.parameters()), settings=Settings(smallest=0))
+    assert compress(ddp, DGC(), optimizer=plain, settings=Settings(smallest=0)).method == DGC()
 
 
 def a_different_model_raises_on_all(rank: int, size: int, folder: Path) -> None:

@@ -151,11 +151,16 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
     replicas = mesh["replicate"].get_group()
 
     def refused(
-        words: str, model: nn.Module, method: Any = None, group: Any = replicas, **options: Any
+        words: str,
+        model: nn.Module,
+        method: Any = None,
+        group: Any = replicas,
+        optimizer: Any = None,
+        **options: Any,
     ) -> None:
         hooks = hooks_of(model)
         with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
-            pf.compress(model, method, replicas=group, **options)
+            pf.compress(model, method, replicas=group, optimizer=optimizer, settings=Settings(**options))
         assert hooks_of(model) == hooks  # unchanged
 
     with pytest.raises(TypeError, match="a Net is not sharded; apply fully_shard"):
@@ -164,7 +169,7 @@ def refusals(mesh: DeviceMesh, rank: int, folder: Path) -> None:
         r"Replicate\(\), Shard\(dim=0\).*pass only the 1-D mesh\[\"shard\"\] to fully_shard", sharded(mesh)
     )
     model = sharded(mesh["shard"])
-    refused(r"replicas=None is not a process group; .*mesh\[", model, group=None)
+    refused(r"replicas=2 is not a process group; .*mesh\[", model, group=2)
     refused(r"holds another shard of this replica", model, group=dist.group.WORLD)
     refused(r"holds another shard of this replica", model, group=mesh["shard"].get_group())
     refused("smallest too unless the method is for matrices", model, TopK(), smallest=0)

@@ -79,7 +79,7 @@ def columns(mesh: DeviceMesh, rank: int, folder: Path) -> None:
             net, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.shape == (11, 6) else None
         )
         nets.append(net)
-    pf.compress(nets[0], PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
+    pf.compress(nets[0], PowerSGD(1), replicas=mesh["replicate"].get_group(), settings=Settings(smallest=0))
     assert nets[0].first.weight.to_local().shape == (11, 3)
     simulated = Simulated(Settings(PowerSGD(1), smallest=0), 2)
     key = f"first.weight[{mesh['shard'].get_local_rank()}/2]"
@@ -122,7 +122,9 @@ def other_precisions(mesh: DeviceMesh, rank: int, folder: Path) -> None:
         {},
     ):
         model = sharded(mesh["shard"], MatrixNet(), **options)
-        hook = pf.compress(model, PowerSGD(1), replicas=mesh["replicate"].get_group(), smallest=0)
+        hook = pf.compress(
+            model, PowerSGD(1), replicas=mesh["replicate"].get_group(), settings=Settings(smallest=0)
+        )
         train(model, momentum(model), range(3), rank)
         assert {x.dtype for key in ("error", "Q") for x in kept(hook, key).values()} == {torch.float32}
         assert same_everywhere(weights(model))
@@ -233,7 +235,9 @@ def each_parameter_has_its_units(mesh: DeviceMesh, rank: int, folder: Path) -> N
     conv = named.pop("b0.2.weight")
     optimizer = torch.optim.SGD([{"params": [conv], "lr": 1.0}, {"params": [*named.values()], "lr": 0.1}])
     replicas = mesh["replicate"].get_group()
-    hook = pf.compress(model, PowerSGD(1), replicas=replicas, optimizer=optimizer, smallest=0)
+    hook = pf.compress(
+        model, PowerSGD(1), replicas=replicas, optimizer=optimizer, settings=Settings(smallest=0)
+    )
     loss(model, 0, rank).backward()
     before = kept(hook)
     optimizer.param_groups[0]["lr"] = 0.5

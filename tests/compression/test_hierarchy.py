@@ -107,7 +107,7 @@ def another_hierarchy_starts_with_empty_state(rank: int, size: int) -> None:
 def workers_that_disagree_do_not_hang(rank: int, size: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
     with pytest.raises(RuntimeError, match="LOCAL_WORLD_SIZE"):
-        compress(DDP(build()), TopK(), hierarchy="node")
+        compress(DDP(build()), TopK(), settings=Settings(hierarchy="node"))
 
 
 def a_different_model_on_one_worker_raises_on_all(rank: int, size: int) -> None:

@@ -116,7 +116,7 @@ def wrapped(
 ) -> tuple[DDP, DDPHook]:
     """A wrapped model, which has several buckets from the second step on, and its hook."""
     model = DDP(build(maybe), **({"bucket_cap_mb": 0.002, "find_unused_parameters": maybe} | (ddp or {})))
-    return model, compress(model, method, **({"smallest": 0} | options))
+    return model, compress(model, method, settings=Settings(**({"smallest": 0} | options)))
 
 
 def momentum(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:

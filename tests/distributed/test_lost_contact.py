@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
@@ -96,6 +98,17 @@ def one_call_of_checkpoint_is_missing(rank: int, folder: Path) -> None:
             go_on()
 
 
+def one_worker_of_a_sharded_model_exits(rank: int, folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    pf.compress(model)
+    model(torch.ones(2, 8)).sum().backward()
+    fail_soon()
+    if rank == 0:
+        lost("^the gather of the parameters of 0: worker 0 lost contact", lambda: model(torch.ones(2, 8)))
+
+
 def _worker(rank: int, case: Callable[..., None], folder: Path) -> None:
     dist.init_process_group(
         "gloo",
@@ -116,6 +129,7 @@ def _worker(rank: int, case: Callable[..., None], folder: Path) -> None:
         one_worker_exits_before_the_switch,
         one_worker_changes_the_method,
         one_call_of_checkpoint_is_missing,
+        one_worker_of_a_sharded_model_exits,
     ],
 )
 def test_one_worker_is_elsewhere(case: Callable[..., None], tmp_path: Path) -> None:

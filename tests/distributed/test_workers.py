@@ -47,7 +47,8 @@ def values_are_exchanged(rank: int, size: int) -> None:
     workers = of_all()
     assert workers.gather(lambda: ["a" * rank, rank]) == [["a" * r, r] for r in range(size)]
     assert workers.run_on_first(lambda: f"from {rank}") == "from 0"
-    assert workers.broadcast_object({"rank": rank, "text": "ö" * (3 - rank)}) == {"rank": 0, "text": "ööö"}
+    text = workers.run_on_first(lambda: {"rank": rank, "text": "ö" * (3 - rank)})
+    assert text == {"rank": 0, "text": "ööö"}
     assert workers.broadcast_tensor(torch.tensor([rank]), size - 1).item() == size - 1
     for dtype in (torch.bool, torch.int16, torch.uint32, torch.complex64, torch.float8_e4m3fn):
         x = torch.tensor(float(rank)).to(dtype)
@@ -73,7 +74,6 @@ def workers_in_different_operations_find_out(rank: int, size: int) -> None:
         lambda: workers.agree("facts", 0, "anything"),
         lambda: workers.run_on_all(lambda: None),
         lambda: workers.gather(lambda: "longer than any header" * 99),
-        lambda: workers.broadcast_object("object"),
     ]
     for i, call in enumerate(calls):
         for j in range(i + 1, len(calls)):
@@ -86,6 +86,7 @@ def workers_in_different_operations_find_out(rank: int, size: int) -> None:
             workers.operation = "same"
             with pytest.raises(RuntimeError, match=r"worker 0 in same \(.*\); workers? 1.* in same \("):
                 (call if rank == 0 else calls[j])()
+    workers.operation = "last"
     assert workers.gather(lambda: rank) == list(range(size))
 
 

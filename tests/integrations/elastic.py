@@ -122,13 +122,13 @@ class Training:
             self.collectives = 0
             join()
 
-        def counted(collective: Callable[[], Any]) -> Callable[[], None]:
+        def counted(collective: Callable[[Any], Any], data: Any) -> Any:
             accident, here = self.accident, (self.replicas.round, self.collectives)
             if accident and here == (accident.round, accident.collective):
                 self.accident = None
                 os.kill(os.getpid(), accident.signal)
             self.collectives += 1
-            return start(collective)
+            return start(collective, data)
 
         self.replicas.join = begin  # type: ignore[method-assign]
         transport._start = counted  # type: ignore[method-assign]
@@ -184,7 +184,7 @@ class Training:
             "position": self.exchange.position,
             "round": self.replicas.round,
             "size": self.replicas.size,
-            "ranks": {name: ranks[""] for name, ranks in pf.lowrank.factorize.ranks_of(self.model).items()},
+            "ranks": {name: ranks[""] for name, ranks in pf.lowrank.rewrite.ranks_of(self.model).items()},
             "anchor": {name: x.detach().tolist() for name, x in anchor.items()},
             "model": {name: x.tolist() for name, x in self.model.state_dict().items()},
             "optimizer": sorted({k for s in self.optimizer.state.values() for k in s}),

@@ -28,7 +28,7 @@ def llama(**options: Any) -> LlamaForCausalLM:
 
 def low_rank_llama(**options: Any) -> LlamaForCausalLM:
     model = llama(**options)
-    pf.factorize_(model, pf.plan(model, 0.25, multiple=8))
+    pf.factorize_(model, pf.plan(model, pf.Ratio(0.25, multiple=8)))
     return model
 
 

@@ -78,7 +78,9 @@ def output(model: PreTrainedModel) -> Any:
 def test_folders_become_what_the_model_becomes(tmp_path: Path, name: str) -> None:
     model = build(name)
     model.save_pretrained(tmp_path / "dense", max_shard_size=SHARD)
-    plan = convert(tmp_path / "dense", pf.plan(model, 0.25, multiple=8), tmp_path / "low", max_shard=60_000)
+    plan = convert(
+        tmp_path / "dense", pf.plan(model, pf.Ratio(0.25, multiple=8)), tmp_path / "low", max_shard=60_000
+    )
     assert len(list((tmp_path / "low").glob("pufferfish-*-of-*.safetensors"))) > 1
     pf.factorize_(model, plan)
     loaded = from_pretrained(tmp_path / "low")
@@ -101,7 +103,7 @@ def test_the_trainers_optimizer_goes_along(tmp_path: Path, name: str) -> None:
     )
     trainer = Trainer(model := build(name), args, train_dataset=data)
     trainer.train()
-    plan = convert(tmp_path / "checkpoint-2", pf.plan(model, 0.25, multiple=8), tmp_path / "low")
+    plan = convert(tmp_path / "checkpoint-2", pf.plan(model, pf.Ratio(0.25, multiple=8)), tmp_path / "low")
     pf.factorize_(model, plan, trainer.optimizer)
     check_state(trainer.optimizer, tmp_path / "low")
     merge(tmp_path / "low", tmp_path / "again")
@@ -125,7 +127,7 @@ def test_files_of_the_base_model_lack_its_prefix(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     assert "wte.weight" in weights(tmp_path)
-    plan = convert(tmp_path, pf.plan(model, 0.25, multiple=8), tmp_path / "low")
+    plan = convert(tmp_path, pf.plan(model, pf.Ratio(0.25, multiple=8)), tmp_path / "low")
     pf.factorize_(model, plan)
     torch.testing.assert_close(output(from_pretrained(tmp_path / "low")), output(model))
 
@@ -146,7 +148,7 @@ def test_everything_else_in_the_folder_goes_along(tmp_path: Path) -> None:
     for stale in ("pytorch_model.bin", "tf_model.h5", "model.gguf", "consolidated.00.pth"):
         (tmp_path / "dense" / stale).write_text("another format")
     (tmp_path / "dense" / "checkpoint-4").mkdir()
-    convert(tmp_path / "dense", pf.plan(model, 0.25, multiple=8), tmp_path / "low")
+    convert(tmp_path / "dense", pf.plan(model, pf.Ratio(0.25, multiple=8)), tmp_path / "low")
     assert set(names(tmp_path / "low")) == others | {"pufferfish.json", "pufferfish.safetensors"}
     assert "from_pretrained" in (tmp_path / "low" / "README.md").read_text()
     merge(tmp_path / "low", tmp_path / "again")
@@ -161,7 +163,7 @@ def test_everything_else_in_the_folder_goes_along(tmp_path: Path) -> None:
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
     model = llama()
-    plan = pf.plan(model, 0.25, multiple=8)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=8))
     model.save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", plan, tmp_path / "low")
     with pytest.raises(ValueError, match="low: it is low-rank already"):

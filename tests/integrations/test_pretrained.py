@@ -142,7 +142,7 @@ def test_a_folder_whose_configuration_names_no_class(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "dense")
     file = tmp_path / "dense" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None}))
-    plan = convert(tmp_path / "dense", pf.plan(model, 0.25, multiple=8), tmp_path / "low")
+    plan = convert(tmp_path / "dense", pf.plan(model, pf.Ratio(0.25, multiple=8)), tmp_path / "low")
     pf.factorize_(model, plan)
     loaded = run_card(tmp_path / "low")
     assert type(loaded) is LlamaForCausalLM
@@ -154,7 +154,7 @@ def test_a_folder_whose_configuration_names_no_class(tmp_path: Path) -> None:
 def test_parts_of_a_model(tmp_path: Path) -> None:
     """The base model is factorized, the whole model is saved, and the other way round."""
     model = llama()
-    pf.factorize_(model.model, pf.plan(model.model, 0.25, multiple=8))
+    pf.factorize_(model.model, pf.plan(model.model, pf.Ratio(0.25, multiple=8)))
     model.save_pretrained(tmp_path / "whole")
     assert torch.equal(logits(from_pretrained(tmp_path / "whole")), logits(model))
     model.model.save_pretrained(tmp_path / "base")
@@ -169,7 +169,7 @@ class OwnModel(LlamaForCausalLM):
 
 def test_a_class_of_the_users_own(tmp_path: Path) -> None:
     model = OwnModel(LlamaConfig(**SIZE)).eval()
-    pf.factorize_(model, pf.plan(model, 0.25, multiple=8))
+    pf.factorize_(model, pf.plan(model, pf.Ratio(0.25, multiple=8)))
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"names no class of transformers .*OwnModel.*; pass model_class="):
         from_pretrained(tmp_path)
@@ -208,7 +208,7 @@ def test_resizing_a_low_rank_head(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="LowRankLinear"):  # by transformers
         low_rank_llama().resize_token_embeddings(100)
     kept = llama()
-    pf.factorize_(kept, pf.plan(kept, 0.25, keep=["lm_head"], multiple=8))
+    pf.factorize_(kept, pf.plan(kept, pf.Ratio(0.25, multiple=8), keep=["lm_head"]))
     kept.resize_token_embeddings(100)
     kept.save_pretrained(tmp_path)
     assert torch.equal(logits(from_pretrained(tmp_path)), logits(kept))

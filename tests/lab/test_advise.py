@@ -34,7 +34,7 @@ def example():
 def loss(output, target):
     return output.square().mean()
 """,
-    "tiny": """
+    "tiny_net": """
 def build():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -245,7 +245,7 @@ def test_nothing_pays_where_there_is_nothing_to_save(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    run_command(f"{files}/tiny.py", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd(4)",
+    run_command(f"{files}/tiny_net.py", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd(4)",
            "--out", str(out))  # fmt: skip
     said = capsys.readouterr().out
     assert "Use plain DDP" in said

@@ -101,7 +101,7 @@ def test_fused_on_a_gpu(name: str) -> None:
             step(*pair, seed)
     for p, q in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(p, q.cpu())
-    pf.factorize_(fused, pf.plan(fused, rank=0.25, multiple=1), optimizer=optimizer)
+    pf.factorize_(fused, pf.plan(fused, rank=pf.Ratio(0.25, multiple=1)), optimizer=optimizer)
     assert isinstance(fused[1], pf.layers.LowRankLinear)
     states = [optimizer.state[p] for p in fused.parameters()]
     assert all(x.is_cuda for state in states for x in state.values() if isinstance(x, torch.Tensor))

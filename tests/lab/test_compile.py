@@ -32,9 +32,13 @@ def close(folder: Path, tolerance: float, *names: str) -> None:
     assert [run.settings["mode"] for run in runs] == ["eager", "compile"]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("simulate", [None, 2])
-def test_a_compiled_run_equals_an_eager_one(simulate: int | None, tmp_path: Path) -> None:
+def test_a_compiled_run_equals_an_eager_one(
+    simulate: int | None, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Across the switch; and its folder is resumed in the same mode only."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     task = find_task(TASK)
     recipe = replace(task.recipe("short"), epochs=2, switch_at=1, clip=1.0)
     method = training_method("pufferfish")

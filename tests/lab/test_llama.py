@@ -75,7 +75,7 @@ def test_initialization() -> None:
 def test_it_compiles_as_one_graph(low_rank: bool) -> None:
     model, text = make(), torch.randint(61, (2, 16))
     if low_rank:
-        pf.factorize_(model, pf.plan(model, 0.25, multiple=1))
+        pf.factorize_(model, pf.plan(model, pf.Ratio(0.25, multiple=1)))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(text), model(text))
 

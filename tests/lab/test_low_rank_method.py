@@ -106,14 +106,14 @@ def test_full_rank_finish(tmp_path: Path) -> None:
 
 
 def test_frobenius_decay(tmp_path: Path) -> None:
-    """The same weights as with a `pf.FrobeniusDecay` of that strength."""
+    """The same weights as with a `pf.lowrank.FrobeniusDecay` of that strength."""
 
     def trained(method: str, strength: float) -> list[torch.Tensor]:
         given = settings(method, tmp_path, recipe=replace(RECIPE, epochs=1))
         data = TASK.load(None)
         components = build_components(TASK, given, data, 0, 1, torch.device("cpu"))
         if strength:
-            pf.FrobeniusDecay(components.model, components.optimizer, strength)
+            pf.lowrank.FrobeniusDecay(components.model, components.optimizer, strength)
         assert build_model_change(components, UPDATES).begin_epoch(0)
         for batch in TASK.batches(data, "train", RECIPE.batch, generator=torch.Generator().manual_seed(0)):
             TASK.loss(components.module, batch, RECIPE).backward()

@@ -86,7 +86,9 @@ def equals(
     make = plain_sgd if options else momentum_sgd
     ddp = DDP(build(layout), bucket_cap_mb=0.002)
     optimizer = make(ddp, arm.method)
-    hook = compress(ddp, arm.method, optimizer=optimizer, scope=arm.scope, seed=3, **options)
+    hook = compress(
+        ddp, arm.method, optimizer=optimizer, settings=Settings(scope=arm.scope, seed=3, **options)
+    )
     for step, rate in enumerate(RATES):
         set_rate(optimizer, rate)
         optimizer.zero_grad()

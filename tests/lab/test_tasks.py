@@ -177,7 +177,7 @@ def test_recipes(loaded: tuple[Tiny, Any]) -> None:
 def test_the_models_are_the_papers(name: str) -> None:
     task: Any = find_task(name)
     with torch.device("meta"):
-        plan = pf.plan(task.build(), rank=0.25, keep=task.keep, multiple=1)
+        plan = pf.plan(task.build(), rank=pf.Ratio(0.25, multiple=1), keep=task.keep)
     paper = {"cifar10": "resnet18", "cifar10:vgg19": "vgg19", "wikitext2": "lstm", "multi30k": "transformer"}
     paper |= {"imagefolder": "resnet50"}
     if name in paper:
@@ -188,7 +188,7 @@ def test_the_models_are_the_papers(name: str) -> None:
 def test_the_low_rank_model_trains(loaded: tuple[Tiny, Any]) -> None:
     tiny, data = loaded
     model = tiny.model()
-    pf.factorize_(model, pf.plan(model, rank=0.25, multiple=1))
+    pf.factorize_(model, pf.plan(model, rank=pf.Ratio(0.25, multiple=1)))
     for batch in epoch(tiny.task, data)[:2]:
         tiny.task.loss(model, batch, RECIPE).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -282,7 +282,7 @@ def test_carried_state_is_one_long_text(tmp_path: Path) -> None:
 def test_dropout_of_the_gpt_is_kept_by_factorize() -> None:
     model = find_task("text:d=32,layers=2,heads=2,context=8,dropout=0.5").build()
     text = torch.randint(256, (2, 8))
-    pf.factorize_(model, pf.plan(model, rank=0.25, multiple=1))
+    pf.factorize_(model, pf.plan(model, rank=pf.Ratio(0.25, multiple=1)))
     assert not torch.equal(model(text), model(text))
     model.eval()
     assert torch.equal(model(text), model(text))

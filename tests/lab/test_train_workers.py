@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -14,8 +15,9 @@ import pytest
 import torch
 from on_hosts import on_hosts
 from test_train import SMALL, Stopped, values, weights
+from torch.multiprocessing import ProcessExitedException
 
-from processes import in_processes
+from processes import as_torchrun, forked, free_port, in_processes
 from pufferfish.cli import main
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import Hosts, unavailable_reason
@@ -94,15 +96,26 @@ class Fails(Digits):
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+def as_a_worker(rank: int, size: int, port: int, words: list[str]) -> None:
+    as_torchrun(rank, size, port)
+    assert main(words) == 0
+
+
 @pytest.mark.timeout(200)
-def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, with a switch and compression: the restarted run is bit-identical to an uninterrupted one."""
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_worker(torchrun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a switch and compression: the restarted run is bit-identical to an uninterrupted one."""
     monkeypatch.chdir(tmp_path)
     Path("fails.py").write_text(FAILS.format(fails=KILLED))
     words = ["train", "fails.py:Fails", "--epochs", "3", "--method", "pufferfish+powersgd(2)",
              "--save-every", "7", "--device", "cpu"]  # fmt: skip
-    command = [*TORCHRUN, "--max-restarts", "1", "-m", "pufferfish", *words, "--out", "killed"]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
+    if torchrun:
+        command = [*TORCHRUN, "--max-restarts", "1", "-m", "pufferfish", *words, "--out", "killed"]
+        subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
+    else:
+        for ends in (pytest.raises(ProcessExitedException, match="SIGKILL"), contextlib.nullcontext()):
+            with ends:
+                forked(as_a_worker, 2, (2, free_port(), [*words, "--out", "killed"]), name="train")
     assert Path("failed").exists()
     assert main([*words, "--per-node", "2", "--simulate", "--out", "straight"]) == 0
     straight, again = read_run("straight"), read_run("killed")
@@ -170,6 +183,7 @@ def test_stopped_workers_save(signals: list[int], tmp_path: Path) -> None:
     assert done // 20 == len(values(read_run(tmp_path / "run"), "valid/accuracy"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The measured link is shown and recorded; workers are not started in the folder of another run."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pufferfish as pf
+from matrices import forced
 from pufferfish import layers
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -20,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 6e-2}
 def factorized(dense: nn.Module, rank: int = 2, **options: Any) -> Any:
     """A low-rank copy of one dense layer, or of every layer in a larger module."""
     model = nn.Sequential(copy.deepcopy(dense))
-    pf.factorize_(model, pf.plan(model, rank=rank, min_saving=-1, multiple=1, **options))
+    pf.factorize_(model, forced(model, rank=rank, **options))
     assert any(isinstance(module, layers.LowRank) for module in model.modules())
     return model[0]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pufferfish as pf
+from matrices import forced
 from pufferfish.layers import LowRankExperts
 from pufferfish.planning.profile import flop_formulas
 
@@ -54,7 +55,7 @@ def inputs(dtype=torch.float32, tokens=7):
 
 def factorized(model, rank=3, **options):
     model = copy.deepcopy(model)
-    pf.factorize_(model, pf.plan(model, rank=rank, multiple=1, min_saving=-1, **options))
+    pf.factorize_(model, forced(model, rank=rank, **options))
     return model
 
 
@@ -112,14 +113,14 @@ def test_partly_factorized(layout, keep):
 @every_layout
 def test_state_dicts(layout):
     model = build(layout, torch.float64)
-    plan = pf.plan(model, rank=3, multiple=1, min_saving=-1)
-    low_rank = pf.factorize_state_dict(model.state_dict(), plan)
+    plan = forced(model, rank=3)
+    low_rank = pf.lowrank.factorize_state_dict(model.state_dict(), plan)
     ours = factorized(model).state_dict()
     assert low_rank.keys() == ours.keys()
     assert all(torch.equal(low_rank[name], ours[name]) for name in ours)
     dense = factorized(model)
     pf.merge_(dense)
-    merged = pf.merge_state_dict(low_rank, plan)
+    merged = pf.lowrank.merge_state_dict(low_rank, plan)
     assert list(merged) == list(dense.state_dict())
     assert all(torch.equal(merged[name], value) for name, value in dense.state_dict().items())
 
@@ -175,7 +176,7 @@ def test_split_experts_are_refused():
     model["experts"]._is_expert_parallel = True
     assert {e.reason.partition(":")[0] for e in pf.plan(model)} == {"expert-parallel"}
     model["experts"]._is_expert_parallel = False
-    plan = pf.plan(model, rank=2, multiple=1)
+    plan = pf.plan(model, rank=2)
     assert plan.ranks
     model["experts"]._is_expert_parallel = True
     with pytest.raises(
@@ -217,7 +218,7 @@ def test_macs_of_a_part_that_is_trained(trained):
     for name, p in model.named_parameters():
         p.requires_grad_(name == f"experts.{trained}")
     args = [x.detach() for x in inputs()]
-    plan = pf.plan(model, 8, frozen=True, multiple=1, min_saving=-1, example=lambda m: m["experts"](*args))
+    plan = forced(model, 8, overrides={"*": 8}, example=lambda m: m["experts"](*args))
     pf.factorize_(model, plan)
     with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
         output = model["experts"](*args)

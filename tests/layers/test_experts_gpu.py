@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pufferfish as pf
+from matrices import forced
 from pufferfish.planning.timing import capture_cuda_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -21,7 +22,7 @@ def build(rank, inner=96):
     model = nn.ModuleDict({"experts": modeling.MixtralExperts(config)}).cuda()
     for p in model.parameters():
         nn.init.normal_(p, std=0.2)
-    pf.factorize_(model, pf.plan(model, rank=rank, min_saving=-1))
+    pf.factorize_(model, forced(model, rank=rank))
     return model["experts"]
 
 

@@ -8,6 +8,7 @@ from reference import factorized
 from torch import nn
 
 import pufferfish as pf
+from matrices import forced
 from pufferfish.layers import LowRank, LowRankConv1D, LowRankLinear, Matrix, base, low_rank_type
 
 
@@ -99,7 +100,7 @@ def test_a_layer_of_ones_own():
     torch.manual_seed(0)
     model = nn.Sequential(Pointwise(6, 5), nn.ReLU(), Pointwise(5, 7))
     dense, x = copy.deepcopy(model), torch.randn(2, 6, 3)
-    done = pf.factorize_(model, pf.plan(model, rank=3, min_saving=-1, overrides={"0": 5}))
+    done = pf.factorize_(model, forced(model, rank=3, overrides={"0": 5}))
     assert [type(layer) for layer in model] == [LowRankPointwise, nn.ReLU, LowRankPointwise]
     assert list(model.state_dict()) == [
         "0.scale",

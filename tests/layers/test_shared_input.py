@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pufferfish as pf
+from matrices import forced
 
 
 class Attention(nn.Module):
@@ -269,7 +270,7 @@ def test_copies():
 def test_files_and_structures(tmp_path):
     grouped, alone, x = pair()
     assert grouped.state_dict().keys() == alone.state_dict().keys()
-    plan = pf.plan_of(grouped)
+    plan = pf.lowrank.plan_of(grouped)
     assert plan.shared_inputs == (GROUP,)
     assert pf.Plan.from_json(plan.to_json()) == plan
     pf.save(grouped, tmp_path / "saved")
@@ -296,19 +297,19 @@ def test_equal_values_are_not_the_same_tensor():
 def test_multihead_attention(batch_first, batched):
     """q, k and v of self-attention are a group, without a plan for it."""
     model = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=batch_first)])
-    pf.factorize_(model, pf.plan(model, 4, min_saving=-1))
+    pf.factorize_(model, forced(model, 4))
     attention = model[0]
     x = torch.randn(5, 3, 16) if batched else torch.randn(5, 16)
     other = x.clone()
     assert products(lambda: attention(x, other, x.clone())) - products(lambda: attention(x, x, x)) == 2
     torch.testing.assert_close(attention(x, x, x), attention(x, other, x.clone()))
-    assert pf.plan_of(model).shared_inputs == ()
+    assert pf.lowrank.plan_of(model).shared_inputs == ()
 
 
 def test_cross_attention():
     """k and v read the same tensor, q another one: nothing is computed in vain."""
     model = nn.ModuleList([nn.MultiheadAttention(16, 2)])
-    pf.factorize_(model, pf.plan(model, 4, min_saving=-1))
+    pf.factorize_(model, forced(model, 4))
     attention = model[0]
     x, memory = torch.randn(5, 3, 16), torch.randn(7, 3, 16)
     joined, alone = (products(lambda y=y: attention(x, memory, y)) for y in (memory, memory.clone()))

@@ -140,7 +140,7 @@ def test_rules_need_values() -> None:
     with pytest.raises(ValueError, match="0: the weight is on the meta device and has no values"):
         pf.factorize_(model, plan)
     with pytest.raises(ValueError, match="on the meta device"):
-        pf.spectra(model)
+        pf.planning.spectra(model)
 
 
 @pytest.mark.parametrize("way", ["factorize_", "reshape_", "load"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import pufferfish as pf
+from matrices import forced
 from mixed import Mixed, images, low_rank_modules
 from processes import in_processes
 from pufferfish.planning.text import display_progress
@@ -33,7 +34,7 @@ def test_layers_become_their_best_approximation() -> None:
 def test_at_full_rank_nothing_is_lost() -> None:
     model, x = Mixed().eval(), images()
     before = model(x)
-    done = pf.factorize_(model, pf.plan(model, 1000, min_saving=-1))
+    done = pf.factorize_(model, forced(model, 1000))
     assert len(low_rank_modules(model)) == 7 + 4  # attention holds four low-rank Linear layers
     assert all(e.error is not None and e.error < 1e-6 for e in done)
     torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-5)
@@ -41,7 +42,7 @@ def test_at_full_rank_nothing_is_lost() -> None:
 
 def test_rules_are_answered_from_the_weights_of_the_moment() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    plan = pf.plan(model, pf.Energy(0.99), multiple=1)
+    plan = pf.plan(model, pf.Energy(0.99, multiple=1))
     with torch.no_grad():
         model[1].weight.copy_(torch.randn(64, 2) @ torch.randn(2, 64))
     done = pf.factorize_(model, plan)
@@ -72,7 +73,7 @@ def test_dtype_mode_and_flags(dtype: torch.dtype) -> None:
     model.fc.weight.requires_grad_(False)
     model.attention.in_proj_weight.requires_grad_(False)
     model.conv.eval()
-    pf.factorize_(model, pf.plan(model, 4, frozen=True))
+    pf.factorize_(model, pf.plan(model, overrides={"*": 4}))
     assert {p.dtype for p in model.parameters()} == {dtype}
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     projections = {f"attention.{x}.{side}.weight" for x in "qkv" for side in ("down", "up")}

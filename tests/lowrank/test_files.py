@@ -56,8 +56,7 @@ def build(seed: int = 0) -> Mixed:
 def planned(model: nn.Module) -> pf.Plan:
     return pf.plan(
         model,
-        0.25,
-        multiple=1,
+        pf.Ratio(0.25, multiple=1),
         keep=["attention.v", "lstm.weight_hh_l1"],
         overrides={"narrow": pf.Energy(0.5)},
     )
@@ -102,11 +101,11 @@ def test_state_dicts_become_what_the_model_becomes(wrapped: str) -> None:
     model = build()
     plan = planned(model)
     state = {wrapped + name: value for name, value in model.state_dict().items()}
-    low_rank = pf.factorize_state_dict(state, plan)
+    low_rank = pf.lowrank.factorize_state_dict(state, plan)
     done = pf.factorize_(model, plan)
     assert low_rank_names(done) == [name for name, _ in model.named_parameters()]
     assert same({name: low_rank[wrapped + name] for name in model.state_dict()}, model.state_dict())
-    dense = pf.merge_state_dict(low_rank, done)
+    dense = pf.lowrank.merge_state_dict(low_rank, done)
     pf.merge_(model)
     assert same({own: dense[key] for key, own in own_keys(dense).items()}, dict(model.state_dict()))
 
@@ -170,7 +169,7 @@ def test_safetensors_files_are_converted_as_a_stream(tmp_path: Path) -> None:
     del state["out.weight"]  # safetensors do not write a tied weight twice
     save_file(state, tmp_path / "a.safetensors")
     done = convert(tmp_path / "a.safetensors", planned(model), tmp_path / "low.safetensors")
-    assert same(load_file(tmp_path / "low.safetensors"), pf.factorize_state_dict(state, done))
+    assert same(load_file(tmp_path / "low.safetensors"), pf.lowrank.factorize_state_dict(state, done))
     merge(tmp_path / "low.safetensors", tmp_path / "back.safetensors")
     back = load_file(tmp_path / "back.safetensors")
     assert {k: (v.shape, v.dtype) for k, v in back.items()} == {

@@ -83,9 +83,9 @@ def test_plan_of_tells_what_a_model_is_now() -> None:
     model = Mixed()
     done = pf.factorize_(model, pf.plan(model, 4, keep=["gru"]))
     before = snapshot(model, None)
-    assert pf.plan_of(model).ranks == done.ranks
-    assert pf.plan_of(model).hash == done.hash
-    assert pf.plan_of(Mixed()).ranks == {}
+    assert pf.lowrank.plan_of(model).ranks == done.ranks
+    assert pf.lowrank.plan_of(model).hash == done.hash
+    assert pf.lowrank.plan_of(Mixed()).ranks == {}
     assert snapshot(model, None) == before
 
 

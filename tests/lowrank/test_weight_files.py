@@ -89,7 +89,7 @@ def test_tensors_that_the_index_does_not_list_are_not_taken(tmp_path: Path) -> N
     merge(tmp_path / "low", tmp_path / "out")
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == (first | state).keys()
-    expected = pf.merge_state_dict(pf.factorize_state_dict(first | state, plan), plan)
+    expected = pf.lowrank.merge_state_dict(pf.lowrank.factorize_state_dict(first | state, plan), plan)
     assert equal(out, expected)
 
 
@@ -132,7 +132,9 @@ def test_torch_files_with_an_index(tmp_path: Path) -> None:
     (tmp_path / "in" / "model.safetensors.index.json").unlink()
     (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     convert(tmp_path / "in", plan, tmp_path / "out")
-    assert equal(load_file(tmp_path / "out" / "model.safetensors"), pf.factorize_state_dict(state, plan))
+    assert equal(
+        load_file(tmp_path / "out" / "model.safetensors"), pf.lowrank.factorize_state_dict(state, plan)
+    )
     torch.save([state], tmp_path / "in" / "0.bin")
     with pytest.raises(ValueError, match=r"0\.bin: it does not contain a state dict"):
         convert(tmp_path / "in", plan, tmp_path / "again")

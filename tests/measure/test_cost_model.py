@@ -13,7 +13,7 @@ from torch import nn
 from pufferfish.compression import AlternatingPowerSGD, BFloat16, NoCompression, PowerSGD, TopK
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work, cost_model, dry_run
 from pufferfish.measure.cost_model import ddp_bucket_bytes
-from pufferfish.measure.link import COLLECTIVES, WIRE_FACTOR
+from pufferfish.measure.link import COLLECTIVES, wire_factor
 
 SIZES = [2**k for k in range(10, 26, 3)]
 
@@ -69,7 +69,7 @@ def slow_step_with_contention(work: Work, link: Link, contention: float, tick: f
                 kind, n = waiting.pop(0)
                 gone += n
                 busy_until = clock + link.seconds(kind, n)
-                pace = 1 - contention * WIRE_FACTOR[kind](link.size) * n / link.seconds(kind, n)
+                pace = 1 - contention * wire_factor(kind, link.size) * n / link.seconds(kind, n)
         clock += tick
         done = min(work.backward, done + pace * tick)
     return work.forward + max(clock, busy_until)

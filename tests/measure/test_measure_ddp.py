@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes
+from pufferfish.compression import Settings
 from pufferfish.distributed.exact import exact_
 from pufferfish.measure import Breakdown, diagnose, dry_run, probe
 from pufferfish.measure import link as link_module
@@ -219,9 +220,9 @@ def diagnosis_is_consistent(rank: int, size: int) -> None:
 
 def diagnosis_knows_the_settings_of_the_hook(rank: int, size: int) -> None:
     make_probe_fast()
-    for settings in ({"smallest": 20_000}, {"smallest": 0, "scope": "global"}):
+    for settings in (Settings(smallest=20_000), Settings(smallest=0, scope="global")):
         ddp, optimizer = ddp_and_optimizer()
-        hook = pf.compress(ddp, pf.compression.TopK(0.01), optimizer=optimizer, **settings)
+        hook = pf.compress(ddp, pf.compression.TopK(0.01), optimizer=optimizer, settings=settings)
         with diagnose(ddp, steps=1, show=False, methods=()) as found:
             train(ddp, optimizer, 5, rank)
         assert found.wire_bytes == hook.meter.wire_bytes / hook.meter.steps
@@ -262,7 +263,9 @@ def probe_of_two_machines(rank: int, size: int) -> None:
     assert link.intra_node is not None
     assert link.inter_node is not None
     ddp, optimizer = ddp_and_optimizer()
-    hook = pf.compress(ddp, pf.compression.BFloat16(), optimizer=optimizer, hierarchy="node")
+    hook = pf.compress(
+        ddp, pf.compression.BFloat16(), optimizer=optimizer, settings=Settings(hierarchy="node")
+    )
     train(ddp, optimizer, 2, rank)
     dry = dry_run(pf.compression.BFloat16(), trainable_parameters(ddp.module), size, per_node=2)
     per_step = {kind: nbytes // 2 for kind, nbytes in hook.meter.collective_bytes.items()}

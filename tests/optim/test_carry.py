@@ -256,28 +256,3 @@ def test_a_reset_is_announced_before_the_warm_up(make: Make) -> None:
         other = Sign([model.head.weight])
         adam = optim.Adam([p for p in model.parameters() if p is not model.head.weight])
         pf.Switch(rank=4, keep=["head"], when=pf.AtEpoch(2)).step(model, [other, adam], epoch=0)
-
-
-# Optimizers that stack the matrices of a group.
-
-
-@pytest.mark.parametrize("at", ["factorize_", "first call"])
-@pytest.mark.parametrize(
-    ("kind", "by_size", "told"),
-    [(Sign, True, True), (Sign, False, False), (optim.SGD, True, False), (pf.Muon, True, False)],
-)
-def test_an_optimizer_with_a_group_for_each_size_is_told(
-    at: str, kind: Any, by_size: bool, told: bool
-) -> None:
-    sizes = [(32, 64), (64, 64), (64, 64), (64, 32), (32, 64)]
-    model = nn.Sequential(*(nn.Linear(m, n, bias=False) for m, n in sizes))
-    groups = [[p for p in model.parameters() if p.numel() == n or not by_size] for n in {2048, 4096}]
-    optimizer = kind([{"params": group} for group in groups[: 1 + by_size]])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if at == "factorize_":
-            pf.factorize_(model, pf.plan(model, 16), optimizer)
-        else:
-            pf.Switch(rank=16, when=pf.AtEpoch(2)).step(model, optimizer, epoch=0)
-    assert all(w.filename == __file__ for w in caught)
-    assert any("stacks" in str(w.message) for w in caught) == told

@@ -42,7 +42,7 @@ def test_parameters_that_the_optimizer_does_not_have_stay_away() -> None:
     model.fc.requires_grad_(False)
     optimizer = OPTIMIZERS["Adam"](p for p in model.parameters() if p.requires_grad)
     train(model, [optimizer], range(2))
-    pf.factorize_(model, pf.plan(model, 4, keep=["head"], frozen=True), optimizer)
+    pf.factorize_(model, pf.plan(model, keep=["head"], overrides={"*": 4}), optimizer)
     held = {id(p) for p in optimizer.param_groups[0]["params"]}
     assert held == {id(p) for p in model.parameters() if p.requires_grad}
     assert not held & {id(p) for p in model.fc.parameters()}

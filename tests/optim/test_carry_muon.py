@@ -29,7 +29,7 @@ def names_in(model: nn.Module, optimizers: list[optim.Optimizer]) -> list[list[l
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["Muon first", "AdamW first"])
-@pytest.mark.parametrize("kind", [optim.Muon, pf.Muon], ids=["torch", "pf"])
+@pytest.mark.parametrize("kind", [optim.Muon, pf.lowrank.Muon], ids=["torch", "pf"])
 def test_new_parameters_go_where_the_old_ones_were(kind: type[optim.Muon], order: int) -> None:
     model = Net()
     optimizers = muon_and_adamw(model, kind)

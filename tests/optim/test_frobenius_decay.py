@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from matrices import forced
 from operations import Operations
 from processes import in_processes
 from pufferfish.layers import LowRank
-from pufferfish.optim import frobenius_decay
-from pufferfish.optim.frobenius_decay import FrobeniusDecay
+from pufferfish.lowrank import frobenius_decay
+from pufferfish.lowrank.frobenius_decay import FrobeniusDecay
 from pufferfish.planning.timing import capture_cuda_graph
 
 LAMBDA, OWN = 0.03, 0.05  # large, so that a wrong one cannot hide
@@ -74,7 +75,7 @@ class Net(nn.Module):
 def low_rank() -> Net:
     torch.manual_seed(0)
     net = Net().double()
-    pf.factorize_(net, pf.plan(net, rank=3, keep=["head"], min_saving=-1, multiple=1))
+    pf.factorize_(net, forced(net, rank=3, keep=["head"]))
     assert {type(m).__name__ for m in net.children() if isinstance(m, LowRank)} == {
         "LowRankLinear", "LowRankMultiheadAttention", "LowRankLSTM", "LowRankConv", "LowRankConvTranspose",
     }  # fmt: skip
@@ -372,7 +373,7 @@ def several(kinds: Iterable[Callable[[], nn.Module]], copies: int) -> nn.ModuleL
     torch.manual_seed(0)
     model = nn.ModuleList(kind() for kind in kinds for _ in range(copies)).double()
     embed = 3 if any(isinstance(m, nn.Embedding) for m in model) else None
-    pf.factorize_(model, pf.plan(model, rank=3, embed=embed, min_saving=-1, multiple=1))
+    pf.factorize_(model, forced(model, rank=3, embed=embed))
     assert all(isinstance(m, LowRank) for m in model)
     return model
 
@@ -438,7 +439,7 @@ def test_it_follows_the_model_and_keeps_no_layer_alive() -> None:
     FrobeniusDecay(model, optimizer, LAMBDA)
     old: list[weakref.ref[nn.Module]] = []
     for rank in (2, 3, 2, 2):
-        pf.factorize_(model, pf.plan(model, rank=rank, min_saving=-1, multiple=1), optimizer)
+        pf.factorize_(model, forced(model, rank=rank), optimizer)
         zero_gradients(model)
         optimizer.step()
         assert not any(ref() for ref in old)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.optim import muon as module
+from pufferfish.lowrank import muon as module
 
 SHAPES = [(32, 32), (64, 24), (32, 32), (24, 64), (64, 24), (32, 32)]
 
@@ -69,7 +69,7 @@ def test_equals_muon_of_torch(given_groups: list[dict[str, Any]], tensor: bool, 
         for group in both[0]:
             group["lr"] = torch.tensor(group["lr"])
     ours, theirs = ([p for group in one for p in group["params"]] for one in both)
-    mine, other = pf.Muon(both[0]), optim.Muon(both[1])
+    mine, other = pf.lowrank.Muon(both[0]), optim.Muon(both[1])
     for step in range(3):
         for params in (ours, theirs):
             set_gradients(params, seed=10 + step)
@@ -87,7 +87,7 @@ def test_equals_muon_of_torch(given_groups: list[dict[str, Any]], tensor: bool, 
 
 
 @pytest.mark.parametrize(
-    "kinds", [(optim.Muon, pf.Muon), (pf.Muon, optim.Muon)], ids=["from torch", "to torch"]
+    "kinds", [(optim.Muon, pf.lowrank.Muon), (pf.lowrank.Muon, optim.Muon)], ids=["from torch", "to torch"]
 )
 def test_state_dicts_go_on_with_the_other_one(kinds: tuple[Any, Any]) -> None:
     start = matrices(SHAPES, 0)
@@ -114,7 +114,7 @@ def test_large_batches_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_BATCH", largest)
         params = parameters(matrices(SHAPES, 0))
         set_gradients(params, 1)
-        pf.Muon(params, 0.1).step()
+        pf.lowrank.Muon(params, 0.1).step()
         results.append(params)
     start = matrices(SHAPES, 0)
     assert_same_update(results[1], results[0], start)
@@ -124,7 +124,7 @@ def test_large_batches_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closure_and_a_learning_rate_that_changes_in_place() -> None:
     p = nn.Parameter(torch.eye(4))
     lr = torch.tensor([0.0])
-    optimizer = pf.Muon([p], lr, weight_decay=0.0)
+    optimizer = pf.lowrank.Muon([p], lr, weight_decay=0.0)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -151,7 +151,7 @@ def sharded(rank: int, size: int) -> None:
 
         alone = parameters(matrices(shapes, 0))
         params = [nn.Parameter(shard(p.detach())) for p in alone]
-        optimizers = [pf.Muon(each, 0.1, weight_decay=0.5) for each in (alone, params)]
+        optimizers = [pf.lowrank.Muon(each, 0.1, weight_decay=0.5) for each in (alone, params)]
         for step in range(2):
             set_gradients(alone, step + 1)
             for p, q in zip(alone, params, strict=True):
@@ -171,7 +171,7 @@ def sharded(rank: int, size: int) -> None:
     with pytest.raises(
         ValueError, match=r"Muon: a 8×8 matrix has the placements .*_StridedShard.*; shard it over"
     ):
-        pf.Muon([strided]).step()
+        pf.lowrank.Muon([strided]).step()
 
 
 def test_sharded_matrices() -> None:
@@ -186,7 +186,7 @@ def test_matrices_of_blocks() -> None:
     model.table = nn.Sequential(nn.Embedding(50, 24))
     model.head = nn.Linear(8, 9)
     pf.factorize_(model, pf.plan(model, 4, embed=4, only=["table.0"]))
-    inner, others = pf.muon_parameters(model)
+    inner, others = pf.lowrank.muon_parameters(model)
     names = {id(p): name for name, p in model.named_parameters()}
     kept = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
     assert [names[id(p)] for p in inner] == [f"blocks.0.{name}" for name in kept]
@@ -202,7 +202,7 @@ def test_in_a_cuda_graph(dtype: torch.dtype) -> None:
     for captured in (False, True):
         params = parameters(start)
         lr = torch.tensor(0.0, device="cuda")
-        optimizer = pf.Muon(params, lr)
+        optimizer = pf.lowrank.Muon(params, lr)
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad.clone()
 

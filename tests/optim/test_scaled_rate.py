@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import pufferfish as pf
-from pufferfish.optim.scaled_rate import ScaledRate
+from pufferfish.switching.scaled_rate import ScaledRate
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "from the first rate": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),

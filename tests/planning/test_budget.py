@@ -51,7 +51,7 @@ def test_budget_gives_rank_where_singular_values_say_so() -> None:
     flat = torch.ones(64, dtype=torch.float64)
     falling = torch.logspace(0, -3, 64, dtype=torch.float64)
     model = nn.Sequential(*(linear_with(s, 64, 128) for s in (flat, falling, flat, falling)))
-    plan = pf.resolve(pf.plan(model, pf.Budget(params=16_000), multiple=4), model)
+    plan = pf.resolve(pf.plan(model, pf.Budget(params=16_000, multiple=4)), model)
     ranks = [e.rank or 64 for e in plan]
     assert min(ranks[0], ranks[2]) > 2 * max(ranks[1], ranks[3])
 
@@ -59,7 +59,7 @@ def test_budget_gives_rank_where_singular_values_say_so() -> None:
 def best_energy(candidates: Sequence[Candidate], budget: float, multiple: int) -> float:
     """All choices, one by one."""
     best = -1.0
-    choices = [[None, *range(multiple, largest_rank(c.matrix, 0.0) + 1, multiple)] for c in candidates]
+    choices = [[None, *range(multiple, largest_rank(c.matrix) + 1, multiple)] for c in candidates]
     for ranks in itertools.product(*choices):
         if total_cost(candidates, ranks) <= budget:
             best = max(best, energy(candidates, ranks))
@@ -95,7 +95,7 @@ def test_allocate_against_trying_everything(seed: int, share: float) -> None:
     ]
     least, most = (total_cost(candidates, [r] * 3) for r in (2, 8))
     budget = least + share * (most - least)
-    ranks = allocate(candidates, budget, 2, 0.0, spare=0.01 * budget)
+    ranks = allocate(candidates, budget, 2, spare=0.01 * budget)
     assert total_cost(candidates, ranks) <= budget
     # Greedy is not perfect, and up to a twentieth of the energy is given for a budget that is spent.
     assert energy(candidates, ranks) >= 0.9 * best_energy(candidates, budget, 2)
@@ -109,7 +109,7 @@ def test_budget_too_small_names_what_is_missing() -> None:
         match=r"budget is too small.*exceed their share by 188; raise the budget, or lower `multiple`",
     ):
         pf.resolve(pf.plan(model, pf.Budget(params=2500)), model)
-    assert pf.resolve(pf.plan(model, pf.Budget(params=2500), multiple=1), model).after.parameters <= 2500
+    assert pf.resolve(pf.plan(model, pf.Budget(params=2500, multiple=1)), model).after.parameters <= 2500
 
 
 def test_budget_above_the_dense_model_leaves_everything() -> None:
@@ -120,7 +120,7 @@ def test_budget_above_the_dense_model_leaves_everything() -> None:
 
 def test_budget_counts_what_is_kept_and_what_overrides_decide() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    plan = pf.plan(model, pf.Budget(params=12_288), keep=["0"], overrides={"1": 16}, multiple=4)
+    plan = pf.plan(model, pf.Budget(params=12_288, multiple=4), keep=["0"], overrides={"1": 16})
     assert [type(e.rule) for e in plan] == [type(None), type(None), pf.Budget, pf.Budget]
     plan = pf.resolve(plan, model)
     assert plan["0"].rank is None
@@ -131,7 +131,8 @@ def test_budget_counts_what_is_kept_and_what_overrides_decide() -> None:
 def test_a_byte_budget_does_not_touch_what_sends_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[0].requires_grad_(False)
-    plan = pf.resolve(pf.plan(model, pf.Budget(bytes=9000), multiple=1, frozen=True), model)
+    budget = pf.Budget(bytes=9000, multiple=1)
+    plan = pf.resolve(pf.plan(model, overrides={"*": budget}), model)
     assert plan["0"].rank is None
     assert plan["1"].rank == 17  # 17 × 128 × 4 = 8704
 
@@ -145,7 +146,7 @@ def test_a_mac_budget_leaves_layers_that_did_not_run() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)
 
-    plan = pf.plan(Half(), pf.Budget(macs=3 * 2200), example=torch.randn(3, 64), multiple=1)
+    plan = pf.plan(Half(), pf.Budget(macs=3 * 2200, multiple=1), example=torch.randn(3, 64))
     resolved = pf.resolve(plan, Half())
     assert resolved["used"].rank == 17
     assert resolved["unused"].rank is None

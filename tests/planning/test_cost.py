@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pufferfish as pf
 from paper import COUNTS
 from pufferfish.lab.models import GPT, REFERENCES, Transformer, resnet18
-from pufferfish.planning.plan import totals
+from pufferfish.planning import totals
 from pufferfish.planning.profile import profile
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def on_meta(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_papers_counts(name: str) -> None:
     model, _ = on_meta(name)
-    plan = pf.plan(model, 0.25, keep=REFERENCES[name].keep, multiple=1)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=1), keep=REFERENCES[name].keep)
     assert (plan.before.parameters, plan.after.parameters) == COUNTS[name]
     if name in GRADIENT_MB:
         megabytes = plan.before.gradient_bytes / 1e6, plan.after.gradient_bytes / 1e6
@@ -103,7 +103,7 @@ def test_the_papers_macs(name: str, before: float, after: float) -> None:
     strides the first and works on 7 × 7.
     """
     model, example = on_meta(name)
-    plan = pf.plan(model, 0.25, keep=REFERENCES[name].keep, multiple=1, example=example)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=1), keep=REFERENCES[name].keep, example=example)
     assert plan.before.forward_macs is not None
     assert plan.after.forward_macs is not None
     saved = 256 * 1024 * (14 * 14 - 7 * 7)
@@ -254,7 +254,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 def test_totals_after_are_the_truth_of_the_reshaped_model(name: str) -> None:
     build, example = MODELS[name]
     model = build()
-    plan = pf.plan(model, 0.25, multiple=1, frozen=True, example=example)
+    plan = pf.plan(model, overrides={"*": pf.Ratio(0.25, multiple=1)}, example=example)
     assert plan.ranks
     assert (plan.before.forward_macs, plan.before.backward_macs) == counted(copy.deepcopy(model), example)
     pf.reshape_(model, plan)
@@ -279,7 +279,7 @@ def test_a_packed_sequence_needs_a_real_run() -> None:
             return self.out(y)
 
     model, example = Tagger(), (torch.randn(3, 9, 32), torch.tensor([4, 9, 6]))
-    plan = pf.plan(model, 0.25, multiple=1, example=example)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=1), example=example)
     assert plan["lstm.weight_ih_l0"].positions == 4 + 9 + 6
     assert plan["out"].positions == 3 * 9
     assert plan.before.forward_macs == 19 * 4 * 48 * (32 + 48) + 27 * 48 * 40
@@ -338,7 +338,7 @@ def test_gradient_bytes_after_with_mixed_dtypes() -> None:
     model = nn.Sequential(
         nn.Linear(64, 64).bfloat16(), nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
     )
-    plan = pf.plan(model, 16, frozen=True)
+    plan = pf.plan(model, overrides={"*": 16})
     pf.factorize_(model, plan)
     assert plan.after == totals(model)
 
@@ -349,8 +349,8 @@ def test_gradient_bytes_after_with_mixed_dtypes() -> None:
 @pytest.mark.parametrize("name", ["lstm", "cross_attention", "convolutions", "transposed", "middle_frozen"])
 def test_every_layer_that_would_change_is_measured(name: str) -> None:
     build, example = MODELS[name]
-    plan = pf.plan(build(), 0.25, multiple=1, frozen=True, example=example, measure=True)
-    would = pf.plan(build(), 0.25, multiple=1, frozen=True).ranks
+    plan = pf.plan(build(), overrides={"*": pf.Ratio(0.25, multiple=1)}, example=example, measure=True)
+    would = pf.plan(build(), overrides={"*": pf.Ratio(0.25, multiple=1)}).ranks
     for e in plan:
         if e.layer not in would:
             assert e.ms is None
@@ -369,7 +369,7 @@ def test_packed_sequences_are_measured_with_their_lengths() -> None:
     def example(model: nn.Module) -> Any:
         return model(pack_padded_sequence(torch.randn(6, 3, 32), torch.tensor([6, 4, 2])))
 
-    plan = pf.plan(nn.Sequential(lstm), 0.25, multiple=1, example=example, measure=True)
+    plan = pf.plan(nn.Sequential(lstm), pf.Ratio(0.25, multiple=1), example=example, measure=True)
     assert all(e.ms for e in plan)
 
 
@@ -384,7 +384,7 @@ def test_layers_are_measured_in_the_precision_of_the_example() -> None:
 
     assert profile(model, x).calls["2"].autocast is None
     assert profile(model, in_bf16).calls["2"].autocast == torch.bfloat16
-    plan = pf.plan(model, 0.25, multiple=1, example=in_bf16, measure=True)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=1), example=in_bf16, measure=True)
     assert [e.ms is not None for e in plan] == [True, True, True]
 
 

@@ -32,7 +32,10 @@ def test_not_smaller() -> None:
         "1": "not smaller at rank 16: the largest that saves is 0",
         "2": "not smaller at rank 16: the largest that saves is 1",
     }
-    assert reasons(model, rank=0.9, multiple=1)["1"] == "not smaller at rank 1: the largest that saves is 0"
+    assert (
+        reasons(model, rank=pf.Ratio(0.9, multiple=1))["1"]
+        == "not smaller at rank 1: the largest that saves is 0"
+    )
     assert reasons(model, rank=pf.Energy(0.9))["0"] == "not smaller at rank 16: the largest that saves is 8"
 
 
@@ -62,16 +65,16 @@ def test_frozen_weights_stay_dense_unless_asked_for() -> None:
     frozen = {name for name, why in found.items() if why.startswith("frozen: ")}
     assert frozen == {"a", "b.q", "b.k", "b.v"}
     assert {name for name, why in found.items() if not why} == {"b.out", "c"}
-    assert set(reasons(model, frozen=True).values()) == {""}
-    assert "frozen=True" in str(pf.plan(model))
-    assert pf.spectra(model).keys() == found.keys()
+    assert set(reasons(model, overrides={"*": 0.25}).values()) == {""}
+    assert "naming it in overrides=" in str(pf.plan(model))
+    assert pf.planning.spectra(model).keys() == found.keys()
 
 
 def test_frozen_low_rank_layers_are_saved_and_loaded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     model[1].requires_grad_(True)
-    done = pf.factorize_(model, pf.plan(model, 8, frozen=True))
-    assert pf.plan_of(model).ranks == done.ranks == {"0": {"": 8}, "1": {"": 8}}
+    done = pf.factorize_(model, pf.plan(model, overrides={"*": 8}))
+    assert pf.lowrank.plan_of(model).ranks == done.ranks == {"0": {"": 8}, "1": {"": 8}}
     assert [p.requires_grad for p in model.parameters()] == [False] * 3 + [True] * 3
     pf.save(model, tmp_path / "saved")
     fresh = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.planning.timing import Mode
+from pufferfish.planning.timing import Mode, Timing
 
 #: Milliseconds of a layer, dense and low-rank.
 Table = Callable[[nn.Module], tuple[float, float]]
@@ -46,7 +46,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTimes:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `plan` take this machine for one with a GPU."""
-    monkeypatch.setattr("pufferfish.planning.plan._on_cuda", lambda model: True)
+    monkeypatch.setattr("pufferfish.planning.timing._on_cuda", lambda model: True)
 
 
 X = torch.randn(8, 64, requires_grad=True)  # as the inputs of all but the first layer
@@ -89,9 +89,7 @@ def test_invalid_arguments() -> None:
         pf.plan(linears(), measure="compile")
     for link in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="link="):
-            pf.plan(linears(), example=X, measure=True, link=link)
-    with pytest.raises(ValueError, match="with example= and measure="):
-        pf.plan(linears(), example=X, link=1e9)
+            Timing(link=link)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -126,19 +124,19 @@ def test_bytes_are_weighed_against_time(fake: FakeTimes) -> None:
         (1.2, None, False), (1.2, 1e7, True), (1.2, 1e9, False), (1.81, 1e7, True), (1.82, 1e7, False),
     ):  # fmt: skip
         fake.table = lambda dense, ms=low_rank_ms: (1.0, ms)  # type: ignore[misc]
-        plan = pf.plan(model, 16, example=X, measure=True, link=link)
+        plan = pf.plan(model, 16, example=X, measure=Timing(link=link))
         assert bool(plan.ranks) == becomes_low_rank, (low_rank_ms, link)
     assert plan["0"].reason == "slower when measured: 1 ms dense, 1.82 ms low-rank, 0.819 ms less to send"
     model.requires_grad_(False)  # no gradients to send
     fake.table = lambda dense: (1.0, 1.2)
-    assert not pf.plan(model, 16, frozen=True, example=X, measure=True, link=1e7).ranks
+    assert not pf.plan(model, overrides={"*": 16}, example=X, measure=Timing(link=1e7)).ranks
 
 
 # What is expected.
 
 
 def test_the_plan_says_what_it_expects(fake: FakeTimes) -> None:
-    plan = pf.plan(linears(4), 16, example=X, measure=True, link=1e7)
+    plan = pf.plan(linears(4), 16, example=X, measure=Timing(link=1e7))
     # Four layers take 2 ms of 20, then 1 ms; 66,560 bytes of gradients become 33,792.
     assert plan.measured == {
         "device": "cpu", "mode": "eager", "link": 1e7, "step_ms": 20.0,

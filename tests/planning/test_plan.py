@@ -108,7 +108,6 @@ def rich_plan() -> pf.Plan:
         overrides={"a.q": pf.StableRank({"a.q": 3.0}), "lstm.weight_ih_l0": pf.Budget(params=1e5), "up": 5},
         keep=["lstm.weight_hh_l0"],
         example=lambda m: m["conv"](torch.randn(1, 64, 8, 8)),
-        min_saving=0.1,
     )
 
 
@@ -186,9 +185,9 @@ def test_the_hash_covers_decisions_only() -> None:
     plan = pf.plan(model)
     same = [
         pf.plan(model, 16, keep=["2"]),  # another rule, another reason, the same ranks
-        pf.plan(model, multiple=8, keep=["2"]),
+        pf.plan(model, pf.Ratio(0.25, multiple=8), keep=["2"]),
         pf.plan(model, example=torch.randn(2, 64)),
-        pf.plan(copy.deepcopy(model).bfloat16().requires_grad_(False), frozen=True),
+        pf.plan(copy.deepcopy(model).bfloat16().requires_grad_(False), overrides={"*": 0.25}),
         pf.factorize_(copy.deepcopy(model), plan),
         plan.replace(reversed(plan.entries)),
     ]

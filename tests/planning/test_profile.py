@@ -133,7 +133,7 @@ def test_profiling_touches_nothing(real: bool, time_it: bool) -> None:
     modules, random, given = list(model.modules()), torch.get_rng_state(), x.clone()
 
     example: Example = (lambda m: m(x.clone())) if real else x
-    plan = pf.plan(model, 0.25, multiple=1, example=example, measure=time_it)
+    plan = pf.plan(model, pf.Ratio(0.25, multiple=1), example=example, measure=time_it)
     assert plan.before.forward_macs == 4 * 36 * 27 * 32 + 4 * 32 * 64
     assert fired == []
     assert torch.equal(torch.get_rng_state(), random)

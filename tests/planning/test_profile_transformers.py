@@ -76,7 +76,7 @@ def test_a_plan_after_a_run_equals_one_before(build: Callable[[], tuple[nn.Modul
     assert pf.plan(model, example=inputs) == before
     pf.factorize_(model, before)
     assert pf.plan(model, example=inputs).before.forward_macs == before.after.forward_macs
-    assert pf.plan_of(model).ranks == before.ranks
+    assert pf.lowrank.plan_of(model).ranks == before.ranks
     assert model.training is True
 
 

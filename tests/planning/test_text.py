@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.planning.plan import Plan
+from pufferfish.planning import Plan
 
 
 class Own(nn.Linear):
@@ -93,7 +93,7 @@ def test_loading_a_dense_model_does_not_warn() -> None:
     model = nn.Sequential(Own(64, 64))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pf.reshape_(model, pf.plan_of(model))
+        pf.reshape_(model, pf.lowrank.plan_of(model))
 
 
 def test_the_time_of_a_layer_with_several_matrices_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:

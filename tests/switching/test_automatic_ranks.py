@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
-from pufferfish.optim.carry import whole
+from pufferfish.lowrank.carry import whole
 from pufferfish.switching.fsdp2 import parameters
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_ranks_of_flat_spectra_are_lowered_and_of_steep_ones_are_not(
     spectra: list[Tensor], lowered: bool
 ) -> None:
     model = random_layers(4)
-    start = pf.spectra(model)
+    start = pf.planning.spectra(model)
     switch = switched(model, *spectra)
     assert switch.report is not None
     ranks = [e.rank for e in switch.report.plan]

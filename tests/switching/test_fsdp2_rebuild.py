@@ -37,7 +37,8 @@ import pufferfish as pf
 from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
-from pufferfish.optim.carry import whole
+from pufferfish.lowrank.carry import whole
+from pufferfish.lowrank.factors import shared_spectra
 from pufferfish.switching.fsdp2 import ShardedJob, local, outline, parameters, rebuild
 
 
@@ -149,7 +150,7 @@ def wrappers_are_looked_through(mesh: DeviceMesh) -> None:
 def spectra_are_those_of_the_whole_weights(mesh: DeviceMesh) -> None:
     for build in (image_net, Text):
         model, _, _ = switched(mesh, build, warm_up=0)
-        found, expected = ShardedJob(model, build).spectra(), pf.spectra(build())
+        found, expected = shared_spectra(ShardedJob(model, build)), pf.planning.spectra(build())
         assert found.keys() == expected.keys()
         for name, values in found.items():
             assert torch.equal(values, expected[name]), name

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
+from matrices import forced
 from processes import in_processes
 
 
@@ -69,7 +70,7 @@ def test_linear_layers_of_a_transformers_model() -> None:
     assert line.endswith(f': pf.register("{path}", pf.layers.LowRankLinear)')
     try:
         exec(line.partition("register it: ")[2], {"pf": pf})
-        plan = pf.plan(model, 64, min_saving=-1)  # full rank
+        plan = forced(model, 64)  # full rank
         with torch.no_grad():
             expected: Tensor = model(x).logits
             pf.factorize_(model, plan)

@@ -95,7 +95,7 @@ def test_the_automatic_recipe() -> None:
     model = build()
     optimizer = momentum(model)
     switch = pf.Switch()
-    start = {name: stable_rank(s) for name, s in pf.spectra(model).items()}
+    start = {name: stable_rank(s) for name, s in pf.planning.spectra(model).items()}
     moments = []
     for epoch in range(30):
         if switch.step(model, optimizer, epoch=epoch, total=60):

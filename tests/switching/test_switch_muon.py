@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from optimizers import Net, batch, muon_and_adamw
 from processes import in_processes, same_everywhere
-from pufferfish.optim.carry import whole
+from pufferfish.lowrank.carry import whole
 from pufferfish.switching.fsdp2 import parameters
 
 
@@ -135,7 +135,7 @@ def check_fsdp2_refusal(rank: int, size: int) -> None:
 
 def fsdp2_cases(rank: int, size: int) -> None:
     check_fsdp2(rank, size, optim.Muon)
-    check_fsdp2(rank, size, pf.Muon)
+    check_fsdp2(rank, size, pf.lowrank.Muon)
     check_fsdp2_refusal(rank, size)
 
 

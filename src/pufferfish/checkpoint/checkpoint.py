@@ -15,16 +15,14 @@ import torch
 from torch import nn, optim
 
 from ..compression.ddp_hook import find_hook
-from ..distributed.ddp import Job, find_ddp
+from ..distributed.ddp import find_ddp
 from ..distributed.workers import Workers
 from ..layers import meta_copy
 from ..layers.names import own_name, rebuilt, unwrap
-from ..lowrank.checks import check_plan, check_wrapper_passed, factorized_weights
-from ..lowrank.factorize import ranks_of, svd_factors
-from ..lowrank.plan_of import plan_of
-from ..lowrank.rewrite import Rewrite, nan_factors, replace_layers_
-from ..optim.by_name import group_names, load_optimizer, names_by_id, optimizer_state
-from ..optim.carry import Optimizers, as_list
+from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
+from ..lowrank.factors import nan_factors
+from ..lowrank.optimizers import Optimizers, as_list, check_wrapper_passed, factorized_weights
+from ..lowrank.rewrite import Rewrite, commit, plan_of, ranks_of, reshape_
 from ..planning.plan import Plan
 from ..switching.switch import Switch
 from .files import (
@@ -438,8 +436,7 @@ def expected_structure(
         # Muon takes matrices only, so some of its factors go to another optimizer.
         kind = optim.Muon if isinstance(optimizer, optim.Muon) else optim.SGD
         stand_ins.append(kind(groups))
-    check_plan(unwrap(copy), plan)
-    replace_layers_(unwrap(copy), plan, stand_ins, svd_factors)
+    reshape_(unwrap(copy), plan, stand_ins)
     return copy, stand_ins
 
 
@@ -476,7 +473,7 @@ def restructure_(
     if plan is not None and ranks_of(model) != ranks:
         change = Rewrite(unwrap(model), optimizers)
         change.factorize(plan, nan_factors)
-        Job(model).commit([change], {})
+        commit([change], wrappers=[find_ddp(model)])
 
 
 def _load_parts(path: Path, parts: Parts, states: Mapping[str, Any]) -> None:

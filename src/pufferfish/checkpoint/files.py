@@ -25,11 +25,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..layers.names import own_keys, own_name
-from ..optim.by_name import check_optimizer, group_names, names_by_id
-from ..planning.json_file import read_json, write_text
+from ..layers.names import local_part, own_keys, own_name
+from ..lowrank.by_name import check_optimizer, group_names, names_by_id
+from ..planning.json_file import file_record, read_json, sync, write_text
 from ..planning.plan import Plan
-from .folder import file_record, read_manifest
+from .folder import read_manifest
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _TENSOR_TYPES = (Tensor, nn.Parameter, DTensor)
@@ -84,6 +84,8 @@ def write_files(
         if worker == 0:
             files += _write(folder / name, job_tree, _unsharded(job_tensors))
     files += _write(folder / own_file, tree, tensors, {"offsets": json.dumps(offsets)})
+    for file in files:
+        sync(file)
     return {file.name: file_record(file) for file in files}
 
 
@@ -414,7 +416,7 @@ class _Packer:  # a class, not nested functions: those would keep the tensors al
 
 def _storage_key(x: Tensor) -> Any:
     """Return a value that is equal for two tensors with the same elements in the same memory."""
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = local_part(x)
     if local.numel() == 0:
         return id(x)  # empty tensors have no address
     return local.data_ptr(), local.device, local.dtype, tuple(local.shape), local.stride(), tuple(x.shape)

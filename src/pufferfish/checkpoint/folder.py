@@ -21,8 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..lowrank.files import sha256, sync
-from ..planning.json_file import errors_name, read_json, write_text
+from ..planning.json_file import check_file, errors_name, read_json, sync, write_text
 
 #: The file that is locked. Its text names the process that took the folder last.
 OWNER = ".owner"
@@ -150,12 +149,6 @@ def create_hidden_folder(folder: Path) -> Path:
     return hidden
 
 
-def file_record(file: Path) -> dict[str, Any]:
-    """Flush `file` to disk and return its manifest entry: size in bytes and SHA-256."""
-    sync(file)
-    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
-
-
 def publish_by_rename(
     hidden: Path, files: Mapping[str, Any], world_size: int, step: int | None, keep: int | None
 ) -> Path:
@@ -242,20 +235,16 @@ def read_manifest(path: Path, contents: bool = True) -> dict[str, Any]:
             f"{_VERSION}"
         )
     try:
-        files = [(path / name, record["bytes"], record["sha256"]) for name, record in data["files"].items()]
-        ours = 0 < data["world"] <= len(files) and all(file.parent == path for file, _, _ in files)
+        files = {path / name: record for name, record in data["files"].items()}
+        ours = 0 < data["world"] <= len(files) and all(
+            file.parent == path and record.keys() == {"bytes", "sha256"} for file, record in files.items()
+        )
     except (KeyError, TypeError, AttributeError):
         ours = False
     if not ours:
         raise ValueError(f"{path / MANIFEST}: {_NOT_OURS}")
-    for file, expected, digest in files:
-        if not file.is_file():
-            raise ValueError(f"{file}: damaged, the file is missing")
-        size = file.stat().st_size
-        if size != expected:
-            raise ValueError(f"{file}: damaged, {size:,} bytes instead of {expected}")
-        if contents and sha256(file) != digest:
-            raise ValueError(f"{file}: damaged, its SHA-256 differs from the one in {MANIFEST}")
+    for file, record in files.items():
+        check_file(file, record, contents)
     return data
 
 

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ..planning.text import display_progress
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -70,6 +68,8 @@ def progress_bars(console: Console | None = None) -> Iterator[None]:
     if console is None and not sys.stderr.isatty():
         yield
         return
+
+    from ..planning.text import display_progress  # which imports torch
 
     stack = ExitStack()  # stops the bars of loops that an error has left
 

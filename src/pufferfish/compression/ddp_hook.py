@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,16 @@ from ..distributed.ddp import (
     register_hook,
 )
 from ..distributed.workers import Workers
-from ..layers.names import own_name
-from ..optim.carry import Optimizers, as_list, check_optimizers
+from ..layers.names import own_name, trainable_parameters
+from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter
 from .fsdp2_hook import FSDP2Hook, compress_fsdp2, find_fsdp2_hook
+from .method import Method
+from .methods.changed import Changed
 from .methods.sums import BFloat16
-from .settings import HierarchyLike, Methods, Settings
+from .settings import Methods, Settings
+from .sharded import ShardedHook, compress_sharded
 from .state import check_format, updates_by_rate
 
 
@@ -38,80 +41,83 @@ def compress(
     model: nn.Module,
     method: Methods | None = None,
     *,
+    parameters: Method | Changed | None = None,
     optimizer: Optimizers = None,
-    scaler: Any = None,
-    error_feedback: bool | None = None,
-    scope: Literal["layer", "global"] = "layer",
-    exchange: str | None = None,
-    hierarchy: HierarchyLike = "flat",
-    seed: int = 0,
-    smallest: int = 1024,
-    nonfinite: Literal["nan", "zero"] = "nan",
-    overlap: bool | None = None,
     replicas: dist.ProcessGroup | None = None,
-) -> DDPHook | FSDP2Hook:
+    settings: Settings | None = None,
+) -> DDPHook | FSDP2Hook | ShardedHook:
     """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
 
     The hook remains after a `Switch`; a deep copy of the wrapper is plain DDP, without compression. Results depend
     neither on DDP's buckets nor on restarts: messages are laid out by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
 
     Args:
-        model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 inside
-            each of the `replicas` (see `compress_fsdp2`).
-        method: One method, or a mapping name pattern → method; `BFloat16()` by default.
+        model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 over
+            all machines (see `compress_sharded`), or inside each of the `replicas` (see `compress_fsdp2`).
+        method: One method, or a mapping name pattern → method; `BFloat16()` by default, and `BlockInt8()` for a model
+            that is sharded over all machines.
+        parameters: How FSDP2 gathers parameters between machines: `Changed()` by default, which loses nothing.
         optimizer: One or several that train the model. Under SGD, error feedback is in the units of the update: when the
             learning rate changes, the part that was left over at the old rate is rescaled. Other optimizers, and subclasses
             of SGD with their own `step` (LARS), make no difference.
-        scaler: A `GradScaler`, so that error feedback follows its scale.
-        error_feedback, scope, exchange, hierarchy, seed, smallest, nonfinite, overlap: See `Settings`.
         replicas: For FSDP2: process group of the workers that hold the same shard.
+        settings: What only experts change: error feedback, hierarchy, seed, a `GradScaler` … The method is not among it.
 
     >>> compress(nn.Linear(2, 2))
     Traceback (most recent call last):
     TypeError: compress: the Linear is not wrapped in DistributedDataParallel; wrap it first
     """
 
-    def settings() -> Settings:
-        return Settings(
-            BFloat16() if method is None else method, error_feedback=error_feedback, scope=scope, exchange=exchange,
-            hierarchy=hierarchy, seed=seed, smallest=smallest, nonfinite=nonfinite, overlap=overlap,
-        )  # fmt: skip
+    given = settings or Settings()
+
+    def with_method() -> Settings:
+        if given.method is not None:
+            raise ValueError("compress: pass the method as the second argument, not in settings=")
+        return replace(given, method=BFloat16() if method is None else method)
 
     if any(isinstance(m, FSDPModule) for m in model.modules()):
-        check_optimizer_and_scaler(model, optimizer, scaler)
-        return compress_fsdp2(model, settings, replicas, optimizer=optimizer, scaler=scaler)
-    if replicas is not None:
-        raise ValueError("compress: replicas= is for models sharded by FSDP2; leave it out for a DDP model")
+        check_optimizer(model, optimizer)
+        if replicas is None:
+            if given != Settings():
+                raise ValueError(
+                    "compress: a model that is sharded over all machines takes no settings; they are for replicas="
+                )
+            return compress_sharded(model, method, parameters)
+        if parameters is not None:
+            raise ValueError(
+                "compress: with replicas= parameters are gathered inside a replica, uncompressed; leave parameters= out"
+            )
+        return compress_fsdp2(model, with_method, replicas, optimizer=optimizer)
+    if replicas is not None or parameters is not None:
+        raise ValueError(
+            "compress: parameters= and replicas= are for models sharded by FSDP2; leave them out for a DDP model"
+        )
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
-    named = _trained(ddp.module)
+    named = trainable_parameters(ddp.module)
 
     def checked() -> Settings:
-        check_optimizer_and_scaler(ddp.module, optimizer, scaler)
+        check_optimizer(ddp.module, optimizer)
         if find_hook(ddp) is not None:
             raise ValueError(
                 "compress: this DDP model is already compressed; call use() of its hook to change the method"
             )
         check_hookable(ddp, "compress")
-        return checked_settings(settings(), named, as_list(optimizer))
+        return checked_settings(with_method(), named, as_list(optimizer))
 
     chosen = workers.run_on_all(checked)
     # Before groups are made: making one waits for all its workers.
-    local = os.environ.get("LOCAL_WORLD_SIZE") if hierarchy == "node" else None
+    local = os.environ.get("LOCAL_WORLD_SIZE") if given.hierarchy == "node" else None
     about = "method, LOCAL_WORLD_SIZE, parameters or other settings; make the same call on all workers"
     workers.agree(repr((chosen, local, list(named))), 0, about)
     engine = workers.run_on_all(lambda: Engine(chosen, ddp.process_group))
-    hook = DDPHook(ddp.module, workers, engine, optimizer, scaler)
+    hook = DDPHook(ddp.module, workers, engine, optimizer)
     register_hook(ddp, hook)
     return hook
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def check_optimizer_and_scaler(model: nn.Module, optimizer: Optimizers, scaler: Any) -> None:
-    """Raise if an optimizer trains another model, or if an argument is not an optimizer or a scaler."""
+def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
+    """Raise if an optimizer trains another model, or if it is not an optimizer."""
     optimizers = as_list(optimizer)
     check_optimizers(optimizers)
     parameters = {id(p) for p in model.parameters()}
@@ -120,8 +126,6 @@ def check_optimizer_and_scaler(model: nn.Module, optimizer: Optimizers, scaler: 
             raise ValueError(
                 f"compress: the {type(o).__name__} holds none of this model's parameters; pass the one that trains it"
             )
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise TypeError(f"compress: scaler is a {type(scaler).__name__}, not a GradScaler")
 
 
 def find_hook(model: nn.Module) -> DDPHook | FSDP2Hook | None:
@@ -143,13 +147,11 @@ class DDPHook(AtLastBucket):
         workers: Workers,
         engine: Engine,
         optimizer: Optimizers,
-        scaler: Any,
     ) -> None:
         super().__init__()
         self.module, self.workers, self.engine = module, workers, engine
         self.optimizers = as_list(optimizer)
         self._by_rate = [o for o in self.optimizers if updates_by_rate(o)]
-        self.scaler = scaler
         self._step: Step | None = None  # the exchange of this backward pass
         self._arrived: dict[str, Tensor] = {}  # its gradients so far
         self._names: dict[int, str] = {}  # id of each parameter in the buckets → name; empty: to be arranged
@@ -159,7 +161,9 @@ class DDPHook(AtLastBucket):
     @property
     def method(self) -> Methods:
         """The current method or methods."""
-        return self.engine.settings.method
+        method = self.engine.settings.method
+        assert method is not None
+        return method
 
     @property
     def meter(self) -> Meter:
@@ -173,7 +177,7 @@ class DDPHook(AtLastBucket):
         the next gradient. Other state of the old method is dropped.
         """
         self.workers.operation = "hook.use"
-        named, before = _trained(self.module), self.engine.settings
+        named, before = trainable_parameters(self.module), self.engine.settings
         settings = self.workers.run_on_all(
             lambda: checked_settings(
                 replace(before, method=method, error_feedback=error_feedback), named, self.optimizers
@@ -219,7 +223,7 @@ class DDPHook(AtLastBucket):
     def _begin(self, names: Mapping[int, str]) -> Step:
         """Start a step. Units are read only where something is kept in them: reading a scaler waits for the device."""
         if self.engine.keeps_units or self.engine.state.has_error:
-            return self.engine.begin(*gradient_units(names, self._by_rate, self.scaler))
+            return self.engine.begin(*gradient_units(names, self._by_rate, self.engine.settings.scaler))
         return self.engine.begin()
 
     def _find_names(self, buckets: list[Any]) -> dict[int, str]:

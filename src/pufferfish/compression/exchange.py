@@ -27,7 +27,7 @@ Started = tuple[Callable[[], object], T]
 #: A tensor of at least so many bytes is a message of its own: packing would copy it and saves little.
 LARGE = 2**20
 #: Bytes that a worker sends when each of p workers gives b bytes to a collective, by the ring algorithms.
-_WIRE = {
+WIRE: dict[str, Callable[[float, int], float]] = {
     "all_reduce": lambda b, p: 2 * b * (p - 1) / p,
     "all_gather": lambda b, p: b * (p - 1),
     "all_to_all": lambda b, p: b * (p - 1) / p,
@@ -347,7 +347,7 @@ class Meter:
         self.messages = 0
         self.gradient_bytes = 0  # size of the gradients, uncompressed
         self.plain_wire_bytes = 0.0  # what a ring all-reduce of them would send
-        self.collective_bytes = dict.fromkeys(_WIRE, 0)
+        self.collective_bytes = dict.fromkeys(WIRE, 0)
         self.wire_bytes = 0.0
         self.inside_wire_bytes = 0.0
         self._seconds = {"encode": 0.0, "exchange": 0.0, "decode": 0.0, "hidden": 0.0}
@@ -359,9 +359,9 @@ class Meter:
         self.messages += 1
         self.collective_bytes[kind] += nbytes
         if inside:
-            self.inside_wire_bytes += _WIRE[kind](nbytes, size)
+            self.inside_wire_bytes += WIRE[kind](nbytes, size)
         else:
-            self.wire_bytes += _WIRE[kind](nbytes, size)
+            self.wire_bytes += WIRE[kind](nbytes, size)
         if self._sent_at is None:
             self._sent_at = time.perf_counter()
 
@@ -389,7 +389,7 @@ class Meter:
         """Count a finished step of `size` workers with gradients of `gradient_bytes` bytes."""
         self.steps += 1
         self.gradient_bytes += gradient_bytes
-        self.plain_wire_bytes += _WIRE["all_reduce"](gradient_bytes, size)
+        self.plain_wire_bytes += WIRE["all_reduce"](gradient_bytes, size)
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -14,11 +14,10 @@ from torch import Tensor, nn, optim
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 
 from ..distributed.workers import Workers
 from ..layers.names import join_name, own_name, unwrap
-from ..optim.carry import Optimizers, as_list
+from ..lowrank.optimizers import Optimizers, as_list
 from .engine import Engine, Step, make_batches
 from .exchange import Group, Meter
 from .method import Method
@@ -36,7 +35,6 @@ def compress_fsdp2(
     replicas: dist.ProcessGroup | None,
     *,
     optimizer: Optimizers = None,
-    scaler: Any = None,
 ) -> FSDP2Hook:
     """Average gradients between the replicas of a model that is sharded inside each. Call it on all workers, once.
 
@@ -56,7 +54,7 @@ def compress_fsdp2(
             `clip_grad_norm_` find a NaN of one shard on all workers. With "zero" it becomes zero, and the step
             continues with the others.
         replicas: The workers that hold the same shard, `mesh["replicate"].get_group()`.
-        optimizer, scaler: See `compress`. The learning rate counts if it is the same for a whole sharded module.
+        optimizer: See `compress`. The learning rate counts if it is the same for a whole sharded module.
 
     >>> from pufferfish.compression import BFloat16
     >>> compress_fsdp2(nn.Linear(2, 2), lambda: Settings(BFloat16()), None)
@@ -66,7 +64,7 @@ def compress_fsdp2(
     modules, mesh = sharded_modules(model)
     check_replicas(replicas, mesh)
     assert replicas is not None
-    hook = FSDP2Hook(replicas, mesh, as_list(optimizer), scaler)
+    hook = FSDP2Hook(replicas, mesh, as_list(optimizer))
 
     def checked() -> Settings:
         chosen = settings()
@@ -83,8 +81,11 @@ def compress_fsdp2(
     return hook
 
 
-def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
-    """Return the modules that have an FSDP parameter group, by name, and the mesh they are sharded over."""
+def sharded_modules(model: nn.Module, *, native_replicas: bool = False) -> tuple[dict[str, Any], DeviceMesh]:
+    """Return the modules that have an FSDP parameter group, by name, and the mesh they are sharded over.
+
+    `native_replicas`: whether FSDP itself may average between replicas.
+    """
     found: dict[str, Any] = {}
     meshes: list[DeviceMesh] = []
     states = set()
@@ -102,7 +103,7 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
         if len(getattr(state, "_fsdp_param_groups", ())) > 1:
             raise ValueError(f"compress: {name} has parameters on several meshes; shard it over one")
         for p in group_of(module).fsdp_params if group_of(module) else ():
-            mesh = _checked_mesh(name, p.sharded_param)
+            mesh = _checked_mesh(name, p.sharded_param, native_replicas)
             if meshes and mesh != meshes[0]:
                 raise ValueError(
                     f"compress: {name} and {next(iter(found))} are sharded over different meshes; use one mesh"
@@ -116,10 +117,15 @@ def sharded_modules(model: nn.Module) -> tuple[dict[str, Any], DeviceMesh]:
     return found, meshes[0]
 
 
-def _checked_mesh(name: str, p: Any) -> DeviceMesh:
-    """The 1-D mesh that a parameter is sharded over; raise ValueError if it is on another kind."""
+def _checked_mesh(name: str, p: Any, native_replicas: bool) -> DeviceMesh:
+    """The mesh that a parameter is sharded over; raise ValueError if it is on a kind that cannot be compressed."""
     mesh: DeviceMesh = p.device_mesh
-    if mesh.ndim != 1 or not isinstance(p.placements[0], Shard):
+    kinds = sorted(type(placement).__name__ for placement in p.placements)
+    if native_replicas and kinds not in (["Shard"], ["Replicate", "Shard"]):
+        raise ValueError(
+            f"compress: {name} is placed as {p.placements}; shard it over one dimension of a mesh"
+        )
+    if not native_replicas and kinds != ["Shard"]:
         raise ValueError(
             f"compress: {name} is placed as {p.placements}, so FSDP itself averages between replicas; pass "
             'only the 1-D mesh["shard"] to fully_shard, and the group of mesh["replicate"] to compress'
@@ -155,14 +161,10 @@ class FSDP2Hook:
     settings: Settings
 
     def __init__(
-        self,
-        replicas: dist.ProcessGroup,
-        mesh: DeviceMesh,
-        optimizers: list[optim.Optimizer],
-        scaler: Any,
+        self, replicas: dist.ProcessGroup, mesh: DeviceMesh, optimizers: list[optim.Optimizer]
     ) -> None:
         device = torch.device(mesh.device_type)
-        self.optimizers, self.scaler = optimizers, scaler
+        self.optimizers = optimizers
         self._transport = Group(replicas)
         self._peers = Workers(replicas, device, "compress")  # those that hold the same shard
         self._shards = Workers(
@@ -176,7 +178,9 @@ class FSDP2Hook:
     @property
     def method(self) -> Methods:
         """The current method or methods."""
-        return self.settings.method
+        method = self.settings.method
+        assert method is not None
+        return method
 
     @property
     def meter(self) -> Meter:
@@ -246,7 +250,8 @@ class FSDP2Hook:
     def _loss_scale(self) -> float:
         """Loss scale, read once in a backward pass: reading a scaler waits for the device."""
         if self._scale is None:
-            self._scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+            scaler = self.settings.scaler
+            self._scale = 1.0 if scaler is None else float(scaler.get_scale())
         return self._scale
 
     def _commit(self) -> None:
@@ -423,7 +428,7 @@ class _ModuleHook:
             for optimizer, group in optimizer_groups(self.hook.optimizers, self.module)
             if updates_by_rate(optimizer)
         ]
-        if not rates and self.hook.scaler is None:
+        if not rates and self.hook.settings.scaler is None:
             return {}
         return self.rows.units(rates, self.hook._loss_scale())
 

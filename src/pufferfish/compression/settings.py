@@ -1,4 +1,4 @@
-"""`Settings`: everything a user can choose about compression, checked where it is built, and which method a name gets."""
+"""`Settings`: what experts choose about compression, checked where it is built, and which method a name gets."""
 
 import dataclasses
 import fnmatch
@@ -38,7 +38,8 @@ class Settings:
 
     Args:
         method: A method, or a mapping name pattern → method, in which the first match counts. Parameters that match
-            no pattern are sent uncompressed. Patterns match parameter or module names.
+            no pattern are sent uncompressed. Patterns match parameter or module names. Leave it out where the method
+            is an argument of its own, as in `compress`.
         error_feedback: None: as suits the method. False: off.
         scope: "layer", or "global": a sparsifier chooses among the elements of all tensors.
         exchange: For methods that support several collectives: "all_to_all" (owners sum their shard, compress it again
@@ -54,6 +55,7 @@ class Settings:
         overlap: True: buckets of 25 MiB (the first: 1 MiB) are sent during the backward pass; methods with several rounds
             finish after it. False: everything is sent after it, in the fewest messages. None: True for uncompressed
             and 16-bit averages.
+        scaler: The `GradScaler` of the training loop, so that error feedback follows its scale.
 
     >>> from pufferfish.compression import QSGD
     >>> Settings(QSGD(), error_feedback=True)
@@ -61,7 +63,7 @@ class Settings:
     ValueError: QSGD works without error feedback: its errors average out; ...
     """
 
-    method: Methods
+    method: Methods | None = None
     _: dataclasses.KW_ONLY
     error_feedback: bool | None = None
     scope: Literal["layer", "global"] = "layer"
@@ -71,6 +73,7 @@ class Settings:
     smallest: int = 1024
     nonfinite: Literal["nan", "zero"] = "nan"
     overlap: bool | None = None
+    scaler: Any = dataclasses.field(default=None, repr=False, compare=False)  # each worker has its own
 
     def __post_init__(self) -> None:
         choices = {"scope": ("layer", "global"), "nonfinite": ("nan", "zero"), "hierarchy": ("flat", "node")}
@@ -81,6 +84,8 @@ class Settings:
             raise ValueError(
                 'overlap=True: scope="global" and hierarchy="node" need all gradients at once; leave overlap=None'
             )
+        if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
+            raise TypeError(f"scaler is a {type(self.scaler).__name__}, not a GradScaler")
         for pattern, method in self.by_pattern.items():
             self._check(method, pattern)
 
@@ -104,7 +109,9 @@ class Settings:
 
     @property
     def by_pattern(self) -> dict[str, Method]:
-        """Name pattern → method, for one method or several."""
+        """Name pattern → method, for none, one or several."""
+        if self.method is None:
+            return {}
         return dict(self.method) if isinstance(self.method, Mapping) else {"*": self.method}
 
     def has_error_feedback(self, method: Method) -> bool:

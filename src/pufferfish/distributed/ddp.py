@@ -1,11 +1,8 @@
-"""`Job`: a model with its wrappers and its workers, changed by all of them in the same way; hooks of its gradients.
+"""`Job`: a model with its wrappers and its workers; the DDP wrapper is initialized again after a change; gradient hooks."""
 
-A job is checked before a change, each SVD is computed by one worker for all, and a DDP wrapper is re-initialized after it.
-"""
-
-import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -14,19 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from ..layers import Matrix
 from ..layers.base import CALL_HOOKS
-from ..layers.names import inside, named_modules, own_name, unwrap
-from ..lowrank.checks import check_plan
-from ..lowrank.rewrite import Fill, Rewrite, all_or_nothing
-from ..optim.carry import Undo, check_optimizers
-from ..planning import svd
+from ..layers.names import inside, own_name, unwrap
 from ..planning.entries import Entry
-from ..planning.plan import Plan, factorizable, matrix_spectrum
-from ..planning.rules import apply_rules
-from .workers import Workers, balance, workers_text
+from ..planning.plan import matrix_spectrum
+from .workers import Workers, workers_text
 
 T = TypeVar("T")
 
@@ -57,8 +47,8 @@ class Job:
         self, model: nn.Module, caller: str = "switch", group: dist.ProcessGroup | None = None
     ) -> None:
         self.model = model
-        self.inner, self.ddp = unwrap(model), find_ddp(model)
         reshard(model)
+        self.ddp, self.inner = find_ddp(model), unwrap(model)
         first = next(self.inner.parameters())
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
@@ -90,36 +80,9 @@ class Job:
                 stacklevel=5,
             )
 
-    def check_rewrap(self) -> None:
-        """Raise ValueError if an argument of the DDP wrapper cannot be read back."""
-        if self.ddp is not None and self.ddp._delay_all_reduce_params:
-            raise ValueError(
-                "DDP does not store its argument delay_all_reduce_named_params, so the wrapper cannot be changed; "
-                "change its module, and wrap that again"
-            )
-
     @property
     def dense(self) -> nn.Module:
         return self.inner
-
-    def spectra(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker.
-
-        Args:
-            names: entries to compute, if not all.
-        """
-        # Frozen weights do not change: they would only make ranks look settled.
-        weights = [(e, w) for e, w in factorizable(self.dense, names) if names is not None or e.trainable]
-        owner = owners((e for e, _ in weights), self.workers.size)
-        own = self.workers.run_on_all(lambda: self.own_spectra(weights, owner))
-        result = {}
-        for e, _ in weights:
-            assert e.matrix is not None
-            values = own.get(e.name, torch.empty(e.matrix.full_rank, dtype=torch.float64))
-            result[e.name] = self.workers.broadcast_tensor(
-                values.to(self.workers.device), owner[e.name]
-            ).cpu()
-        return result
 
     def own_spectra(
         self, weights: list[tuple[Entry, nn.Parameter]], owner: Mapping[str, int]
@@ -127,35 +90,17 @@ class Job:
         """Singular values of the matrices that this worker owns."""
         return {e.name: matrix_spectrum(e, w) for e, w in weights if owner[e.name] == self.workers.rank}
 
-    def factors(self, plan: Plan) -> Fill:
-        """The factors of a resolved plan, for a `Rewrite`. Each worker computes its share of the SVDs."""
-        entries = [e for e in plan if e.rank is not None]
-        owner, workers = owners(entries, self.workers.size), self.workers
-        layers = {name: module for name, _, module in named_modules(self.inner)}
-        weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
-        own = workers.run_on_all(
-            lambda: {e.name: svd_of(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
-        )
-        found = {
-            e.name: broadcast_factors(e, own.pop(e.name, None), weights[e.name], workers, owner[e.name])
-            for e in entries
-        }
-        return lambda e, weight: found[e.name]
-
-    def checked(self, check: Callable[[], T]) -> T:
-        """Run `check` on all workers, then give parameters that differ between them the values of worker 0, with a warning."""
+    def repair(self) -> None:
+        """Give parameters that differ between the workers the values of worker 0, with a warning."""
+        if self.sharded or self.workers.size == 1:
+            return
         parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
-        results: list[T] = []
-
-        def work() -> list[int]:
-            results.append(check())
-            return [] if self.sharded or self.workers.size == 1 else _checksums(parameters.values())
-
-        sums = self.workers.gather(work)
-        columns = zip(*sums, strict=True)  # none for shards, which differ
-        differ = [name for name, column in zip(parameters, columns, strict=False) if len(set(column)) > 1]
+        own = _checksums(parameters.values())
+        sums = self.workers.gather(lambda: own)
+        columns = zip(*sums, strict=True)
+        differ = [name for name, column in zip(parameters, columns, strict=True) if len(set(column)) > 1]
         if differ:
-            others = workers_text([worker for worker, own in enumerate(sums) if own != sums[0]])
+            others = workers_text([worker for worker, bits in enumerate(sums) if bits != sums[0]])
             warnings.warn(
                 f"{self.workers.operation}: {_some(differ)} differ on {others} from worker 0, whose values all workers have now; "
                 "only gradients are averaged, so find what changes parameters on some workers only",
@@ -164,37 +109,6 @@ class Job:
             with torch.no_grad():
                 for p in (parameters[name] for name in differ):
                     p.copy_(self.workers.broadcast_tensor(p.detach().to(self.workers.device).contiguous(), 0))
-        return results[0]
-
-    def commit(
-        self,
-        changes: Iterable[Rewrite],
-        averages: Iterable[nn.Module] = (),
-        *,
-        agree: bool = False,
-        then: Callable[[Undo], None] = lambda undo: None,
-    ) -> None:
-        """Assign prepared changes and give the DDP wrappers a new reducer. Compiled code notices new layers by itself.
-
-        An error takes everything back; a signal takes effect at the end.
-
-        Args:
-            averages: averaged copies of the model that change too, in their wrappers.
-            agree: begin when all workers are prepared; if one of them fails before, no model changes.
-            then: assigns what belongs to the change.
-        """
-
-        def change(undo: Undo) -> None:
-            if agree:
-                self.workers.run_on_all(lambda: None)
-            for one in changes:
-                one.commit(undo)
-            for ddp in filter(None, (self.ddp, *map(find_ddp, averages))):
-                rewrap_(ddp, undo)
-            then(undo)
-
-        all_or_nothing(change)
-        gc.collect()  # the old reducer is in reference cycles: free its memory now
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -216,64 +130,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:
-    """Rank of the worker that computes each matrix, by entry name; all matrices of one parameter have the same."""
-    groups = list(by_weight(entries).values())
-    owner = balance([group_cost(group) for group in groups], size)
-    return {e.name: rank for group, rank in zip(groups, owner, strict=True) for e in group}
-
-
-def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Group matrices by the name of the parameter that holds them."""
-    groups: dict[str, list[Entry]] = {}
-    for e in entries:
-        assert e.matrix is not None
-        groups.setdefault(f"{e.layer}.{e.matrix.weight}", []).append(e)
-    return groups
-
-
-def group_cost(group: list[Entry]) -> float:
-    """Approximate FLOPs of the SVDs of one parameter's matrices."""
-    return sum(svd_cost(e.matrix) for e in group if e.matrix)
-
-
-def svd_cost(x: Matrix) -> float:
-    """Approximate FLOPs of one truncated SVD: the Gram matrix and its eigenvectors."""
-    short, long = sorted((x.m, x.n))
-    return x.blocks * (2.0 * short * short * long + 9.0 * short**3)
-
-
-def svd_of(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Factors U, V and the relative error of one matrix, given the dense parameter that holds it."""
-    assert e.matrix is not None
-    assert e.rank is not None
-    return svd.split(e.matrix.to_matrix(weight.detach()), e.rank)
-
-
-def broadcast_factors(
-    e: Entry, own: tuple[Tensor, Tensor, float] | None, weight: Tensor, workers: Workers, source: int
-) -> tuple[Tensor, Tensor, float]:
-    """Broadcast the factors U, V and the relative error of one matrix.
-
-    Args:
-        own: from `svd_of`, on the worker `source`.
-        weight: gives dtype and device.
-    """
-    if own is None:
-        assert e.matrix is not None
-        assert e.rank is not None
-        U = torch.empty(e.matrix.blocks, e.matrix.m, e.rank, dtype=weight.dtype, device=weight.device)
-        V = torch.empty(e.matrix.blocks, e.rank, e.matrix.n, dtype=weight.dtype, device=weight.device)
-        error = 0.0
-    else:
-        U, V, error = own
-        U, V = U.to(weight.dtype).contiguous(), V.to(weight.dtype).contiguous()
-    error_tensor = torch.tensor([error], dtype=torch.float64, device=weight.device)
-    for x in (U, V, error_tensor):
-        workers.broadcast_tensor(x, source)
-    return U, V, float(error_tensor)
-
-
 def _checksums(parameters: Iterable[Tensor]) -> list[int]:
     """A number for each parameter that depends on all its bits: their sum as integers, in one pass on the device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -289,7 +145,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def rewrap_(ddp: DistributedDataParallel, undo: Undo) -> None:
+def check_rewrap(ddp: DistributedDataParallel | None) -> None:
+    """Raise ValueError if an argument of the DDP wrapper cannot be read back."""
+    if ddp is not None and ddp._delay_all_reduce_params:
+        raise ValueError(
+            "DDP does not store its argument delay_all_reduce_named_params, so the wrapper cannot be changed; "
+            "change its module, and wrap that again"
+        )
+
+
+def rewrap_(ddp: DistributedDataParallel, undo: ExitStack) -> None:
     """Run the wrapper's constructor again on the same object, with the arguments it was created with.
 
     Training loops, trainers and compiled graphs keep their reference to the wrapper. Nothing is synchronized: all
@@ -310,7 +175,8 @@ def rewrap_(ddp: DistributedDataParallel, undo: Undo) -> None:
     hooks = list(ddp._comm_hooks) if ddp.mixed_precision is None else []
     # Inside of `ddp.join()`, `_join_config` says that other workers may have run out of data.
     attributes = {k: vars(ddp)[k] for k in (*CALL_HOOKS, "training", "_join_config") if k in vars(ddp)}
-    undo.keep(vars(ddp))
+    undo.callback(vars(ddp).update, dict(vars(ddp)))  # after the next one
+    undo.callback(vars(ddp).clear)
     DistributedDataParallel.__init__(ddp, ddp.module, init_sync=False, **own)
     vars(ddp).update(attributes)
     for hook, state in hooks:
@@ -320,21 +186,6 @@ def rewrap_(ddp: DistributedDataParallel, undo: Undo) -> None:
 
 def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.nbytes for p in parameters if p.requires_grad)
-
-
-def agreed_factors(
-    model: nn.Module, plan: Plan, optimizers: list[Optimizer], group: dist.ProcessGroup
-) -> tuple[Plan, Fill, Workers]:
-    """For `factorize_` with a group: the plan of worker 0 with all ranks, checked, the factors, and the workers."""
-    job = Job(model, "factorize_", group)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
-    plan = Plan.from_data(job.workers.broadcast_object(plan.as_data()))
-    job.workers.run_on_all(lambda: check_optimizers(optimizers))
-    job.checked(lambda: check_plan(model, plan, finite=True))
-    if unresolved := [e.name for e in plan if e.rule is not None]:
-        plan = apply_rules(plan, job.spectra(unresolved))
-    return plan, job.factors(plan), job.workers
 
 
 class AtLastBucket:

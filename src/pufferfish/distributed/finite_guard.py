@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.names import own_name, rebuilt, unwrap
+from ..layers.names import local_part, own_name, rebuilt, unwrap
 from .ddp import Job
 
 
@@ -101,7 +101,7 @@ def _bad_gradients(params: list[nn.Parameter], device: torch.device) -> Tensor:
     kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for i, p in enumerate(params):
         if p.grad is not None:
-            g = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            g = local_part(p.grad)
             g = g._values() if g.is_sparse else g
             if g.numel():
                 kinds.setdefault((g.device, g.dtype), {})[i] = g

@@ -47,8 +47,8 @@ class Workers:
         operation: what this worker is doing, for errors here and on other workers. It begins as `caller`.
 
     >>> alone = Workers(None, torch.device("cpu"), "example")
-    >>> alone.gather(lambda: alone.rank), alone.broadcast_object("plan"), alone.max(torch.tensor([2.0]))
-    ([0], 'plan', tensor([2.]))
+    >>> alone.gather(lambda: alone.rank), alone.max(torch.tensor([2.0]))
+    ([0], tensor([2.]))
     """
 
     def __init__(
@@ -113,18 +113,6 @@ class Workers:
     def run_on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 only and return its result everywhere. JSON must be able to hold it."""
         return self.gather(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
-    def broadcast_object(self, value: T) -> T:
-        """The value of rank 0, on every worker. JSON must be able to hold it."""
-        if self.size == 1:
-            return value
-        data = _to_bytes(json.dumps(value))
-        length = int.from_bytes(self._round("broadcast", len(data).to_bytes(8, "big"))[0][:8], "big")
-        if self.rank > 0:
-            data = torch.empty(length, dtype=torch.uint8)
-        data = self.broadcast_tensor(data.to(self.device), 0)
-        value = json.loads(bytes(data.cpu().numpy()))
-        return value
 
     def broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         """Overwrite `tensor` with the one of rank `source`, and return it."""

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..optim.carry import Optimizers
+from ..lowrank.optimizers import Optimizers
 from ..planning.json_file import read_json, write_text
 from ..switching.switch import Switch
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..layers.names import own_keys, own_name
-from ..lowrank.checks import check_accepted
+from ..lowrank.carry import Carrier, check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
     LOW_RANK,
     MANIFEST,
-    hidden_name,
     new_folder,
     read_manifest,
-    sync,
     write_manifest,
 )
+from ..lowrank.optimizers import State
 from ..lowrank.state_dict import (
     MAX_SHARD,
     LazyTensor,
@@ -37,8 +37,7 @@ from ..lowrank.state_dict import (
     write_safetensors,
     write_weights,
 )
-from ..optim.carry import Carrier, State, Undo
-from ..planning.json_file import errors_name, read_json, write_text
+from ..planning.json_file import errors_name, new_file, read_json, write_text
 from ..planning.plan import Plan, check_is_plan
 from ..planning.text import track
 from .model_card import add_notice, remove_notice
@@ -106,11 +105,11 @@ def _run(checkpoint: Path, out: Path, plan: Plan | None, max_shard: int, back: b
     with _naming(checkpoint), open_file(checkpoint) as loaded:
         if isinstance(loaded, Source):
             plan, tensors = _lazy_tensors(loaded, plan, back)
-            with _new_file(out) as fresh:
+            with new_file(out) as fresh:
                 write_safetensors(fresh, tensors)
         else:
             plan, data = _torch_data(checkpoint, loaded, plan, back)
-            with _new_file(out) as fresh:
+            with new_file(out) as fresh:
                 _torch_save(data, fresh)
     if not back:
         plan.save(plan_file(out))
@@ -152,23 +151,10 @@ def _lazy_tensors(source: Source, plan: Plan, back: bool) -> tuple[Plan, list[La
 
 def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bool) -> Plan:
     """Convert the weights of a Hugging Face folder, or of one that `save` has written, and copy its other files."""
-    low_rank = (folder / MANIFEST).is_file()
-    if plan is None and not low_rank and (folder / _TRAINING).is_file():
-        raise ValueError(
-            f"{folder}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
-        )
-    if plan is None or low_rank:
-        saved, weights = read_manifest(folder)
-        plan = plan or saved
-        if saved.ranks and not back:
-            raise ValueError(f"{folder}: it is low-rank already; make it dense by `pufferfish merge` first")
-    else:
-        weights = dense_weights(folder)
-    plan = _check_resolved(plan, back)
+    plan, weights = _plan_and_weights(folder, plan, back)
     hub = (folder / "config.json").is_file()
     model = _meta_model(folder) if hub else None
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_weights(weights))
+    with open_weights(weights) as source:
         if model is not None and not back:
             from .checkpoint_names import in_model_names  # imports transformers
 
@@ -182,21 +168,39 @@ def _folder(folder: Path, out: Path, plan: Plan | None, max_shard: int, back: bo
         with new_folder(out) as fresh:
             files = write_weights(fresh, LOW_RANK if hub and not back else "model", written, max_shard)
             _copy_other_files(folder, fresh)
-            if back and (fresh / _TRAINER).is_file():
-                _forget_switch(fresh / _TRAINER)
             if (folder / _OPTIMIZER).is_file():  # written by the Trainer of transformers
-                saved_state = stack.enter_context(open_file(folder / _OPTIMIZER))
-                if back:
-                    dense, factors = Source.of_lazy(tensors), source
-                else:
-                    dense, factors = source, stack.enter_context(open_weights(fresh / files[-1]))
-                (state,) = convert_optimizers([saved_state], dense, factors, plan, back=back)
-                _torch_save(state, fresh / _OPTIMIZER)
-            if not back:
+                with contextlib.ExitStack() as stack:
+                    saved = stack.enter_context(open_file(folder / _OPTIMIZER))
+                    if back:
+                        dense, factors = Source.of_lazy(tensors), source
+                    else:
+                        dense, factors = source, stack.enter_context(open_weights(fresh / files[-1]))
+                    _torch_save(
+                        convert_optimizers([saved], dense, factors, plan, back=back)[0], fresh / _OPTIMIZER
+                    )
+            if back:
+                _forget_switch(fresh / _TRAINER)
+                remove_notice(fresh)
+            else:
                 write_manifest(fresh, plan, files)
-            if hub:
-                remove_notice(fresh) if back else add_notice(fresh, plan)
+                if hub:
+                    add_notice(fresh, plan)
     return plan
+
+
+def _plan_and_weights(folder: Path, plan: Plan | None, back: bool) -> tuple[Plan, Path]:
+    """The plan of a folder, unless one is given, and the file of its weights or their index."""
+    low_rank = (folder / MANIFEST).is_file()
+    if plan is not None and not low_rank:
+        return _check_resolved(plan, back), dense_weights(folder)
+    if not low_rank and (folder / _TRAINING).is_file():
+        raise ValueError(
+            f"{folder}: this is a training checkpoint; resume it with pf.Checkpoint, then call pf.merge_"
+        )
+    saved, weights = read_manifest(folder)
+    if saved.ranks and not back:
+        raise ValueError(f"{folder}: it is low-rank already; make it dense by `pufferfish merge` first")
+    return _check_resolved(plan or saved, back), weights
 
 
 def dense_weights(folder: Path) -> Path:
@@ -228,7 +232,7 @@ def _copy_other_files(folder: Path, fresh: Path) -> None:
 
 def _forget_switch(file: Path) -> None:
     """Remove the state of the switch from what the Trainer of transformers saved: the weights are dense now."""
-    state = read_json(file)
+    state = read_json(file) if file.is_file() else {}
     if (state.get("stateful_callbacks") or {}).pop("pufferfish", None) is not None:
         write_text(file, json.dumps(state, indent=2, sort_keys=True) + "\n")  # as the Trainer writes it
 
@@ -274,23 +278,6 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A temporary file that is renamed to `path` when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = hidden_name(path.parent, path.name)  # tempfile ignores the umask
-    try:
-        yield fresh
-        sync(fresh)
-        fresh.rename(path)
-    except OSError as error:
-        if error.filename == str(fresh):  # name the file as the user knows it
-            error.filename = str(path)
-        raise
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
 def convert_optimizers(
     saved: list[Saved], dense: Source, low_rank: Source, plan: Plan, *, back: bool = False
 ) -> list[Saved]:
@@ -324,7 +311,7 @@ def convert_optimizers(
         for target in targets:
             check_accepted(target, low[target], [dense_params[name]], optimizers)
         carrier.split(factor_map, name, dense_params[name], low, factors)
-    carrier.commit(Undo(), after)
+    carrier.commit(ExitStack(), after)
     return [_state_dict(one, was) for one, was in zip(optimizers, saved, strict=True)]
 
 

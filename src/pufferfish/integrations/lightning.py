@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ddp import find_ddp
-from ..lowrank.factorize import merge_
+from ..lowrank.rewrite import merge_
 from ..switching.moments import AtStep, RanksSettle, moment_text
 from ..switching.switch import Switch
 
@@ -33,7 +33,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
             epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise. `RanksSettle` needs the
             length of the run, and counts epochs where the number of steps is not known.
-        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.distributed.exact_`.
             Lightning's own `ddp_comm_hook` works only on CUDA.
 
     >>> import pufferfish as pf
@@ -51,7 +51,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         register: Callable[[DistributedDataParallel], Any] | None = None,
     ) -> None:
         self.switch = switch
-        self.by = by or switch.settings.by
+        self.by = by or switch.by
         self.register = register
         self._default_by = by is None
         self._saved: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
         if self.register is not None and ddp is not None:
             self.register(ddp)
         if self._default_by and isinstance(self.switch.when, RanksSettle):
-            self.by = "epoch" if _total_steps(trainer) is None else self.switch.settings.by
+            self.by = "epoch" if _total_steps(trainer) is None else self.switch.by
         if self._saved is not None:
             self.switch.restore_(trainer.strategy.model, trainer.optimizers, self._saved)
             self._saved = None
@@ -124,7 +124,7 @@ class SwitchCallback(Callback):  # type: ignore[misc]
     @property
     def _counts_updates(self) -> bool:
         """Whether a moment of the switch is a number of updates, and not a share of the run."""
-        when, back = self.switch.when, self.switch.settings.back
+        when, back = self.switch.when, self.switch.back
         return any(isinstance(moment, AtStep) for moment in (when, getattr(when, "latest", None), back))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

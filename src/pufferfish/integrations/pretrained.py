@@ -25,11 +25,9 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from ..layers import LowRank
 from ..layers.names import unwrap
-from ..lowrank.factorize import reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, move_files, read_manifest, write_manifest
-from ..lowrank.plan_of import plan_of
+from ..lowrank.rewrite import plan_of, ranks_of, reshape_
 from ..lowrank.state_dict import index_name, open_weights
 from ..planning.json_file import read_json, write_text
 from ..planning.plan import Plan
@@ -137,11 +135,6 @@ def build_on_meta(kind: Callable[[Any], PreTrainedModel], config: Any) -> PreTra
         return kind(config)
 
 
-def is_low_rank(model: PreTrainedModel) -> bool:
-    """Whether any layer is low-rank."""
-    return any(isinstance(module, LowRank) for module in model.modules())
-
-
 def _save_low_rank(save: Any, model: PreTrainedModel, folder: Path, arguments: dict[str, Any]) -> None:
     """Write a low-rank folder: `save_pretrained` of transformers writes it aside, then the weights are renamed."""
     for name, advice in _REFUSED.items():
@@ -193,7 +186,7 @@ def _extend() -> None:
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         # With adapters only these are saved.
-        if not is_low_rank(self) or getattr(self, "_hf_peft_config_loaded", False):
+        if not ranks_of(self) or getattr(self, "_hf_peft_config_loaded", False):
             return save(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
         del arguments["self"]
@@ -242,7 +235,7 @@ def _read_renamed(model: Any, folder: Path) -> None:
     model = unwrap(model)
     files = [folder / name for name in ("model.safetensors", index_name("model"))]
     file = next((file for file in files if file.is_file()), None)
-    if file is None or not isinstance(model, PreTrainedModel) or is_low_rank(model):
+    if file is None or not isinstance(model, PreTrainedModel) or ranks_of(model):
         return
     with open_weights(file) as source:
         if source.shapes.keys() <= model.state_dict().keys():
@@ -269,7 +262,7 @@ def _read_checkpoint(model: Any, folder: Path) -> None:
 
 
 def _check_is_low_rank(model: Any, folder: Path) -> None:
-    if not is_low_rank(model):
+    if not ranks_of(model):
         raise ValueError(
             f"{folder}: saved after the switch to low rank, but the model is dense; resume by pufferfish.integrations."
             "transformers.train(trainer, switch, resume_from_checkpoint=…) instead of trainer.train"

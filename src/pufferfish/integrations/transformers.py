@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..distributed.ddp import find_ddp
-from ..lowrank.factorize import ranks_of
+from ..lowrank.rewrite import ranks_of
 from ..planning.json_file import read_json
 from ..switching.moments import moment_text
 from ..switching.switch import Switch
@@ -47,7 +47,7 @@ def train(
         resume_from_checkpoint: as in `trainer.train`; True resumes from the last one in the output folder.
         by: call the switch at every "epoch" or "step". The default is "epoch" if a moment of the switch counts
             epochs (`AtEpoch`, `RanksSettle(every=…)`) or is your own function, and "step" otherwise.
-        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.exact_`.
+        register: called with the DDP wrapper to register a communication hook, such as `pufferfish.distributed.exact_`.
 
     Returns:
         The result of `trainer.train`.
@@ -100,7 +100,7 @@ class SwitchCallback(TrainerCallback):  # type: ignore[misc]
             )
         self.trainer = trainer
         self.switch = switch
-        self.by = by or switch.settings.by
+        self.by = by or switch.by
         self.register = register
         self._saved: dict[str, Any] | None = None
         self._inside_epoch = False

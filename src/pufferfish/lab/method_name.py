@@ -25,7 +25,7 @@ from .. import compression
 from ..compression import Method, NoCompression, Settings, SparseLoCo
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
-from ..lowrank.checks import check_structure
+from ..lowrank.rewrite import check_plan
 from ..planning.plan import Plan
 from ..planning.plan import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
@@ -249,7 +249,7 @@ class LowRankMethod:
             return make_plan(model, self.rank_of(recipe), keep=self.kept(keep))
         loaded = Plan.load(self.plan)
         try:
-            check_structure(model, loaded)
+            check_plan(model, loaded)
         except ValueError as error:
             raise ValueError(f"{self.plan} is a plan for another model: {error}") from None
         return loaded

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..distributed.ddp import find_ddp
 from ..layers.names import unwrap
-from ..lowrank.factorize import merge_, ranks_of
+from ..lowrank.frobenius_decay import FrobeniusDecay
+from ..lowrank.rewrite import merge_, ranks_of
 from ..measure import RunLog
-from ..optim.frobenius_decay import FrobeniusDecay
 from ..planning.profile import Example, profile
 from ..switching.moments import AtStep, RanksSettle
 from ..switching.switch import Switch
@@ -136,7 +136,7 @@ class LowRankChange(ModelChange):
 
     def restore_replica(self, module: nn.Module, optimizer: Any) -> None:
         if self.switch.low_rank:
-            Switch(lr=self.switch.settings.lr).restore_(module, optimizer, self.switch.state_dict())
+            Switch(lr=self.switch.lr).restore_(module, optimizer, self.switch.state_dict())
 
     def begin_epoch(self, epoch: int) -> bool:
         if isinstance(self.switch.when, RanksSettle) and self.switch.report is None:
@@ -152,7 +152,7 @@ class LowRankChange(ModelChange):
                 if not self.switch.low_rank:
                     merge_(replica.module, replica.optimizer)
                     continue
-                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.settings.lr)
+                switch = Switch(self.switch.report.plan, when=AtStep(0), lr=self.switch.lr)
                 switch.step(replica.module, replica.optimizer, step=0)
         return changed
 

@@ -8,6 +8,7 @@ from .experts import LowRankExperts
 from .grouped import GroupedLinear, Routing
 from .linear import LowRankConv1D, LowRankLinear
 from .matrix import FactorMap, Matrix, Part
+from .names import inside, matches, named_modules, own_keys, own_name, rebuilt, unwrap
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
 from .shared_input import SharedInput
 
@@ -30,7 +31,14 @@ __all__ = [
     "Part",
     "Routing",
     "SharedInput",
+    "inside",
     "low_rank_type",
+    "matches",
     "meta_copy",
+    "named_modules",
+    "own_keys",
+    "own_name",
+    "rebuilt",
     "register",
+    "unwrap",
 ]

@@ -142,38 +142,34 @@ class LowRankMultiheadAttention(LowRank):
             query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
 
         # Shapes: (batch, time, E), then (batch, heads, time, head_dim).
+        q, k, v = self._projected(query, key, value)
+        extra = int(self.bias_k is not None) + int(self.add_zero_attn)
+        # Like torch, use the causal hint instead of the mask only where nothing else is masked: the hint would
+        # also hide the extra keys.
+        causal = is_causal and key_padding_mask is None and not need_weights and not extra
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q, extra)
+        attended, weights = self._attended(q, k, v, mask, causal, need_weights)
+        output = self.out(attended.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by heads; k and v with the extra keys of `add_bias_kv` and `add_zero_attn`."""
         if self._shared is not None:  # self-attention: all three; cross-attention: k and v
             inputs = ((self.q, query), (self.k, key), (self.v, value))
             same = tuple(layer for layer, x in inputs if x is key and layer in self._shared.layers)
             self._shared.active = same if len(same) > 1 else ()
         q, k, v = self.q(query), self.k(key), self.v(value)
-        extra = 0
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.shape[0], 1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(v.shape[0], 1, -1)], 1)
-            extra += 1
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-            extra += 1
-        # Like torch, use the causal hint instead of the mask only where nothing else is masked: the hint would
-        # also hide the extra keys.
-        causal = is_causal and key_padding_mask is None and not need_weights and not extra
-        mask = None if causal else self._mask(attn_mask, key_padding_mask, q, extra)
-        dropout = self.dropout if self.training else 0.0
-        weights: Tensor | None = None
-        if need_weights:
-            scores = (q * self.head_dim**-0.5) @ k.mT
-            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-            weights = F.dropout(weights, dropout) if dropout else weights
-            attended = weights @ v
-            weights = weights.mean(1) if average_attn_weights else weights
-        else:
-            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
-        output = self.out(attended.transpose(1, 2).flatten(2))
-        if not batched:
-            return output.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (output if self.batch_first else output.transpose(0, 1)), weights
+        return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
         """Combine both masks into one additive mask that broadcasts to (batch, heads, queries, keys)."""
@@ -186,6 +182,18 @@ class LowRankMultiheadAttention(LowRank):
         if not parts:
             return None
         return F.pad(parts[0] if len(parts) == 1 else parts[0] + parts[1], (0, extra))
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weighted sums of the values, and the weights (batch, heads, queries, keys) where they are needed."""
+        dropout = self.dropout if self.training else 0.0
+        if not need_weights:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal), None
+        scores = (q * self.head_dim**-0.5) @ k.mT
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        return weights @ v, weights
 
 
 def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .names import join_name
+from .names import own_name
 
 Index = tuple[slice, ...]
 
@@ -63,12 +63,12 @@ class Matrix:
     @property
     def down(self) -> str:
         """Name of the parameter V in the low-rank layer."""
-        return join_name(self.name, "down.weight")
+        return own_name(self.name, "down.weight")
 
     @property
     def up(self) -> str:
         """Name of the parameter U in the low-rank layer."""
-        return join_name(self.name, "up.weight")
+        return own_name(self.name, "up.weight")
 
     @property
     def used_blocks(self) -> int:
@@ -147,7 +147,7 @@ class Part:
     @property
     def name(self) -> str:
         """Name of the matrix in a plan."""
-        return join_name(self.layer, self.matrix.name)
+        return own_name(self.layer, self.matrix.name)
 
     def factors(self, get: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """U (blocks, m, r) and V (blocks, r, n), given the low-rank parameters, or tensors of their shapes, by name."""
@@ -176,10 +176,10 @@ class FactorMap:
         for layer, x, rank in matrices:
             pieces = [(x.weight, x.index, rank, (x.down, x.up) if rank else (x.dense or x.weight,))]
             if x.bias is not None:
-                copy = join_name(x.name, "up.bias" if rank else "bias")
+                copy = own_name(x.name, "up.bias" if rank else "bias")
                 pieces.append((x.bias, x.bias_index, None, (copy,)))
             for own, index, r, new in pieces:
-                source, targets = join_name(layer, own), tuple(join_name(layer, name) for name in new)
+                source, targets = own_name(layer, own), tuple(own_name(layer, name) for name in new)
                 part = Part(layer=layer, matrix=x, rank=r, source=source, index=index, targets=targets)
                 self.parts.setdefault(source, []).append(part)
         self.targets = {

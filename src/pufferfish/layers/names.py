@@ -1,8 +1,10 @@
-"""Names of modules and parameters without the prefixes that wrappers (DDP, torch.compile …) add."""
+"""Models, names and tensors without what wrappers (DDP, torch.compile, FSDP2 …) add."""
 
+import fnmatch
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 # Name segments added by torch.compile, activation checkpointing and FSDP1.
@@ -11,14 +13,26 @@ _MARKERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 REBUILT = "_pufferfish_rebuilt"
 
 
-def own_name(name: str) -> str:
-    """Remove the segments that wrappers add from the name of a module or tensor."""
-    return ".".join(part for part in name.split(".") if part not in _MARKERS)
+def own_name(*parts: str) -> str:
+    """Join parts of the name of a module or tensor, without empty ones and without the segments that wrappers add.
+
+    >>> own_name("", "layers.0._orig_mod", "weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in ".".join(parts).split(".") if part and part not in _MARKERS)
 
 
-def join_name(*parts: str) -> str:
-    """Join the non-empty parts of a dotted name."""
-    return ".".join(filter(None, parts))
+join_name = own_name
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern (`fnmatch`) matches the name of a layer or tensor, or that of a module around it.
+
+    >>> [matches("block.fc.weight", pattern) for pattern in ("block.fc.weight", "*.fc", "block", "fc")]
+    [True, True, True, False]
+    """
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -46,11 +60,21 @@ def rebuilt(model: nn.Module) -> nn.Module:
     return new
 
 
+def local_part(x: Tensor) -> Tensor:
+    """Return what this worker holds of a tensor: its shard, or all of it."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield (own name, path for `get_submodule`, module) of every module that is not a wrapper."""
     for path, module in unwrap(model).named_modules():
         if not _MARKERS & module._modules.keys():
             yield own_name(path), path, module
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by own name."""
+    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
 def own_keys(names: Iterable[str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ class SharedInput:
     >>> import pufferfish as pf
     >>> from torch import nn
     >>> layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    >>> _ = pf.factorize_(layers, pf.plan(layers, 2, multiple=1))
+    >>> _ = pf.factorize_(layers, pf.plan(layers, 2))
     >>> q, k = layers
     >>> x = torch.randn(3, 8)
     >>> alone = k(x)
@@ -48,13 +48,9 @@ class SharedInput:
     def first_product(self, layer: LowRankLinear, input: Tensor) -> Tensor | None:
         """Output of the layer's first factor; None if the layer has to compute it alone."""
         place = next((i for i, other in enumerate(self.active) if other is layer), None)
-        if place is None or not all(is_plain(other.down, input) for other in self.active):
-            return None  # `layer` is a replica of DataParallel, or a module has changed
-        weights = [cast(Tensor, other.down.weight) for other in self.active]
-        if not torch.compiler.is_compiling() and any(x.is_inference() for x in (input, *weights)):
-            return None  # it has no version counter, which would show a change between two calls
-        if torch.is_grad_enabled() and len({x.requires_grad for x in weights}) > 1:
-            return None  # together, the backward pass would compute the gradients of frozen weights too
+        weights = self._weights(input)
+        if place is None or not weights:
+            return None  # `layer` is a replica of DataParallel, or has to compute alone
         mode = _mode(input, weights)
         waiting = self._waiting  # read once: another thread may replace it
         if (
@@ -72,6 +68,17 @@ class SharedInput:
         if not waiting.outputs:
             self._waiting = None  # holds the input no longer than needed
         return output
+
+    def _weights(self, input: Tensor) -> list[Tensor]:
+        """First factors that can be multiplied together with this input; none if they cannot."""
+        if not all(is_plain(layer.down, input) for layer in self.active):
+            return []
+        weights = [cast(Tensor, layer.down.weight) for layer in self.active]
+        if not torch.compiler.is_compiling() and any(x.is_inference() for x in (input, *weights)):
+            return []  # it has no version counter, which would show a change between two calls
+        if torch.is_grad_enabled() and len({x.requires_grad for x in weights}) > 1:
+            return []  # together, the backward pass would compute the gradients of frozen weights too
+        return weights
 
     def _clear(self, gradient: Tensor) -> None:
         self._waiting = None

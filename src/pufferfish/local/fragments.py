@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from ..compression import Engine, Method, NoCompression, Settings
-from ..compression.exchange import Transport
+from ..compression import Engine, Method, NoCompression, Settings, Transport
 from ..compression.settings import matches
 from ..distributed.workers import balance
 from ..layers.matrix import at_least_fp32
-from ..optim.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
+from ..lowrank.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
 
 #: Means over the workers by name.
 Means = dict[str, Tensor]
@@ -258,10 +257,9 @@ def separate_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Create a second group of the same workers, so that flights never meet other messages. All of them call it."""
     if group is None or dist.get_world_size(group) == 1:
         return group
-    kinds = group._device_types
-    timeout = group._get_backend(kinds[0]).options._timeout
+    backend = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    timeout = group._get_backend(torch.device(backend.split(":")[0])).options._timeout
     ranks = dist.get_process_group_ranks(group)
-    backend = dist.get_backend_config(group)
     second: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
     return second
 

@@ -13,12 +13,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression import Meter, NoCompression, Settings
-from ..compression.exchange import Group, Transport
-from ..compression.settings import Methods
+from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
-from ..layers.names import own_name, unwrap
+from ..layers.names import local_part, own_name, trainable_parameters, unwrap
 from .fragments import (
     Anchor,
     Flight,
@@ -56,7 +54,7 @@ class LocalSteps:
 
     If the model of any worker is not finite, the round is discarded: all workers return to the anchor, with a
     warning. Finite averages that are on their way are still applied. The state of that worker's optimizer is not
-    repaired; `pf.FiniteGuard` skips the updates that cause this.
+    repaired; `pf.distributed.FiniteGuard` skips the updates that cause this.
 
     All workers make the same number of updates. Call `sync` at the end, so that all have the same model, and
     before a switch, which needs equal weights; call `start` after the switch::
@@ -123,7 +121,7 @@ class LocalSteps:
                     f"LocalSteps: {name} sends signs without magnitudes; pass an outer optimizer with a small lr"
                 )
         self._make_outer: Outer = outer or (lambda params: optim.SGD(params, lr=1.0))
-        self._transport = self._make_transport(group, delay)
+        self._group, self._transport = self._connect(group, delay)
         self._transport.operation = "LocalSteps.sync"
         self.lost = 0
         self.waited = 0.0
@@ -159,7 +157,7 @@ class LocalSteps:
         state of the outer optimizer and of the compression method for replaced parameters is dropped.
         """
         resumed, workers, inner = self._resumed, self._workers(model, "start"), unwrap(model)
-        workers.run_on_all(lambda: check_model(model, self._transport.group))
+        workers.run_on_all(lambda: check_model(model, self._group))
         self._inside = [Workers(g, workers.device, "LocalSteps.start") for g in _inside_groups(model)]
         anchor = self._run_on_all(workers, lambda: self._prepare(model, resumed))
         tensors = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
@@ -262,14 +260,19 @@ class LocalSteps:
         self._phase, self.lost = state["phase"] % self.schedule.h, state["lost"]
         self._resumed = copy.deepcopy(dict(state)) if state["anchor"] else None
 
-    def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
+    def _connect(
+        self, group: dist.ProcessGroup | None, delay: int
+    ) -> tuple[dist.ProcessGroup | None, Transport]:
+        """Return the group of workers that call the methods together, and the transport of their averages."""
         transport = Group(group)
-        return Group(separate_group(transport.group)) if delay else transport
+        if delay:
+            transport = Group(separate_group(transport.group))
+        return transport.group, transport
 
     def _workers(self, model: nn.Module, method: str) -> Workers:
         self.wait()  # flights use the group from another thread
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return Workers(self._transport.group, device, f"LocalSteps.{method}")
+        return Workers(self._group, device, f"LocalSteps.{method}")
 
     def _run_on_all(self, workers: Workers | None, work: Callable[[], T]) -> T:
         """Run `work`; an error on one worker is raised on all of `workers` and of its replica."""
@@ -316,6 +319,7 @@ class LocalSteps:
         """Return the tensors of this model to average; ValueError if they differ in shape from the anchor."""
         if self._anchor is None:
             raise ValueError("LocalSteps: call local.start(model) on all workers, before the first update")
+        reshard(model)
         buffers = {own_name(name): b for name, b in unwrap(model).named_buffers()}
         buffers = {name: b for name, b in buffers.items() if name in self._anchor.buffers}
         tensors = _local_parts({**trainable_parameters(model), **buffers})
@@ -357,7 +361,7 @@ class LocalSteps:
         assert self._anchor is not None
         differences = self._anchor.differences(fragment.names, tensors)
         device = next(iter(differences.values())).device
-        workers = Workers(self._transport.group, device, "LocalSteps.step")
+        workers = Workers(self._group, device, "LocalSteps.step")
 
         def average() -> Means:
             workers.agree(facts, 0, _UPDATES)
@@ -442,6 +446,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             raise TypeError(
                 "LocalSteps: the model is sharded by FSDP1; shard it by fully_shard, or pass the unwrapped module"
             )
+    reshard(model)  # a forward pass without a backward pass leaves whole parameters
     params = trainable_parameters(model)
     if not params:
         raise ValueError("LocalSteps: no parameter of the model requires a gradient")
@@ -485,12 +490,6 @@ def _inside_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require a gradient, by name."""
-    reshard(model)  # a forward pass without a backward pass leaves whole parameters
-    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
-
-
 def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that can be averaged: no counters, no caches, no masks with infinities."""
     inner = unwrap(model)
@@ -501,7 +500,7 @@ def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what this worker holds of the tensors: its shards, or all of them."""
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+    return {name: local_part(x) for name, x in tensors.items()}
 
 
 def _check_shapes(

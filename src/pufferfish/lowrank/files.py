@@ -1,7 +1,6 @@
 """`save` and `load`: low-rank models in safetensors and JSON files. Nothing is pickled."""
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 
 from ..layers import LowRank, meta_copy
 from ..layers.names import own_keys, unwrap
-from ..planning.json_file import errors_name, read_json, write_text
+from ..planning.json_file import check_file, file_record, read_json, sync, write_text
 from ..planning.plan import Plan
-from .checks import check_not_sharded, warn_of_other_optimizers
-from .factorize import reshape_
-from .plan_of import plan_of
-from .rewrite import nan_factors, replace_layers_, set_parameter
+from .factors import nan_factors
+from .optimizers import warn_of_other_optimizers
+from .rewrite import Rewrite, check_not_sharded, commit, plan_of, reshape_, set_parameter
 from .state_dict import LazyTensor, check_dtype, index_name, open_weights, write_safetensors
 
 WEIGHTS = "model.safetensors"
@@ -123,7 +121,9 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
         values = {key: file.get(name) for key, name in names.items()}
     if dense:
         warn_of_other_optimizers(model, plan, [], "create it after load")
-        replace_layers_(model, plan, None, nan_factors)
+        change = Rewrite(model)
+        change.factorize(plan, nan_factors)
+        commit([change])
     now = model.state_dict()
     own = own_keys(now)
     loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}
@@ -154,10 +154,7 @@ def write_manifest(folder: Path, plan: Plan, files: Iterable[str] = (WEIGHTS,)) 
     Args:
         files: names of the weights' files, and last of their index if there are several.
     """
-    weights = [
-        {"file": name, "bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-        for name in files
-    ]
+    weights = [{"file": name, **file_record(folder / name)} for name in files]
     data = {"pufferfish": _VERSION, "weights": weights, "plan": plan.as_data()}
     write_text(folder / MANIFEST, json.dumps(data, indent=1) + "\n")
 
@@ -183,14 +180,16 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
     if version != _VERSION:
         raise ValueError(f"{manifest}: its format is {version}, but this pufferfish reads format {_VERSION}")
     try:
-        weights = [(Path(x["file"]), index(x["bytes"]), x["sha256"]) for x in data["weights"]]
+        weights = [
+            (Path(x["file"]), {"bytes": index(x["bytes"]), "sha256": x["sha256"]}) for x in data["weights"]
+        ]
         path = folder / weights[-1][0]
     except (KeyError, TypeError, IndexError):
         raise ValueError(f"{manifest}: damaged, or not written by pufferfish") from None
-    for file, size, digest in weights:
+    for file, record in weights:
         if file.name != str(file):
             raise ValueError(f"{manifest}: it lists the file {str(file)!r}, which is not in its folder")
-        _check_file(folder / file, size, digest)
+        check_file(folder / file, record)
     dense = [name for name in DENSE_FILES if (folder / name).is_file()]
     if dense and path.name.startswith(LOW_RANK):
         raise ValueError(
@@ -203,15 +202,6 @@ def read_manifest(folder: Path) -> tuple[Plan, Path]:
         raise ValueError(f"{manifest}: {error}") from None
 
 
-def _check_file(path: Path, size: int, digest: str) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path.parent}: {path.name} is missing, but {MANIFEST} lists it")
-    if path.stat().st_size != size:
-        raise ValueError(f"{path}: {path.stat().st_size:,} bytes instead of {size:,}; the copy is incomplete")
-    if sha256(path) != digest:
-        raise ValueError(f"{path}: damaged, its SHA-256 differs from the one in {MANIFEST}")
-
-
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder. When it is complete, it is renamed to `path`, or its files are moved into `path`."""
@@ -219,7 +209,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: it already exists and was not written by pufferfish; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = hidden_name(path if path.exists() else path.parent, path.name)
+    fresh = (path if path.exists() else path.parent) / f".{path.name}.{secrets.token_hex(4)}"
     try:
         fresh.mkdir()  # with the umask, which tempfile ignores
         yield fresh
@@ -235,11 +225,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-
-
-def hidden_name(folder: Path, name: str) -> Path:
-    """Path of a temporary file or folder, which nothing has yet."""
-    return folder / f".{name}.{secrets.token_hex(4)}"
 
 
 def move_files(fresh: Path, folder: Path) -> None:
@@ -266,22 +251,3 @@ def _remove_weights(folder: Path, keep: set[str]) -> None:
     for file in folder.glob("pytorch_model*.bin*"):  # transformers does not overwrite these
         if file.suffix != ".old":
             file.rename(file.with_name(f"{file.name}.old"))
-
-
-def sync(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        with errors_name(path):
-            os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -1,76 +1,253 @@
-"""`Rewrite`: new layers and optimizer state, prepared beside the old ones and then assigned, all of them or none."""
+"""`factorize_`, `reshape_` and `merge_`: make a model low-rank, and dense again, in place; `plan_of` a low-rank model.
+
+New layers and optimizer state are prepared beside the old ones by a `Rewrite`; `commit` assigns all of them, or none.
+"""
 
 import copy
 import dataclasses
+import gc
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ..layers import FactorMap, LowRank, LowRankLinear, SharedInput, low_rank_type
-from ..layers.base import CALL_HOOKS
+from ..distributed.ddp import Job, check_rewrap, find_ddp, rewrap_
+from ..distributed.workers import Workers
+from ..layers import (
+    FactorMap,
+    LowRank,
+    LowRankEmbedding,
+    LowRankLinear,
+    Matrix,
+    SharedInput,
+    low_rank_type,
+    meta_copy,
+)
+from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
 from ..layers.matrix import Part, product
-from ..layers.names import join_name, named_modules, own_name
-from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers
-from ..planning.entries import Entry
-from ..planning.plan import Plan
+from ..layers.names import join_name, named_modules, own_name, unwrap
+from ..planning.plan import Plan, check_is_plan, resolve
+from ..planning.plan import plan as make_plan
+from ..planning.rules import apply_rules
+from ..planning.svd import check_values
 from ..planning.text import track
-from .checks import check_accepted, check_hooks, check_not_sharded
+from .carry import Carrier, check_accepted
+from .factors import Fill, nan_factors, shared_factors, shared_spectra, svd_factors
+from .optimizers import Optimizers, as_list, check_optimizers, warn_of_other_optimizers
 
-#: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
-Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
-#: Calls a function on all workers that change a model together, and returns its result; an error of one is raised on all.
-OnAll = Callable[[Callable[[], Any]], Any]
-
-
-def alone(work: Callable[[], Any]) -> Any:
-    """`OnAll` of a single process."""
-    return work()
+#: Share of ‖W‖² that the factors of a trained model must keep for it to work as before: rounding to 4 bits, which trained
+#: models survive, has a relative error of about 0.1 too.
+_KEPT = 0.99
+_REMEDY = "pass it as optimizer=, or create it afterwards"
 
 
-def replace_layers_(
-    model: nn.Module, plan: Plan, optimizer: Optimizers, fill: Fill, on_all: OnAll = alone
+def factorize_(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizers = None,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Replace dense layers by low-rank ones, after `check_plan`. Returns the plan with the errors that `fill` returned.
+    """Replace the planned layers by low-rank ones through a truncated SVD, in place.
+
+    All factors are computed before the first layer is replaced, so an error or ctrl-C leaves the model unchanged. On a newly
+    initialized model this is spectral initialization, for low-rank training without a warm-up. A trained model must be
+    trained further: a warning says so where the factors keep too little.
 
     Args:
-        plan: with all ranks.
-        fill: gives the factors of each matrix.
+        model: Model without wrappers: factorize it before DDP and `torch.compile`.
+        plan: From `pufferfish.plan`. Rank rules in it are resolved with the current weights.
+        optimizer: One or several. Their parameter groups and states are updated. New parameters go into the
+            group of the old one; those that Muon does not accept (stacks of factors, as in recurrent layers) go to another
+            optimizer.
+        group: Process group of the workers that train this model without DDP, averaging gradients themselves; call it
+            on all of them. Otherwise each computes its own factors, which the start of DDP makes equal, but nothing else.
+            Parameters that differ get the values of the first worker, with a warning, and its plan is used; see
+            `Switch.step` about optimizer state.
+
+    Returns:
+        The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer, which `print` shows.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    >>> done = pf.factorize_(model, pf.plan(model, rank=0.25))
+    >>> model[0]
+    LowRankLinear(
+      rank=16
+      (down): Linear(in_features=64, out_features=16, bias=False)
+      (up): Linear(in_features=16, out_features=64, bias=True)
+    )
     """
+    check_not_inference("factorize_")
+    check_unwrapped(model, "factorize_")
+    check_is_plan(plan, "factorize_")
+    fill: Fill = svd_factors
+    workers = None
+    if group is None:
+        check_plan(model, plan)
+        plan = plan if plan.resolved else resolve(plan, model)
+    else:
+        plan, fill, workers = _agreed(model, plan, optimizer, group)
+    plan.warn_if_little_changes()
     change = Rewrite(model, optimizer)
-    done: Plan = on_all(lambda: change.factorize(plan, fill))
-
-    def commit(undo: Undo) -> None:
-        on_all(lambda: None)  # all are prepared: from here on, each of them finishes
-        change.commit(undo)
-
-    all_or_nothing(commit)
-    change.carrier.warn_of_resets()
+    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
+    # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
+    continues = any(x.state or x.defaults.get("momentum") == 0 for x in change.optimizers)
+    prepare = partial(change.factorize, plan, fill)
+    done = prepare() if workers is None else workers.run_on_all(prepare)
+    commit([change], workers)
+    change.carrier.warn_of_resets(stacklevel=3)
+    kept = [1 - e.error**2 for e in done.entries if e.error is not None]
+    if kept and sum(kept) < _KEPT * len(kept) and not continues and _is_trained(model):
+        warnings.warn(
+            f"factorize_: the factors keep {sum(kept) / len(kept):.1%} of the energy ‖W‖² on average, too little for this "
+            "trained model to work as before: evaluate it, and train it further before you use it; print(plan) of the "
+            "returned plan shows the error of each layer",
+            stacklevel=2,
+        )
     return done
 
 
-def merge_layers_(model: nn.Module, optimizer: Optimizers) -> None:
-    """`merge_` for the inner model of a wrapper, which the caller updates."""
+def _is_trained(model: nn.Module) -> bool:
+    """Whether the scales of a normalization layer differ from each other: all start equal."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    known = [p for p in weights if not (is_lazy(p) or p.is_meta)]
+    return any(p.dim() == 1 and bool((p != p[:1]).any()) for p in known)
+
+
+def _agreed(
+    model: nn.Module, plan: Plan, optimizer: Optimizers, group: dist.ProcessGroup
+) -> tuple[Plan, Fill, Workers]:
+    """The plan of worker 0 with all ranks, checked on all workers, the factors that they compute together, and the workers."""
+    job = Job(model, "factorize_", group)
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
+    plan = Plan.from_data(job.workers.run_on_first(plan.as_data))
+    job.workers.run_on_all(lambda: check_optimizers(as_list(optimizer)))
+    job.workers.run_on_all(lambda: check_plan(model, plan, finite=True))
+    job.repair()
+    if unresolved := [e.name for e in plan if e.rule is not None]:
+        plan = apply_rules(plan, shared_spectra(job, unresolved))
+    return plan, shared_factors(job, plan), job.workers
+
+
+def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
+    """Give a newly built dense model the low-rank structure of a plan, in place, without an SVD.
+
+    Use it before `load_state_dict` with a checkpoint of a low-rank model. The factors are NaN until they are
+    loaded, so a missing load is noticed. Works on the meta device.
+
+    Args:
+        model: Model without wrappers.
+        plan: With all ranks, as returned by `factorize_`.
+        optimizer: One or several. Their parameter groups are updated.
+
+    >>> import pufferfish as pf
+    >>> build = lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    >>> trained = build()
+    >>> done = pf.factorize_(trained, pf.plan(trained, rank=0.25))
+    >>> fresh = build()
+    >>> _ = pf.reshape_(fresh, done)
+    >>> fresh.load_state_dict(trained.state_dict())
+    <All keys matched successfully>
+    """
+    check_unwrapped(model, "reshape_")
+    check_is_plan(plan, "reshape_")
+    if not plan.resolved:
+        unresolved = next(e.name for e in plan.entries if e.rule is not None)
+        raise ValueError(
+            f"{unresolved}: the plan has a rule instead of a rank; pass the plan that factorize_ returned"
+        )
+    check_plan(model, plan)
     change = Rewrite(model, optimizer)
+    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
+    done = change.factorize(plan, nan_factors)
+    commit([change])
+    change.carrier.warn_of_resets(stacklevel=3)
+    return done
+
+
+def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy of a dense model after `plan`, with shapes but without values."""
+    copy = meta_copy(model)
+    if plan.ranks:
+        reshape_(copy, plan)
+    return copy
+
+
+def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
+    """Replace every low-rank layer by the dense layer with the product of its factors, in place.
+
+    Args:
+        model: Plain, DDP or compiled. To continue training under DDP, call it on every worker.
+        optimizer: One or several. Their parameter groups and states are updated.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64))
+    >>> _ = pf.factorize_(model, pf.plan(model))
+    >>> pf.merge_(model)
+    >>> model
+    Sequential(
+      (0): Linear(in_features=64, out_features=64, bias=True)
+    )
+    """
+    check_not_inference("merge_")
+    ddp = find_ddp(model)
+    check_rewrap(ddp)
+    change = Rewrite(unwrap(model), optimizer)
     change.merge()
-    all_or_nothing(change.commit)
-    change.carrier.warn_of_resets()
+    commit([change], wrappers=[ddp])  # on this worker: rank 0 may merge alone, for an export
+    change.carrier.warn_of_resets(stacklevel=3)
 
 
-def all_or_nothing(change: Callable[[Undo], None]) -> None:
-    """Call `change`. If it raises anything, take back the assignments that it has made through `Undo`."""
-    undo = Undo()
-    with _stops_wait():
-        try:
-            change(undo)
-        except BaseException:
-            undo.run()
-            raise
+def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
+    """The plan that gives the dense model the ranks that this model has now.
+
+    Args:
+        dense: The dense model, which may be on the meta device. Needed for FSDP2 models only, which cannot be copied.
+
+    >>> import pufferfish as pf
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
+    >>> pf.lowrank.plan_of(model).ranks
+    {'0': {'': 8}}
+    """
+    ranks = ranks_of(model)
+    if dense is None:
+        dense = meta_copy(unwrap(model))
+        change = Rewrite(dense)
+        change.merge()
+        commit([change])
+    embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
+    dense_plan = make_plan(dense, embed=embed)
+    entries = []
+    for e in dense_plan.entries:
+        rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
+        reason = e.reason if e.matrix is None else "not factorized"
+        entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
+    layers = {e.layer for e in entries}  # not the projections inside of an attention layer
+    shared: dict[int, list[str]] = {}
+    for name, _, module in named_modules(model):
+        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in layers:
+            shared.setdefault(id(module._shared_input), []).append(name)
+    return dataclasses.replace(dense_plan.replace(entries), shared_inputs=tuple(map(tuple, shared.values())))
+
+
+def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Ranks of all low-rank layers, by layer and matrix name."""
+    return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
 
 
 class Rewrite:
@@ -82,24 +259,27 @@ class Rewrite:
         carry: whether optimizer state is carried over to the new parameters, or dropped.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizers, carry: bool = True) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers = None, carry: bool = True) -> None:
         self.model = model
-        self._optimizers = as_list(optimizer)
-        check_optimizers(self._optimizers)
-        self.carrier = Carrier(self._optimizers, model.parameters(), carry)
+        self.optimizers = as_list(optimizer)
+        check_optimizers(self.optimizers)
+        self.carrier = Carrier(self.optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(self, plan: Plan, fill: Fill) -> Plan:
         """Prepare low-rank layers. Returns the plan with the errors that `fill` returned."""
         paths = {name: path for name, path, _ in named_modules(self.model)}
         # All structures first, on the meta device: the constructor of a registered layer type may raise.
-        structures = {layer: self._structure(layer, paths[layer], r) for layer, r in plan.ranks.items()}
+        uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        structures = {
+            layer: self._structure(layer, paths[layer], ranks, uses) for layer, ranks in plan.ranks.items()
+        }
         errors: dict[str, float | None] = {}
         entries = {e.name: e for e in plan.entries}
         for layer, low_rank in track(structures.items(), "factorizing layers"):
 
             def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
-                e = entries[join_name(layer, part.name)]
+                e = entries[join_name(layer, part.matrix.name)]
                 U, V, errors[e.name] = fill(e, W)
                 return U, V
 
@@ -115,16 +295,27 @@ class Rewrite:
             dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
         )
 
-    def _structure(self, layer: str, path: str, ranks: dict[str, int]) -> LowRank:
-        """A low-rank layer without values, whose parameters the optimizers accept."""
+    def _structure(self, layer: str, path: str, ranks: dict[str, int], uses: Counter[int]) -> LowRank:
+        """A low-rank layer without values, after a check that it can take the place of the dense one.
+
+        Args:
+            uses: how often the model has each parameter, by id.
+        """
         dense = self.model.get_submodule(path)
         kind = low_rank_type(type(dense))
         assert kind is not None
         low_rank = kind(dense, ranks)
-        for name, targets in low_rank.factor_map.replaced.items():
+        replaced = low_rank.factor_map.replaced
+        for name, targets in replaced.items():
+            weight = dense.get_parameter(name)
+            if uses[id(weight)] > 1:
+                raise ValueError(f"{layer}: its {name} is shared with another layer of this model")
+            if type(weight.data) is not Tensor:
+                raise ValueError(f"{layer}: its {name} is a {type(weight.data).__name__}, not a plain tensor")
             for target in targets:
-                factor, weight = low_rank.get_parameter(target), dense.get_parameter(name)
-                check_accepted(f"{layer}.{target}", factor, [weight], self._optimizers)
+                factor = low_rank.get_parameter(target)
+                check_accepted(f"{layer}.{target}", factor, [weight], self.optimizers)
+        check_hooks(layer, dense, [*replaced])
         return low_rank
 
     def _split(
@@ -175,13 +366,6 @@ class Rewrite:
             dense.flatten_parameters()
         self._put(path, low_rank, dense)
 
-    def commit(self, undo: Undo) -> None:
-        """Assign what was prepared."""
-        for path, new in self._layers.items():
-            owner, _, leaf = path.rpartition(".")
-            undo.setattr(self.model.get_submodule(owner), leaf, new)
-        self.carrier.commit(undo, {own_name(name): p for name, p in self.model.named_parameters()})
-
     def _put(self, path: str, old: nn.Module, new: nn.Module) -> None:
         """Note the layer that takes the place of `old`, with its training mode and call hooks."""
         new.train(old.training)
@@ -189,6 +373,49 @@ class Rewrite:
             if hooks in vars(old):
                 vars(new)[hooks] = vars(old)[hooks]
         self._layers[path] = new
+
+    def assign(self, undo: ExitStack) -> None:
+        """Assign what was prepared."""
+        for path, new in self._layers.items():
+            owner, _, leaf = path.rpartition(".")
+            assign(undo, self.model.get_submodule(owner), leaf, new)
+        self.carrier.commit(undo, {own_name(name): p for name, p in self.model.named_parameters()})
+
+
+def commit(
+    changes: Iterable[Rewrite],
+    workers: Workers | None = None,
+    wrappers: Iterable[DistributedDataParallel | None] = (),
+    attributes: Iterable[tuple[object, str, Any]] = (),
+) -> None:
+    """Assign prepared changes, and give DDP wrappers a new reducer. Compiled code notices new layers by itself.
+
+    An error takes everything back; a signal takes effect at the end.
+
+    Args:
+        workers: begin when all of them are prepared; if one fails before, no model changes.
+        wrappers: of the models that change, or of averages of them.
+        attributes: object, name and value of what changes with the models.
+    """
+    rewrapped = [ddp for ddp in wrappers if ddp is not None]
+    with _stops_wait(), ExitStack() as undo:
+        if workers is not None:
+            workers.run_on_all(lambda: None)  # from here on, each of them finishes
+        for change in changes:
+            change.assign(undo)
+        for ddp in rewrapped:
+            rewrap_(ddp, undo)
+        for owner, name, value in attributes:
+            assign(undo, owner, name, value)
+        undo.pop_all()
+    if rewrapped:
+        gc.collect()  # an old reducer is in reference cycles: free its memory now
+
+
+def assign(undo: ExitStack, owner: object, name: str, value: Any) -> None:
+    """Set an attribute that is there, so that `undo` takes it back."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 @contextmanager
@@ -216,20 +443,6 @@ def _stops_wait() -> Iterator[None]:
             signal.signal(number, handler)
         if len(arrived) == 1:
             signal.raise_signal(arrived[0])
-
-
-def nan_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """Factors filled with NaN, to be loaded later."""
-    U, V = empty_factors(e, W)
-    return U.fill_(float("nan")), V.fill_(float("nan")), e.error
-
-
-def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialized factors U and V with the dtype and device of `like`."""
-    assert e.matrix is not None
-    assert e.rank is not None
-    U = like.new_empty(e.matrix.blocks, e.matrix.m, e.rank, requires_grad=False)
-    return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False)
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
@@ -274,3 +487,100 @@ def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Assign a parameter by its dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def check_unwrapped(model: nn.Module, function: str) -> None:
+    """Raise ValueError if the model is inside a wrapper such as DDP, or compiled."""
+    if unwrap(model) is not model:
+        raise ValueError(
+            f"{function}: the model is wrapped in {type(model).__name__}; call it on the inner model "
+            "(model.module under DDP), then wrap; pf.Switch changes a wrapped model in place"
+        )
+    if (module := find_compiled(model)) is not None:
+        raise ValueError(
+            f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
+        )
+
+
+def check_not_inference(function: str) -> None:
+    """Raise RuntimeError in `torch.inference_mode`, whose tensors can never be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{function}: parameters created in torch.inference_mode cannot be trained; call it outside of this mode"
+        )
+
+
+def check_not_sharded(model: nn.Module, function: str) -> None:
+    """Raise ValueError for an FSDP2 model."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            f"{function}: the model is sharded (FSDP2); load its full state dict (get_model_state_dict of "
+            "torch.distributed.checkpoint.state_dict) into a model with the same plan that is not sharded, and pass that"
+        )
+
+
+def find_compiled(model: nn.Module) -> nn.Module | None:
+    """The first compiled module in the model, if there is one."""
+    compiled = (m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None)
+    return next(compiled, None)
+
+
+def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
+    """Raise ValueError unless the model has the plan's layers, with the same types and shapes.
+
+    Args:
+        finite: also check that the weights to factorize are finite.
+    """
+    layers = {name: module for name, _, module in named_modules(model)}
+    for e in plan.entries:
+        if e.matrix is None:
+            continue
+        module = layers.get(e.layer)
+        if module is None:
+            raise ValueError(f"{e.name}: the plan has this layer, but the model does not")
+        if type(module).__name__ != e.type:
+            hint = "; it is already low-rank" * isinstance(module, LowRank)
+            raise ValueError(
+                f"{e.name}: the plan is for a {e.type}, the model has a {type(module).__name__}{hint}"
+            )
+        kind = low_rank_type(type(module))
+        if kind is None:
+            raise ValueError(
+                f"{e.name}: no low-rank form is registered for {e.type}; call pufferfish.register first"
+            )
+        if reason := unfit_reason(module):
+            raise ValueError(f"{e.name}: {reason}")
+        matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
+        if matrix != e.matrix:
+            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
+        if e.rank is None and e.rule is None:
+            continue
+        if e.layer == "":
+            raise ValueError("the model itself is the layer to replace; wrap it in an nn.Sequential")
+        if finite:
+            check_values(e.name, module.get_parameter(e.matrix.weight))
+
+
+def _text(matrix: Matrix | None) -> str:
+    if matrix is None:
+        return "no such weight"
+    blocks = f" in {matrix.blocks} blocks" if matrix.blocks > 1 else ""
+    return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
+
+
+def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
+    """Raise ValueError for hooks that depend on the replaced parameters or on the state dict."""
+    for child in module.modules():
+        for hooks in HOOKS:
+            if hooks not in CALL_HOOKS and getattr(child, hooks):
+                raise ValueError(
+                    f"{name}: its hooks ({hooks.strip('_')}) cannot be moved to the new layer; remove them"
+                )
+        if child is not module and any(getattr(child, hooks, None) for hooks in CALL_HOOKS):
+            raise ValueError(f"{name}: hooks of its children cannot be moved to the new layer; remove them")
+    for label in replaced:
+        parameter = module.get_parameter(label)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name}.{label}: its gradient hooks cannot be moved to the new parameter; remove them"
+            )

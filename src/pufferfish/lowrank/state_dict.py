@@ -82,7 +82,7 @@ def factorize_state_dict(state_dict: Mapping[str, Tensor], plan: Plan) -> dict[s
 
     >>> import pufferfish as pf
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    >>> low_rank = pf.factorize_state_dict(model.state_dict(), pf.plan(model))
+    >>> low_rank = pf.lowrank.factorize_state_dict(model.state_dict(), pf.plan(model))
     >>> {name: tuple(tensor.shape) for name, tensor in low_rank.items()}
     {'0.down.weight': (16, 64), '0.up.weight': (64, 16), '0.up.bias': (64,)}
     """
@@ -100,7 +100,7 @@ def merge_state_dict(state_dict: Mapping[str, Tensor], plan: Plan) -> dict[str, 
     >>> import pufferfish as pf
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     >>> plan = pf.plan(model)
-    >>> list(merge_state_dict(pf.factorize_state_dict(model.state_dict(), plan), plan))
+    >>> list(merge_state_dict(pf.lowrank.factorize_state_dict(model.state_dict(), plan), plan))
     ['0.weight', '0.bias']
     """
     check_is_plan(plan, "merge_state_dict")

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..compression.ddp_hook import DDPHook
 from ..distributed.ddp import AtLastBucket, find_ddp
-from ..optim.carry import Optimizers, as_list
+from ..lowrank.optimizers import Optimizers, as_list
 
 #: Parts of a step; their times add up to the step's time.
 PARTS = ("data", "forward", "backward", "encode", "exchange", "decode", "optimizer")

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compression.engine import Engine
-from ..compression.settings import Methods, Settings
-from ..compression.simulated import OneWorker
-from ..layers.names import own_name
+from ..compression import Engine, Methods, OneWorker, Settings
+from ..layers.names import trainable_parameters
 from ..local.fragments import Schedule, split_by_depth
-from ..optim.carry import Optimizers
+from ..lowrank.optimizers import Optimizers
 from .breakdown import PARTS, Breakdown, GradientTimeline, pause, trimmed_mean
-from .link import WIRE_FACTOR, Link, interpolate
+from .link import Link, interpolate, wire_factor
 
 #: Parts of a step that need no other worker.
 COMPUTE_PARTS = ("data", "forward", "backward", "optimizer")
@@ -127,7 +125,7 @@ class CostModel:
                 clock, done = clock + due - done, due
             pace = 1.0
             if seconds:
-                pace = max(_MIN_PACE, 1 - self.link.contention * WIRE_FACTOR[kind](size) * nbytes / seconds)
+                pace = max(_MIN_PACE, 1 - self.link.contention * wire_factor(kind, size) * nbytes / seconds)
             if done + pace * seconds >= compute and compute_end is None:
                 compute_end = clock + (compute - done) / pace
             clock, done = clock + seconds, min(compute, done + pace * seconds)
@@ -281,7 +279,7 @@ def wire_bytes(work: Work, size: int, per_node: int = 1) -> float:
 
 
 def _sent(messages: Sequence[tuple[str, int]], size: int) -> float:
-    return sum(WIRE_FACTOR[kind](size) * nbytes for kind, nbytes in messages)
+    return sum(wire_factor(kind, size) * nbytes for kind, nbytes in messages)
 
 
 def measure_compute(
@@ -380,7 +378,7 @@ def with_compression(
 def with_local_exchange(
     work: Work,
     schedule: Schedule,
-    method: Methods,
+    method: Methods | Settings,
     parameters: Mapping[str, Tensor],
     size: int,
     device: torch.device | None = None,
@@ -477,11 +475,6 @@ def dry_run(
         overlaps=engine.overlap_bytes is not None,
         intra_node_bytes=sum(g.nbytes for g in gradients.values()) if per_node > 1 else 0,
     )
-
-
-def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that get gradients, detached, by name."""
-    return {own_name(name): p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def probe_bytes(model: nn.Module) -> int:

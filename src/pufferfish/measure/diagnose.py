@@ -19,8 +19,9 @@ from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
 from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers.base import autocast_dtype
-from ..layers.names import unwrap
-from ..optim.carry import Optimizers
+from ..layers.names import trainable_parameters, unwrap
+from ..lowrank.optimizers import Optimizers
+from ..lowrank.rewrite import low_rank_shapes
 from ..planning.plan import Plan, plan
 from ..planning.profile import autocast_context
 from .breakdown import Breakdown, GradientTimeline
@@ -31,7 +32,6 @@ from .cost_model import (
     built_buckets,
     dry_run,
     probe_bytes,
-    trainable_parameters,
     wire_bytes,
     with_buckets,
     with_ddp_messages,
@@ -46,7 +46,6 @@ from .options import (
     estimate,
     estimate_table,
     format_seconds,
-    low_rank_shapes,
 )
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
@@ -284,7 +283,7 @@ def _fill(
             plan, note = _plan_for_example(model, times.example, measure)
         return json.dumps([plan.to_json(), note, timeline.curve()])
 
-    plan_text, note, curve = json.loads(workers.broadcast_object(workers.run_on_all(plan_and_curve)))
+    plan_text, note, curve = json.loads(workers.gather(plan_and_curve)[0])
 
     diagnosis.workers, diagnosis.steps = size, times.steps
     diagnosis.parts, diagnosis.waiting = _mean_parts(times.parts, workers)
@@ -347,7 +346,7 @@ def _current_work(times: _LimitedBreakdown, size: int) -> Work:
         return work
     if times.hook is None:
         return with_buckets(work, built_buckets(times.ddp))
-    parameters = trainable_parameters(unwrap(times.model))
+    parameters = trainable_parameters(times.model)
     traffic = dry_run(times.hook.engine.settings, parameters, size, steps=1)
     if times.device.type == "cpu":  # on a GPU the compression is measured as a part of the exchange
         traffic = replace(traffic, encode=work.encode, decode=work.decode)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression.exchange import Group, Machine
+from ..compression.exchange import WIRE, Group, Machine
 from ..distributed.workers import Workers
 from .breakdown import elapsed, pause, timestamp, trimmed_mean
 
@@ -22,16 +22,7 @@ HOPS: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1),
     "all_gather": lambda p: p - 1,
     "all_to_all": lambda p: p - 1,
-    "reduce_scatter": lambda p: p - 1,
     "broadcast": lambda p: math.ceil(math.log2(p)),
-}
-#: Bytes that a worker sends in a collective of p workers for each byte passed to it.
-WIRE_FACTOR: Mapping[str, Callable[[int], float]] = {
-    "all_reduce": lambda p: 2 * (p - 1) / p,
-    "all_gather": lambda p: p - 1,
-    "all_to_all": lambda p: (p - 1) / p,
-    "reduce_scatter": lambda p: (p - 1) / p,
-    "broadcast": lambda p: math.ceil(math.log2(p)),  # sent by the root
 }
 GOODPUT = 0.949  # fraction of the nominal bandwidth for data: TCP/IP in Ethernet frames of 1500 bytes
 
@@ -94,7 +85,7 @@ class Link:
         >>> Link.nominal(bandwidth=8e9, latency=0, size=4, goodput=1).all_reduce_rate / 1e6
         666.7
         """
-        return self.bandwidth / 8 / WIRE_FACTOR["all_reduce"](self.size)
+        return self.bandwidth / 8 / wire_factor("all_reduce", self.size)
 
     @property
     def latency(self) -> float:
@@ -166,7 +157,7 @@ class AlphaBeta:
 
     def seconds(self, kind: str, nbytes: float, size: int) -> float:
         """Seconds of a collective to which each of `size` workers passes `nbytes` bytes."""
-        return HOPS[kind](size) * self.alpha + WIRE_FACTOR[kind](size) * nbytes * self.beta
+        return HOPS[kind](size) * self.alpha + wire_factor(kind, size) * nbytes * self.beta
 
     @staticmethod
     def fit(kind: str, size: int, times: Sequence[tuple[int, float]]) -> AlphaBeta:
@@ -183,7 +174,7 @@ class AlphaBeta:
         """
         # Plain Python arithmetic, so that all workers compute bit-identical results.
         hops, n = HOPS[kind](size), len(times)
-        wires = [WIRE_FACTOR[kind](size) * nbytes for nbytes, _ in times]
+        wires = [wire_factor(kind, size) * nbytes for nbytes, _ in times]
         seconds = [t for _, t in times]
         mean_wire, mean_seconds = sum(wires) / n, sum(seconds) / n
         centered = [x - mean_wire for x in wires]
@@ -196,6 +187,15 @@ class AlphaBeta:
         monotone = list(accumulate(reversed(seconds), min))  # a smaller message never takes longer
         points = tuple(zip((nbytes for nbytes, _ in times), reversed(monotone), strict=True))
         return AlphaBeta(alpha=alpha, beta=beta, points=points)
+
+
+def wire_factor(kind: str, size: int) -> float:
+    """Bytes that a worker sends in a collective of `size` workers for each byte passed to it; in a broadcast, the root.
+
+    >>> wire_factor("all_reduce", 4), wire_factor("broadcast", 4)
+    (1.5, 2)
+    """
+    return HOPS[kind](size) if kind == "broadcast" else WIRE[kind](1, size)
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float | None:
@@ -274,7 +274,7 @@ def _times(
 ) -> list[tuple[int, float]]:
     """Pairs (bytes, seconds), equal on all workers. The groups of the workers that send run at the same time."""
     end = Group(group)
-    wire = WIRE_FACTOR[kind](end.size)
+    wire = wire_factor(kind, end.size)
     times: list[tuple[int, float]] = []
     nbytes, last = 1024, 0.0
     while len(times) < 2 or (last <= _LONGEST and nbytes * wire <= 2 * largest):
@@ -302,18 +302,17 @@ def _time_collective(
         return 0.0
     start = timestamp(buffer.device)
     if kind == "all_reduce":
-        done: Callable[[], object] = end._sum(buffer)[0]
+        end.sum(buffer)()
     elif kind == "all_gather":
-        done = end._gather(buffer)[0]
+        end.gather(buffer)()
     else:
-        done = end._scatter(list(buffer.tensor_split(end.size)))[0]
-    done()
+        end.scatter(list(buffer.tensor_split(end.size)))()
     return elapsed(start, timestamp(buffer.device))
 
 
 def _contention(group: dist.ProcessGroup | None, link: Link, largest: int, rounds: int) -> float:
     """Seconds of computation lost for each byte on the wire: median over rounds with and without an all-reduce."""
-    cost, wire = link.collectives["all_reduce"], WIRE_FACTOR["all_reduce"](link.size)
+    cost, wire = link.collectives["all_reduce"], wire_factor("all_reduce", link.size)
     nbytes = int(min(largest, _CONTENTION_SECONDS / cost.beta / wire if cost.beta else largest)) // 4 * 4
     buffer, x = torch.zeros(nbytes // 4), torch.ones(128, 128)
 

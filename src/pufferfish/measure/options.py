@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..compression import BFloat16, Method
-from ..compression.settings import Methods
-from ..layers import meta_copy
-from ..lowrank.factorize import reshape_
+from ..compression import BFloat16, Method, Methods
+from ..layers.names import trainable_parameters
+from ..lowrank.rewrite import low_rank_shapes
 from ..planning.entries import Entry
 from ..planning.plan import Plan
 from ..planning.text import Table
-from .cost_model import CostModel, Work, trainable_parameters, wire_bytes, with_compression, with_ddp_messages
+from .cost_model import CostModel, Work, wire_bytes, with_compression, with_ddp_messages
 
 RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper
 WARM_UP_FRACTION = 1 / 3  # fraction of a run trained full-rank before the switch
@@ -87,7 +86,7 @@ class OptionBuilder:
     def compressed_option(self, method: Method, per_node: int = 1) -> TrainingOption:
         """Compression by `method` instead of the current one; only between machines if `per_node` is above 1."""
         work = with_compression(self.compute, method, self.parameters, self.size, per_node=per_node)
-        hierarchy = ', hierarchy="node"' if per_node > 1 else ""
+        hierarchy = ', settings=pf.compression.Settings(hierarchy="node")' if per_node > 1 else ""
         name = f"pf.compress(ddp, {as_code(method)}{hierarchy})"
         return TrainingOption(kind="compression", name=name, work=work, method=method)
 
@@ -140,14 +139,6 @@ def as_code(method: Method | None) -> str:
 
 def _ratio(after: int | None, before: int | None) -> float:
     return after / before if after is not None and before else 1.0
-
-
-def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
-    """Return a copy of the model after `plan`, with shapes but without values."""
-    copy = meta_copy(model)
-    if plan.ranks:
-        reshape_(copy, plan)
-    return copy
 
 
 def select_layers(plan: Plan, work: Work, costs: CostModel, size: int, share: float = 1.0) -> Plan:

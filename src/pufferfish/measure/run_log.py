@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..lowrank.files import sync
-from ..planning.json_file import errors_name, read_json, write_text
+from ..planning.json_file import errors_name, new_file, read_json, write_text
 
 RUN_FILE, METRICS_FILE = "run.json", "metrics.csv"
 VERSION = 1
@@ -99,7 +98,8 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = self._continue_run(resume)
         metrics_file = self.folder / METRICS_FILE
-        _write_atomically(metrics_file, _to_csv([COLUMNS, *rows]))
+        with new_file(metrics_file) as fresh:
+            write_text(fresh, _to_csv([COLUMNS, *rows]))
         self._write()
         self._file = metrics_file.open("a", newline="", encoding="utf-8")
 
@@ -174,20 +174,14 @@ class RunLog:
 
     def _write(self) -> None:
         path = self.folder / RUN_FILE
-        _write_atomically(path, _to_json(self.data, path))
+        with new_file(path) as fresh:
+            write_text(fresh, _to_json(self.data, path))
 
 
 def _to_csv(rows: Sequence[Sequence[str]]) -> str:
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    write_text(temporary, text)
-    sync(temporary)
-    temporary.replace(path)
 
 
 def _to_json(data: Mapping[str, Any], path: Path) -> str:

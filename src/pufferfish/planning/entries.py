@@ -1,26 +1,24 @@
-"""Which layers become low-rank: an `Entry` for every weight matrix, with the reason where it stays dense."""
+"""Plans as data: an `Entry` for every weight matrix, the `Totals` of the model, and the `Plan`, which JSON can hold."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from ..layers import FactorMap, Matrix
+from .json_file import write_text
+from .rules import Rule
+from .text import Table, obstacles, plan_parts
 
-from ..layers import LowRank, Matrix, low_rank_type
-from ..layers.base import unfit_reason
-from ..layers.names import join_name, named_modules, own_name, unwrap
-from .profile import Profile
-from .rules import Budget, Rule
-
-Owners = dict[int, list[str]]  # names of each parameter, by its id
-
-_LOOKUP = "embedding: a lookup, not a product"
-_UNREGISTERED = "no low-rank form is registered"
+VERSION = 1  # of the JSON format
+LITTLE = 0.1  # share of the parameters below which a plan is said to change little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +42,6 @@ class Entry:
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
     ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
-
-    def __post_init__(self) -> None:
-        if self.rank is not None:
-            full = self.matrix.full_rank if self.matrix else 0
-            if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= full:
-                raise ValueError(f"{self.name}: rank {self.rank!r} is not a whole number from 1 to {full}")
 
     @property
     def before(self) -> int:
@@ -82,284 +74,235 @@ class Entry:
         """Return the entry without a rank."""
         return dataclasses.replace(self, rank=None, rule=None, reason=reason, note="")
 
-    def with_rule(self, rule: Rule) -> Entry:
-        """Return the entry with a rule that chooses its rank later."""
-        return dataclasses.replace(self, rank=None, rule=rule, reason="", note=rule.note(self.name))
-
     def with_rank(self, rank: int) -> Entry:
         """Return the entry with this rank."""
+        full = min(self.matrix.m, self.matrix.n) if self.matrix else 0
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= full:
+            raise ValueError(f"{self.name}: rank {rank!r} is not a whole number from 1 to {full}")
         return dataclasses.replace(self, rank=rank, rule=None, reason="")
 
 
-def candidates(
-    model: nn.Module, profiled: Profile | None, *, embed: bool = False, frozen: bool = False
-) -> tuple[list[Entry], dict[str, nn.Module]]:
-    """Return the entries of all matrices in the model's order, and the layers that they belong to by name.
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Cost of one training step of a whole model: parameters, bytes, MACs."""
 
-    Args:
-        embed: Whether embeddings can be factorized.
-        frozen: Whether weights that do not require a gradient can be factorized.
+    parameters: int
+    parameter_bytes: int
+    trainable: int  # parameters that require a gradient
+    gradient_bytes: int
+    forward_macs: int | None = None  # on the plan's example; None without one
+    backward_macs: int | None = None
+
+    def memory(self, states: int) -> int:
+        """Bytes of weights, gradients and `states` optimizer tensors per parameter (SGD momentum 1, Adam 2)."""
+        return self.parameter_bytes + (1 + states) * self.gradient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Decisions for every layer of a model, made by `pufferfish.plan` and applied by `factorize_`.
+
+    >>> import torch, pufferfish as pf
+    >>> plan = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), rank=0.25)
+    >>> plan["0"].rank, plan.after.parameters
+    (16, 2112)
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
     """
-    owners = _owners(model)
-    entries: list[Entry] = []
-    layers: dict[str, nn.Module] = {}
-    # Paths of modules whose children get no entries of their own, with the reason for those that do. A registered
-    # layer covers its children; the layers inside an adapter stay dense.
-    owned: dict[str, str] = {}
-    for name, path, module in named_modules(model):
-        parent = next((p for p in owned if path.startswith(f"{p}.") or p == ""), None)
-        covered = parent is not None and not owned[parent]
-        kind = None if covered else low_rank_type(type(module))
-        if kind is not None:
-            layers[name] = module
-        if parent is not None:
-            entries += [] if covered else _uncovered(name, module, owned[parent], owners)
-        elif isinstance(module, LowRank):
-            owned[path] = ""
-            entries += _low_rank_entries(name, module)
-        elif kind is None:
-            entries += _uncovered(name, module, "", owners, embed)
-            if hasattr(module, "parametrizations"):
-                owned[join_name(path, "parametrizations")] = ""  # the weight is computed from these
-        else:
-            owned[path] = ""
-            if reason := unfit_reason(module):
-                entries += _uncovered(name, module, reason, owners)
-            else:
-                entries += _covered(name, module, kind.matrices(module), owners, profiled, embed, frozen)
-        if parent is None and "base_layer" in module._modules:
-            owned[path] = f"wrapped by an adapter ({type(module).__name__}): merge it first"
-    return entries, layers
 
+    entries: tuple[Entry, ...]
+    before: Totals
+    parameters: tuple[str, ...] = ()  # names of the model's parameters, in order
+    functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
+    shared_inputs: tuple[tuple[str, ...], ...] = ()  # layers that the example calls with the same tensor
+    measured: dict[str, Any] = field(default_factory=dict)  # device, mode, link, time of a dense step
 
-def _owners(model: nn.Module) -> Owners:
-    """Names of each parameter, by its id. More than one name means that it is tied."""
-    owners: Owners = {}
-    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(own_name(name))
-    return owners
+    def __getitem__(self, name: str) -> Entry:
+        if entry := next((e for e in self.entries if e.name == name), None):
+            return entry
+        raise KeyError(f"the plan has no layer {name!r}")
 
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
 
-def _low_rank_entries(layer: str, module: LowRank) -> list[Entry]:
-    return [
-        Entry(
-            name=join_name(layer, x.name),
-            layer=layer,
-            type=type(module).__name__,
-            shape=x.shape,
-            held=down.numel() + up.numel(),
-            itemsize=down.element_size(),
-            trainable=down.requires_grad,
-            reason=f"already low-rank, rank {module.ranks[x.name]}",
+    def replace(self, entries: Iterable[Entry]) -> Plan:
+        """Return the plan with other entries."""
+        return dataclasses.replace(self, entries=tuple(entries))
+
+    @property
+    def resolved(self) -> bool:
+        """Whether every rank is known, so that no rule still needs the weights."""
+        return all(e.rule is None for e in self.entries)
+
+    @property
+    def ranks(self) -> dict[str, dict[str, int]]:
+        """Ranks of all matrices that become low-rank: layer → matrix → rank."""
+        ranks: dict[str, dict[str, int]] = {}
+        for e in self.entries:
+            if e.rank is not None and e.matrix is not None:
+                ranks.setdefault(e.layer, {})[e.matrix.name] = e.rank
+        return ranks
+
+    @property
+    def factor_map(self) -> FactorMap:
+        """The parameters of the layers that become low-rank, in both forms. Needs all ranks."""
+        ranks = self.ranks
+        return FactorMap((e.layer, e.matrix, e.rank) for e in self.entries if e.matrix and e.layer in ranks)
+
+    @property
+    def after(self) -> Totals:
+        """Cost of the model with the plan applied. Entries whose rule is not resolved count as dense."""
+        b = self.before
+        saved = [(e, e.before - e.after) for e in self.entries]
+        macs = [(e.macs(False), e.macs(True)) for e in self.entries]
+
+        def less_macs(total: int | None, i: int) -> int | None:
+            return None if total is None else total - sum(dense[i] - low[i] for dense, low in macs)
+
+        return Totals(
+            parameters=b.parameters - sum(x for _, x in saved),
+            parameter_bytes=b.parameter_bytes - sum(x * e.itemsize for e, x in saved),
+            trainable=b.trainable - sum(x for e, x in saved if e.trainable),
+            gradient_bytes=b.gradient_bytes - sum(x * e.itemsize for e, x in saved if e.trainable),
+            forward_macs=less_macs(b.forward_macs, 0),
+            backward_macs=less_macs(b.backward_macs, 1),
         )
-        for x, (down, up) in module.factors().items()
-    ]
 
+    @property
+    def changed(self) -> float:
+        """Share of the model's parameters that are in matrices with a rank or a rule."""
+        weights = sum(e.before for e in self.entries if e.rank is not None or e.rule is not None)
+        return weights / max(self.before.parameters, 1)
 
-def _covered(
-    layer: str,
-    module: nn.Module,
-    matrices: Iterable[Matrix],
-    owners: Owners,
-    profiled: Profile | None,
-    embed: bool,
-    frozen: bool,
-) -> list[Entry]:
-    """Entries for the matrices of a layer of a registered type."""
-    call = profiled.calls.get(layer) if profiled else None
-    outside = profiled is not None and layer in profiled.read_outside
-    entries = []
-    for x in matrices:
-        weight = module.get_parameter(x.weight)
-        left_out = x.lookup and not embed  # a plan without embeddings fits models with another vocabulary too
-        entries.append(
-            Entry(
-                name=join_name(layer, x.name),
-                layer=layer,
-                type=type(module).__name__,
-                shape=x.shape,
-                matrix=None if left_out else x,
-                reason=_why_dense(layer, module, x, owners, outside, embed, frozen),
-                held=_held(weight, join_name(layer, x.weight), owners),
-                itemsize=weight.element_size(),
-                trainable=weight.requires_grad,
-                positions=call.positions.get(x.name) if call and not left_out else None,
-                grad_positions=call.grad_positions.get(x.name) if call else None,
+    @property
+    def speedup(self) -> float | None:
+        """Expected time of a dense step over that of a step with the plan, without exchange; None if not measured."""
+        return self.speedup_over(None)
+
+    def speedup_over(self, link: float | None) -> float | None:
+        """The speedup with the exchange of gradients at `link` bytes per second; None: without it."""
+        step = self.measured.get("step_ms")
+        if step is None:
+            return None
+        times = {e.layer: e.ms for e in self.entries if e.ms and (e.rank or e.rule)}
+        dense, low_rank = (sum(ms[i] for ms in times.values()) for i in range(2))
+        # Layers may add up to more than the step, which hides the time to launch some of their kernels.
+        after = max(step - dense + low_rank, low_rank)
+        sent = [1e3 * x.gradient_bytes / link if link else 0.0 for x in (self.before, self.after)]
+        return float((step + sent[0]) / (after + sent[1]))
+
+    @property
+    def changes_little(self) -> bool:
+        """Whether the plan changes less than 10 % of the parameters."""
+        return self.changed < LITTLE
+
+    def warn_if_little_changes(self, stacklevel: int = 2) -> bool:
+        """Warn if the plan changes less than 10 % of the parameters, and say why. Returns whether it warned."""
+        if self.changes_little:
+            warnings.warn(obstacles(self), stacklevel=stacklevel + 1)
+        return self.changes_little
+
+    @property
+    def hash(self) -> str:
+        """Hash of the decisions (name, type, shape, rank or rule), without costs, times and reasons."""
+        ordered = sorted(self.entries, key=lambda e: e.name)
+        decisions = [(e.name, e.type, e.shape, e.rule.as_json() if e.rule else e.rank) for e in ordered]
+        return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON text, indented for reading and editing."""
+        return json.dumps(self.as_data(), indent=1)
+
+    def as_data(self) -> dict[str, Any]:
+        """The plan as values that JSON can hold."""
+        return {
+            "pufferfish_plan": VERSION, "hash": self.hash, "before": dataclasses.asdict(self.before),
+            "functional": self.functional, "parameters": self.parameters, "shared_inputs": self.shared_inputs, "measured": self.measured,
+            "entries": [_entry_as_data(e) for e in self.entries],
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Parse the text of `to_json`. Ranks may have been edited and are checked."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not a plan: not valid JSON: {error}") from None
+        return Plan.from_data(data)
+
+    @staticmethod
+    def from_data(data: Any) -> Plan:
+        """Check and convert the values of `as_data`."""
+        version = data.get("pufferfish_plan") if isinstance(data, dict) else None
+        if version is None:
+            raise ValueError("not a plan; pass what plan.save or `pufferfish plan --out` wrote")
+        if version != VERSION:
+            raise ValueError(
+                f"not a plan of version {VERSION} but of version {version}; use the pufferfish version that saved it"
             )
-        )
-    return entries
-
-
-def _why_dense(
-    layer: str, module: nn.Module, matrix: Matrix, owners: Owners, outside: bool, embed: bool, frozen: bool
-) -> str:
-    """Reason why a matrix of a registered type stays dense; "" if it can be factorized."""
-    # A bias that is split (attention has three in one) must not be tied either.
-    for tensor in (matrix.weight, matrix.bias) if matrix.bias and matrix.dense else (matrix.weight,):
-        for other in owners[id(module.get_parameter(tensor))]:
-            if other != join_name(layer, tensor):
-                return f"tied weight: shared with {other}"
-    if matrix.blocks > 1 and getattr(module, "groups", None) == getattr(module, "in_channels", 0):
-        return "depthwise"
-    if outside:
-        return "its weight is used outside the layer too"
-    if matrix.lookup and not embed:
-        return f"{_LOOKUP}; embed= (--embed) factorizes it"
-    if not (module.get_parameter(matrix.weight).requires_grad or frozen):
-        return "frozen: training could not reduce its error; frozen=True (--frozen) factorizes it"
-    return ""
-
-
-def _held(parameter: nn.Parameter, name: str, owners: Owners) -> int | None:
-    """0 for a parameter that an earlier entry counts under another name, or that has no shape yet; else None."""
-    return 0 if is_lazy(parameter) or owners[id(parameter)][0] != name else None
-
-
-def _uncovered(
-    layer: str, module: nn.Module, reason: str, owners: Owners, embed: bool = False
-) -> list[Entry]:
-    """Entries for the matrices of a module that stay dense, for a reason given or one of their own."""
-    entries = []
-    kind = type(module).__name__
-    for tensor, parameter in module.named_parameters(recurse=False):
-        lazy = is_lazy(parameter)
-        if not tensor.startswith("weight") if lazy else parameter.dim() < 2:
-            continue
-        is_weight = tensor.startswith("weight") or bool(reason)
-        own = join_name(layer, tensor)
-        why = reason or _why_uncovered(own, module, parameter, is_weight, owners, embed)
-        entries.append(
-            Entry(
-                name=layer if tensor == "weight" else own,
-                layer=layer,
-                type=kind if is_weight else "Parameter",
-                shape=() if lazy else tuple(parameter.shape),
-                held=_held(parameter, own, owners),
-                itemsize=parameter.dtype.itemsize,
-                trainable=parameter.requires_grad,
-                reason=why,
-                note=_register_line(module) if why.startswith(_UNREGISTERED) else "",
+        try:
+            return Plan(
+                entries=tuple(_entry_from_data(e) for e in data["entries"]),
+                before=Totals(**data["before"]),
+                functional=data["functional"],
+                parameters=tuple(data["parameters"]),
+                shared_inputs=tuple(map(tuple, data["shared_inputs"])),
+                measured=data["measured"],
             )
-        )
-    if hasattr(module, "parametrizations") and kind.startswith("Parametrized"):
-        for tensor, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
-            original = next(iter(chain.parameters()))
-            entries.append(
-                Entry(
-                    name=layer if tensor == "weight" else join_name(layer, tensor),
-                    layer=layer,
-                    type=kind.removeprefix("Parametrized"),
-                    shape=tuple(getattr(module, tensor).shape),
-                    itemsize=original.element_size(),
-                    trainable=original.requires_grad,
-                    reason="parametrized: remove the parametrization first",
-                )
-            )
-    return entries
+        except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
+            raise ValueError(f"the plan is damaged: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        write_text(Path(path), self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a file that `save` has written. Ranks may have been edited and are checked."""
+        try:
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def __str__(self) -> str:
+        parts = plan_parts(self)
+        return "\n\n".join(str(part.fitted(80)) if isinstance(part, Table) else part for part in parts)
 
 
-def _why_uncovered(
-    own: str, module: nn.Module, parameter: nn.Parameter, is_weight: bool, owners: Owners, embed: bool
-) -> str:
-    """Reason why a matrix of an unregistered module, or a parameter beside its weights, stays dense."""
-    if is_lazy(parameter):
-        return "lazy: run one batch through the model first"
-    others = [other for other in owners[id(parameter)] if other != own]
-    if others and is_weight:
-        return f"tied weight: shared with {others[0]}"
-    if isinstance(module, nn.EmbeddingBag) or (isinstance(module, nn.Embedding) and not embed):
-        return _LOOKUP
-    if is_weight:
-        return f"{_UNREGISTERED} for {type(module).__name__}"
-    why = "raw parameter: used by the module's own code, not covered"
-    stack = "; for a stack of experts see pufferfish.layers.LowRankExperts"
-    return why + stack if parameter.dim() == 3 else why
+def _entry_as_data(e: Entry) -> dict[str, Any]:
+    """The entry as values that JSON can hold, without defaults."""
+    matrix = {"matrix": _without_defaults(e.matrix)} if e.matrix else {}
+    rule = {"rule": e.rule.as_json()} if e.rule else {}
+    return _without_defaults(e) | matrix | rule
 
 
-def _register_line(module: nn.Module) -> str:
-    """The line that registers a subclass of a registered type; "" if the layer is not one, or would not fit."""
-    kind = type(module)
-    base = next((x for x in kind.__mro__[1:] if issubclass(x, nn.Module) and low_rank_type(x)), None)
-    # `fully_shard` makes subclasses too, whose parameters are DTensors.
-    if base is None or unfit_reason(module) or any(type(p.data) is not Tensor for p in module.parameters()):
-        return ""
-    form = low_rank_type(base)
-    assert form is not None
-    place = "pf.layers" if form.__module__.startswith("pufferfish.layers.") else form.__module__
-    what = " (x Wᵀ + b)" if base is nn.Linear else ""
-    own = ""
-    if kind.forward is not base.forward:
-        own = f"{kind.__name__}.forward may cast or scale: then register a subclass of {place}.{form.__qualname__} that does so too. "
-    return (
-        f"{own}If {kind.__name__} computes the same as {base.__name__}{what}, register it: "
-        f'pf.register("{kind.__module__}.{kind.__qualname__}", {place}.{form.__qualname__})'
-    )
+def _without_defaults(record: Entry | Matrix) -> dict[str, Any]:
+    fields = ((f, getattr(record, f.name)) for f in dataclasses.fields(record))
+    return {f.name: value for f, value in fields if value != f.default}
 
 
-def select(
-    entries: list[Entry],
-    layers: Mapping[str, nn.Module],
-    rule: Rule,
-    *,
-    embed: Rule | None,
-    keep: Iterable[str],
-    only: Iterable[str],
-    overrides: Mapping[str, Rule],
-) -> list[Entry]:
-    """Give the entries that become low-rank their rule, and the others a reason. For the arguments see `plan`."""
-    _check_patterns(entries, keep=keep, only=only, overrides=overrides)
-    slow = {name for name, layer in layers.items() if _slower_on_its_device(layer)}
-    by_lookup = {False: rule, True: embed or rule}
-    selected = []
-    for e in entries:
-        if not e.reason:
-            assert e.matrix is not None
-            lookup = e.matrix.lookup
-            kept, special = _matching(e, keep), _matching(e, overrides)
-            chosen = overrides[special[-1]] if special else by_lookup[lookup]
-            if kept:
-                e = e.keep_dense(f"kept by pattern {kept[0]!r}")
-            elif only and not _matching(e, only):
-                e = e.keep_dense("not matched by `only`")
-            elif e.layer in slow and not (only or special):
-                e = e.keep_dense(
-                    "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
-                )
-            elif isinstance(chosen, Budget) and chosen.unit == "macs" and lookup:
-                e = e.keep_dense("a lookup has no MACs to save")
-            else:
-                e = e.with_rule(chosen)
-        selected.append(e)
-    return selected
+def _entry_from_data(data: dict[str, Any]) -> Entry:
+    """Convert the values of `_entry_as_data`."""
+    data = dict(data)
+    if data.get("matrix"):
+        data["matrix"] = Matrix(**{k: _tuples(v) for k, v in data["matrix"].items()})
+    if data.get("rule"):
+        data["rule"] = Rule.from_json(data["rule"])
+    e = Entry(**{key: _tuples(value) for key, value in data.items()})
+    return e if e.rank is None else e.with_rank(e.rank)
 
 
-def as_patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the name patterns as a tuple. Refuses a single string, which would iterate over its letters."""
-    if isinstance(patterns, str):
-        raise TypeError(f"{option}={patterns!r}: give a list of patterns, {option}=[{patterns!r}]")
-    return tuple(patterns)
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _check_patterns(entries: list[Entry], **options: Iterable[str]) -> None:
-    for option, patterns in options.items():
-        for pattern in patterns:
-            if not any(_matching(e, [pattern]) for e in entries):
-                names = ", ".join(e.name for e in entries[:6])
-                names += ", …" if len(entries) > 6 else ""
-                inside = f"{pattern}.*"
-                hint = f"; for all layers inside {pattern} write {inside!r}"
-                raise ValueError(
-                    f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
-                    + hint * any(_matching(e, [inside]) for e in entries)
-                )
-
-
-def _slower_on_its_device(layer: nn.Module) -> bool:
-    kind = low_rank_type(type(layer))
-    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
-
-
-def _matching(e: Entry, patterns: Iterable[str]) -> list[str]:
-    """The patterns that match the name of the entry or of its layer."""
-    names = e.name, e.layer
-    return [p for p in patterns if any(fnmatch.fnmatchcase(name, p) for name in names)]
+def check_is_plan(plan: object, function: str) -> None:
+    """Raise TypeError unless `plan` is a `Plan`: a rank is easily passed instead."""
+    if isinstance(plan, Plan):
+        return
+    hint = "pf.plan(model, rank=0.25)"
+    if isinstance(plan, str | Path):
+        hint = "pf.Plan.load(file)"
+    elif isinstance(plan, int | float | Rule):
+        hint = f"pf.plan(model, rank={plan!r})"
+    raise TypeError(f"{function}: the plan is of type {type(plan).__name__}; pass {hint}")

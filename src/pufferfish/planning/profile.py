@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..layers import LowRank, low_rank_type
+from ..layers import LowRank, low_rank_type, named_modules, unwrap
 from ..layers.base import CALL_HOOKS, HOOKS, autocast_dtype, kept_as_they_are
-from ..layers.names import named_modules, unwrap
 from ..layers.product_weight import asks_metadata
 
 #: One batch: a tensor, positional arguments, keyword arguments, or a function that runs the model.

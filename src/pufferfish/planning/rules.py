@@ -6,9 +6,8 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from itertools import combinations
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 from ..layers import Matrix
 
 if TYPE_CHECKING:
-    from .entries import Entry
-    from .plan import Plan
+    from .entries import Entry, Plan
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,10 @@ class Rule:
 
     #: Whether the rule needs singular values, so that it chooses ranks when the plan is applied.
     needs_weights: ClassVar[bool] = False
-    #: Whether ranks are rounded to the plan's `multiple`.
-    aligned: ClassVar[bool] = True
     _known: ClassVar[dict[str, type[Rule]]] = {}
+    #: Ranks are rounded up to a multiple of it, then down to the largest one that saves weights. 16 suits GPUs; 1
+    #: reproduces the paper's counts.
+    multiple: int = field(default=16, kw_only=True, repr=False)
 
     def __init_subclass__(cls) -> None:
         Rule._known[cls.__name__] = cls
@@ -44,7 +43,8 @@ class Rule:
 
     def as_json(self) -> dict[str, Any]:
         """Class name and fields, for plans."""
-        return {"rule": type(self).__name__, **asdict(self)}
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {"rule": type(self).__name__, **settings}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rule:
@@ -67,11 +67,11 @@ class Ratio(Rule):
     ratio: float = 0.25  # lower → smaller model
 
     def __post_init__(self) -> None:
-        if not _is_number(self.ratio) or not 0 < self.ratio < 1:
+        if not 0 < self.ratio < 1:
             raise ValueError(f"Ratio: {self.ratio!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
-        return int(self.ratio * matrix.full_rank)
+        return int(self.ratio * min(matrix.m, matrix.n))
 
     def __str__(self) -> str:
         return f"ratio {self.ratio:g}"
@@ -82,7 +82,7 @@ class Fixed(Rule):
     """The same rank everywhere, never rounded to a multiple."""
 
     r: int
-    aligned = False
+    multiple: int = field(default=1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
@@ -103,7 +103,7 @@ class Energy(Rule):
     needs_weights = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.keep) or not 0 < self.keep < 1:
+        if not 0 < self.keep < 1:
             raise ValueError(f"Energy: {self.keep!r} is not between 0 and 1")
 
     def rank(self, matrix: Matrix, name: str, spectrum: Tensor | None) -> int:
@@ -120,7 +120,7 @@ class StableRank(Rule):
     """Cuttlefish's scaled stable rank: r = ⌈ξ·s⌉ with s = ‖W‖_F² / σ_max² and ξ = full rank / s at the start.
 
     Args:
-        initial: Spectra at initialisation, `pf.spectra(model)` computed before training, or the stable ranks
+        initial: Spectra at initialisation, `pf.planning.spectra(model)` computed before training, or the stable ranks
             themselves, by name. Without it ξ is computed from the closed form for random matrices,
             s = mn / (√m + √n)², and the plan notes "ξ assumed".
         at_most: Share of their weights that all matrices with this rule may keep together. If stable ranks would keep
@@ -140,7 +140,7 @@ class StableRank(Rule):
     needs_weights = True
 
     def __post_init__(self) -> None:
-        if not _is_number(self.at_most) or not 0 < self.at_most <= 1:
+        if not 0 < self.at_most <= 1:
             raise ValueError(f"StableRank: at_most={self.at_most!r} is not a share in (0, 1]")
         if self.initial is not None:
             # Only the stable ranks are needed, and numbers can be saved in JSON.
@@ -163,7 +163,7 @@ class StableRank(Rule):
         if self.initial is None:
             return 0.0
         if name not in self.initial:
-            hint = "compute it with pf.spectra(model)"
+            hint = "compute it with pf.planning.spectra(model)"
             raise ValueError(f"StableRank: `initial` has no spectrum of {name!r}; {hint}")
         return float(self.initial[name])
 
@@ -188,13 +188,13 @@ class Budget(Rule):
 
     def __post_init__(self) -> None:
         amounts = [x for x in (self.params, self.macs, self.bytes) if x is not None]
-        if len(amounts) != 1 or not _is_number(amounts[0]) or not 0 < amounts[0] < math.inf:
+        if len(amounts) != 1 or not 0 < amounts[0] < math.inf:
             raise ValueError("Budget: give exactly one of params=, macs= and bytes=, as a positive number")
 
     @property
     def unit(self) -> str:
         """Name of the field that is given: params, macs or bytes."""
-        return next(name for name, value in asdict(self).items() if value is not None)
+        return next(name for name in ("params", "macs", "bytes") if getattr(self, name) is not None)
 
     @property
     def amount(self) -> float:
@@ -203,10 +203,6 @@ class Budget(Rule):
 
     def __str__(self) -> str:
         return f"budget {self.unit} {self.amount:,.0f}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 RankLike = int | float | Rule
@@ -218,22 +214,19 @@ def as_rule(rank: RankLike, option: str = "rank") -> Rule:
     `option` is the argument that errors name.
     """
     if isinstance(rank, Rule):
+        if rank.multiple < 1:
+            raise ValueError(f"{option}: multiple={rank.multiple} is not a whole number ≥ 1")
         return rank
     if isinstance(rank, bool) or not isinstance(rank, int | float):
         raise TypeError(
             f"{option}={rank!r}: give a float in (0, 1), an int ≥ 1 or a rule such as pf.Energy(0.9)"
         )
-    if isinstance(rank, float):
-        if not 0 < rank < 1:
-            whole = 1 <= rank < 1e9 and rank.is_integer()
-            hint = f"; for the fixed rank {int(rank)} write {option}={int(rank)}" if whole else ""
-            raise ValueError(f"{option}={rank}: a float is a share of the full rank, in (0, 1){hint}")
-        return Ratio(rank)
-    if rank < 1:
+    try:
+        return Ratio(rank) if isinstance(rank, float) else Fixed(rank)
+    except ValueError:
         raise ValueError(
-            f"{option}={rank}: a fixed rank is a whole number ≥ 1, a share of the full rank a float such as 0.25"
-        )
-    return Fixed(rank)
+            f"{option}={rank}: a share of the full rank is a float in (0, 1), a fixed rank an int ≥ 1"
+        ) from None
 
 
 def stable_rank(spectrum: Tensor) -> float:
@@ -244,11 +237,10 @@ def stable_rank(spectrum: Tensor) -> float:
 
 def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
     """Replace rules by ranks: all of them if `spectra` are given, else those that do not need the weights."""
-    entries = [_with_rank(e, plan, spectra) for e in plan.entries]
-    limits = {e.name: e.rule.at_most for e in plan.entries if isinstance(e.rule, StableRank)}
-    for share in dict.fromkeys(limits.values()):
-        names = {name for name, limit in limits.items() if limit == share}
-        entries = _at_most(share, names, entries, plan)
+    limits = {e.name: e.rule for e in plan.entries if isinstance(e.rule, StableRank)}
+    entries = [_with_rank(e, spectra) for e in plan.entries]
+    for share in dict.fromkeys(rule.at_most for rule in limits.values()):
+        entries = _at_most(share, {k: rule for k, rule in limits.items() if rule.at_most == share}, entries)
     plan = plan.replace(entries)
     budgets = list(dict.fromkeys(e.rule for e in entries if isinstance(e.rule, Budget)))
     if len(budgets) > 1:
@@ -258,15 +250,14 @@ def apply_rules(plan: Plan, spectra: Mapping[str, Tensor] | None) -> Plan:
     return plan if spectra is None or not budgets else _within_budget(plan, budgets[0], spectra)
 
 
-def _with_rank(e: Entry, plan: Plan, spectra: Mapping[str, Tensor] | None) -> Entry:
-    """The entry at the rank of its rule, or dense where no rank saves enough; as it is while the rule lacks the weights."""
+def _with_rank(e: Entry, spectra: Mapping[str, Tensor] | None) -> Entry:
+    """The entry at the rank of its rule, or dense where no rank saves weights; as it is while the rule lacks the weights."""
     rule, x = e.rule, e.matrix
     if rule is None or x is None:
         return e
-    multiple = plan.multiple if rule.aligned else 1
     if not rule.needs_weights:
         r = rule.rank(x, e.name, None)
-    elif not align(x.full_rank, x, multiple, plan.min_saving):
+    elif not align(x.full_rank, x, rule.multiple):
         r = 1  # stays dense whatever the spectrum is
     elif spectra is None or isinstance(rule, Budget):
         if isinstance(rule, StableRank):
@@ -274,44 +265,33 @@ def _with_rank(e: Entry, plan: Plan, spectra: Mapping[str, Tensor] | None) -> En
         return e
     else:
         r = rule.rank(x, e.name, spectra[e.name])
-    rounded = align(r, x, multiple, plan.min_saving)
-    lowered = not rule.aligned and rounded < r and plan.min_saving >= 0  # a fixed rank is not lowered
-    if rounded and not lowered:
+    rounded = align(r, x, rule.multiple)
+    if rounded and not (isinstance(rule, Fixed) and rounded < r):  # a fixed rank is not lowered
         return e.with_rank(rounded)
-    smallest = multiple if multiple > 1 else max(r, 1)
-    largest = largest_rank(x, plan.min_saving)
-    return e.keep_dense(f"not smaller at rank {smallest}: the largest that saves is {largest}")
+    smallest = rule.multiple if rule.multiple > 1 else max(r, 1)
+    return e.keep_dense(f"not smaller at rank {smallest}: the largest that saves is {largest_rank(x)}")
 
 
-def align(r: int, matrix: Matrix, multiple: int, min_saving: float) -> int:
+def align(r: int, matrix: Matrix, multiple: int) -> int:
     """Round `r` up to a multiple, then down to the largest one that saves weights; 0 if there is none."""
-    largest = largest_rank(matrix, min_saving)
-    if min_saving < 0 and largest < multiple:
-        return min(max(r, 1), largest)
-    return min(-(-max(r, 1) // multiple) * multiple, largest // multiple * multiple)
+    return min(-(-max(r, 1) // multiple) * multiple, largest_rank(matrix) // multiple * multiple)
 
 
-def largest_rank(matrix: Matrix, min_saving: float) -> int:
-    """Largest rank whose factors save at least the share `min_saving` of the weights, and at least one weight."""
-    if min_saving < 0:  # factorizing is forced
-        return matrix.full_rank
-    allowed = (1 - min_saving) * matrix.m * matrix.n
-    r = min(int(allowed // (matrix.m + matrix.n)) + 1, matrix.full_rank)
-    while r and (r * (matrix.m + matrix.n) > allowed or r * (matrix.m + matrix.n) >= matrix.m * matrix.n):
-        r -= 1
-    return r
+def largest_rank(matrix: Matrix) -> int:
+    """Largest rank whose factors have fewer weights than the matrix; 0 if there is none."""
+    return (matrix.m * matrix.n - 1) // (matrix.m + matrix.n)
 
 
-def _at_most(share: float, names: set[str], entries: list[Entry], plan: Plan) -> list[Entry]:
-    """Lower the ranks of these names, where together they keep a larger share of their weights."""
-    group = {e.name: e for e in entries if e.name in names and e.rank}
+def _at_most(share: float, rules: Mapping[str, Rule], entries: list[Entry]) -> list[Entry]:
+    """Lower the ranks that these rules chose, where together they keep a larger share of their weights."""
+    group = {e.name: e for e in entries if e.name in rules and e.rank}
     if sum(e.after for e in group.values()) <= share * sum(e.before for e in group.values()):
         return entries
     for e in group.values():
         assert e.matrix is not None
         assert e.rank is not None
         x = e.matrix
-        most = align(int(share * x.m * x.n / (x.m + x.n)), x, plan.multiple, plan.min_saving)
+        most = align(int(share * x.m * x.n / (x.m + x.n)), x, rules[e.name].multiple)
         group[e.name] = dataclasses.replace(e.with_rank(min(e.rank, most)), asked=e.rank)
     return [group.get(e.name, e) for e in entries]
 
@@ -336,7 +316,7 @@ def _within_budget(plan: Plan, budget: Budget, spectra: Mapping[str, Tensor]) ->
         )
     rest = total - sum(c.cost_per_weight * c.matrix.numel for c in candidates)
     spare = 0.01 * budget.amount
-    ranks = allocate(candidates, budget.amount - rest, plan.multiple, plan.min_saving, spare)
+    ranks = allocate(candidates, budget.amount - rest, budget.multiple, spare)
     dense = "the budget is best spent on leaving it dense"
     shared = {
         e.name: e.with_rank(r) if r else e.keep_dense(dense) for e, r in zip(chosen, ranks, strict=True)
@@ -354,7 +334,7 @@ class Candidate:
 
 
 def allocate(
-    candidates: Sequence[Candidate], budget: float, multiple: int, min_saving: float, spare: float = 0.0
+    candidates: Sequence[Candidate], budget: float, multiple: int, spare: float = 0.0
 ) -> list[int | None]:
     """Choose ranks whose total cost stays below a budget; None: the matrix stays dense.
 
@@ -365,10 +345,9 @@ def allocate(
 
     Args:
         budget: Largest total cost, in units of `cost_per_weight`.
-        min_saving: Share of its weights that a factorized matrix must save.
         spare: Part of the budget that may stay unused.
     """
-    levels = [_levels(c, multiple, min_saving) for c in candidates]
+    levels = [_levels(c, multiple) for c in candidates]
     left = budget - sum(x[0].cost for x in levels)
     if left < 0:
         raise ValueError(
@@ -397,12 +376,12 @@ class _Level(NamedTuple):
     energy: float
 
 
-def _levels(c: Candidate, multiple: int, min_saving: float) -> list[_Level]:
+def _levels(c: Candidate, multiple: int) -> list[_Level]:
     """The ranks of a matrix from the smallest to dense."""
     squares = c.spectrum.double().square()
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     kept = (sums / sums[-1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
-    ranks = range(multiple, largest_rank(c.matrix, min_saving) + 1, multiple)
+    ranks = range(multiple, largest_rank(c.matrix) + 1, multiple)
     levels = [_Level(r, c.cost_per_weight * c.matrix.factor_numel(r), kept[r]) for r in ranks]
     return [*levels, _Level(None, c.cost_per_weight * c.matrix.numel, 1.0)]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 #: Why a weight cannot be factorized, and what to do.
 NOT_FINITE = (
     "the weight contains inf or NaN; nothing was changed. If training has diverged, lower the learning rate, or skip "
-    "updates that are not finite with pf.FiniteGuard"
+    "updates that are not finite with pf.distributed.FiniteGuard"
 )
 
 

@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # the command line imports this file before torch
-    from .entries import Entry
-    from .plan import Plan, Totals
+if TYPE_CHECKING:
+    from .entries import Entry, Plan, Totals
 
 T = TypeVar("T")
 #: Makes a display from a text and the total amount, if known; the display gives a function to add to the amount done.

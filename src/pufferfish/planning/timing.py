@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import statistics
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,15 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 
-from ..layers import low_rank_type, meta_copy
-from ..layers.names import unwrap
-from .entries import Entry
+from ..layers import low_rank_type, meta_copy, unwrap
+from .entries import Entry, Plan
 from .profile import Call, Example, Profile, autocast_context, private_copy, run_example
 from .rules import align
 from .text import progress, track
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 T = TypeVar("T")
 #: How a job runs its steps: eager PyTorch, `torch.compile`, or a captured CUDA graph.
@@ -36,14 +34,60 @@ Times = tuple[float, float]  # milliseconds in one step, dense and low-rank
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How `pufferfish.plan` measures layers.
+
+    >>> Timing("compile", link=50e6)
+    Timing(mode='compile', link=50000000.0)
+    """
+
+    mode: Mode = "eager"  # in which the job runs
+    #: Bytes of gradients per second that the workers average, such as `Link.all_reduce_rate`. A layer then becomes low-rank
+    #: if that shortens its measured time plus the time to send its gradients. None: bytes do not count.
+    link: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f'measure={self.mode!r} is not "eager", "compile", "graph", True, False or None')
+        if self.link is not None and not 0 < self.link < float("inf"):
+            raise ValueError(f"link={self.link!r} is not a number of bytes per second above 0")
+
+
+def as_timing(
+    measure: Timing | Mode | bool | None, model: nn.Module, example: Example | None
+) -> Timing | None:
+    """How layers are measured; None: they are not."""
+    if measure is None:
+        return Timing() if example is not None and _on_cuda(model) and not _several_workers() else None
+    if measure is False:
+        return None
+    timing = measure if isinstance(measure, Timing) else Timing("eager" if measure is True else measure)
+    if example is None:
+        raise ValueError(f"measure={measure!r} needs example=, a batch with the shapes that the layers see")
+    if timing.mode == "graph" and not _on_cuda(model):
+        raise ValueError('measure="graph" times CUDA graphs: move the model to a CUDA device')
+    return timing
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return {p.device.type for p in model.parameters()} == {"cuda"}
+
+
+def _several_workers() -> bool:
+    """Whether this is a worker of several, in a process group or before it is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def with_measured_times(
     plan: Plan,
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     profiled: Profile,
     example: Example,
-    mode: Mode,
-    link: float | None,
+    timing: Timing,
 ) -> Plan:
     """Measure each layer that would change and keep those dense whose low-rank form does not shorten a step.
 
@@ -51,8 +95,8 @@ def with_measured_times(
 
     Args:
         modules: the model's layers by name.
-        link: bytes of gradients per second that the workers average; None: bytes do not count.
     """
+    mode, link = timing.mode, timing.link
     device = next(model.parameters()).device
     ranks = {layer: r for layer, r in _ranks(plan).items() if layer in profiled.calls}
     entries: dict[str, Entry] = {}
@@ -89,8 +133,8 @@ def _ranks(plan: Plan) -> dict[str, dict[str, int]]:
     for e in plan.entries:
         if e.matrix is not None and (e.rank or e.rule):
             # A rule that needs the weights has no rank yet; time a quarter of the full rank instead.
-            r = e.rank or align(e.matrix.full_rank // 4, e.matrix, plan.multiple, plan.min_saving)
-            ranks.setdefault(e.layer, {})[e.matrix.name] = r
+            quarter = align(e.matrix.full_rank // 4, e.matrix, e.rule.multiple if e.rule else 1)
+            ranks.setdefault(e.layer, {})[e.matrix.name] = e.rank or quarter
     return ranks
 
 

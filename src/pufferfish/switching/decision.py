@@ -1,91 +1,18 @@
-"""What a switch applies: its settings, the plan that they give, and the ranks at the moment of the switch."""
+"""What a switch finds out about the model: the ranks at its moment, and the layers that share an input."""
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import __version__
 from ..distributed.ddp import Job
 from ..layers.names import named_modules
-from ..planning.plan import LITTLE, Plan, check_is_plan
-from ..planning.plan import plan as make_plan
-from ..planning.rules import Rule, StableRank, apply_rules
-from .moments import Position, RanksSettle, When, counts_steps, moment_text
-from .report import Evaluate
-
-#: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
-#: 0.02 bits at 92 % of the weights of its blocks, 0.07 at 62 % and 0.14 at 48 %.
-AT_MOST = 0.6
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwitchSettings:
-    """Arguments of a `Switch`, which documents them."""
-
-    plan: Plan | None = None
-    rule: Rule | None = None
-    keep: tuple[str, ...] = ()
-    when: When | RanksSettle = field(default_factory=RanksSettle)
-    back: When | None = None
-    state: Literal["project", "reset"] = "project"
-    lr: float = 1.0
-    evaluate: Evaluate | None = None
-
-    def __post_init__(self) -> None:
-        if self.plan is not None:
-            check_is_plan(self.plan, "Switch")
-        if self.plan is not None and (self.rule is not None or self.keep):
-            raise ValueError("Switch: rank= and keep= have no effect with a plan; pass them to pf.plan")
-        if self.state not in ("project", "reset"):
-            raise ValueError(f'Switch: state={self.state!r} is neither "project" nor "reset"')
-        if not (callable(self.when) or isinstance(self.when, RanksSettle)):
-            raise TypeError(f"Switch: when={self.when!r} is not a moment such as pf.AtEpoch(80)")
-        if not (self.back is None or callable(self.back)):
-            raise TypeError(f"Switch: back={self.back!r} is not a moment such as pf.AtEpoch(80)")
-
-    @property
-    def by(self) -> Literal["epoch", "step"]:
-        """Unit in which an adapter counts by default. By epochs, a run of one epoch would never reach `RanksSettle`."""
-        moments = (self.when,) if self.back is None else (self.when, self.back)
-        return "step" if all(map(counts_steps, moments)) else "epoch"
-
-    @property
-    def automatic(self) -> bool:
-        """Whether ranks are scaled stable ranks, which need the initial spectra."""
-        return self.plan is None and self.rule is None
-
-    def make_plan(self, model: nn.Module, initial: Mapping[str, list[float]] | None) -> Plan:
-        """The plan for a model, with unresolved rank rules. `initial` are its initial spectra by entry name."""
-        if self.plan is not None:
-            return self.plan
-        if self.rule is not None:
-            return make_plan(model, self.rule, keep=self.keep)
-        plan = make_plan(model, StableRank(at_most=AT_MOST), keep=self.keep)
-        if not initial:
-            return plan
-        spectra = {name: torch.tensor(s, dtype=torch.float64) for name, s in initial.items()}
-        missing = {e.name for e in plan if e.rule is not None and e.name not in spectra}
-        rule = StableRank(dict.fromkeys(missing, 0.0) | spectra, at_most=AT_MOST)
-        plan = make_plan(model, rule, keep=self.keep)
-        reason = "frozen at the first call of the switch"
-        return plan.replace(e.keep_dense(reason) if e.name in missing else e for e in plan)
-
-
-def compared_facts(s: SwitchSettings, model: nn.Module, at: Position, switched: bool) -> str:
-    """Text of everything that must be equal on all workers."""
-    layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    # Measured times may differ between workers; those of rank 0 decide.
-    plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in s.plan or ()]
-    settings = (
-        plan, s.rule, s.keep, moment_text(s.when), moment_text(s.back), s.state, s.lr, s.evaluate is None,
-    )  # fmt: skip
-    return repr((__version__, at, switched, settings, layers, shapes))
+from ..lowrank.factors import shared_spectra
+from ..planning.plan import LITTLE, Plan
+from ..planning.rules import apply_rules
 
 
 def choose_ranks(
@@ -100,8 +27,8 @@ def choose_ranks(
     Returns:
         The plan, and text that says how little it saves, if ranks were chosen here.
     """
-    unresolved = job.workers.broadcast_object([e.name for e in plan if e.rule is not None])
-    spectra = job.spectra(unresolved) if unresolved else None
+    unresolved = job.workers.run_on_first(lambda: [e.name for e in plan.entries if e.rule is not None])
+    spectra = shared_spectra(job, unresolved) if unresolved else None
 
     def resolved() -> Any:
         done = plan if spectra is None else apply_rules(plan, spectra)

@@ -5,6 +5,7 @@ In addition to its shards a worker holds at most two whole weights, and the memo
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
@@ -15,14 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ..compression.fsdp2_hook import find_fsdp2_hook
-from ..distributed.ddp import Job, broadcast_factors, by_weight, group_cost, owners, reshard, svd_of
+from ..compression.sharded import find_sharded_hook
+from ..distributed.ddp import Job, reshard
 from ..distributed.workers import Workers
 from ..layers import FactorMap
 from ..layers.names import REBUILT, named_modules, own_name, unwrap
-from ..lowrank.checks import check_accepted
-from ..lowrank.factorize import reshape_
-from ..lowrank.rewrite import set_parameter
-from ..optim.carry import Carrier, Optimizers, Undo, as_list, check_optimizers, placed, whole
+from ..lowrank.carry import Carrier, check_accepted, placed, whole
+from ..lowrank.factors import broadcast_factors, by_weight, group_cost, owners, svd_of
+from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ..lowrank.rewrite import reshape_, set_parameter
 from ..planning.entries import Entry
 from ..planning.plan import Plan, matrix_spectrum
 from ..planning.svd import NOT_FINITE
@@ -206,8 +208,9 @@ def rebuild(
     weights = parameters(model)
     groups = by_weight(e for e in plan if e.rank is not None)
     check_finite({name: p for name, p in weights.items() if name in groups}, workers)
-    if (hook := find_fsdp2_hook(model)) is not None:
-        hook.attach(new)
+    for hook in (find_fsdp2_hook(model), find_sharded_hook(model)):
+        if hook is not None:
+            hook.attach(new)
 
     carrier = Carrier(optimizers, unwrap(model).parameters(), carry, stream=True)
     arrived = NewParameters(unwrap(new))
@@ -228,7 +231,7 @@ def rebuild(
             transfer(parameter, factor_map, name, {}, arrived, carrier)
     _move_buffers(model, unwrap(new))
     _retire(model, new)
-    carrier.commit(Undo(), parameters(new))
+    carrier.commit(ExitStack(), parameters(new))
     carrier.warn_of_resets()
     return new, plan.replace(replace(e, error=errors.get(e.name, e.error)) for e in plan)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lowrank.factorize import factorize_
+from ..lowrank.rewrite import factorize_
 from ..planning.entries import Entry
 from ..planning.plan import LITTLE, Plan
 from ..planning.text import Table, obstacles
@@ -40,12 +40,10 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers and text, for `Switch.state_dict`."""
-        switched = {"at": vars(self.position), "loss": self.loss, "settled": self.settled}
-        merged = self.merged and vars(self.merged)
         return {
             "plan": self.plan.to_json(),
-            "switched": switched,
-            "merged": merged,
+            "switched": {"at": vars(self.position), "loss": self.loss, "settled": self.settled},
+            "merged": self.merged and vars(self.merged),
         }
 
     @staticmethod

@@ -14,7 +14,7 @@ import pufferfish as pf
 from pufferfish.lab.models import REFERENCES, VGG19, resnet18, resnet50
 from pufferfish.lab.rivals.channels import ChannelGroup, channel_groups, remove_channels_
 from pufferfish.lab.tasks.digits import Digits
-from pufferfish.planning.plan import totals
+from pufferfish.planning import totals
 from pufferfish.planning.profile import profile
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -2,8 +2,7 @@
 
 from .elastic_gradients import ElasticGradients
 from .elastic_local_steps import ElasticLocalSteps
-from .replica_transport import LostReplica
-from .replicas import Replicas
+from .replicas import LostReplica, Replicas
 from .state_server import StateServer
 
 __all__ = ["ElasticGradients", "ElasticLocalSteps", "LostReplica", "Replicas", "StateServer"]

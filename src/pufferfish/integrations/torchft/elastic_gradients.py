@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compression import Engine, NoCompression, Settings
+from ...compression import Engine, Methods, NoCompression, Settings, Step
 from ...compression.ddp_hook import checked_settings, gradient_units
-from ...compression.engine import Step
-from ...compression.settings import Methods
 from ...compression.state import updates_by_rate
-from ...layers.names import own_name, unwrap
+from ...layers.names import trainable_parameters
 from .elastic_exchange import ElasticExchange
-from .replica_transport import LostReplica
-from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import SharedState
+from .replicas import LostReplica, Replicas, digest
 
 
 class ElasticGradients(ElasticExchange):
@@ -67,8 +63,8 @@ class ElasticGradients(ElasticExchange):
         """Number of averages of the whole job. A replica that joins continues from that of the others."""
         return self._replicas.round
 
-    def _begin(self, state: SharedState) -> None:
-        checked_settings(self._settings, _trained(state.model), state.optimizers)
+    def _begin(self) -> None:
+        checked_settings(self._settings, trainable_parameters(self._model), self._optimizers)
 
     @torch.no_grad()
     def average(self, model: nn.Module) -> None:
@@ -76,48 +72,48 @@ class ElasticGradients(ElasticExchange):
 
         A parameter that has no gradient on any replica gets none.
         """
-        if self._state is None:
+        if not self._started:
             raise ValueError("ElasticGradients: call gradients.start(model, optimizer) before the first step")
-        self._state.model, self._stale = model, False
+        self._model, self._stale = model, False
         while True:
             count, error = self.engine.steps, None
             try:
                 self._replicas.join()  # may replace the model's state
                 self.engine.state.move(self._replicas.transport.worker, self._replicas.size)
                 count = self.engine.steps
-                step, means = self._exchange(_trained(model))
+                step, means = self._exchange(trainable_parameters(model))
             except LostReplica as lost:
                 error = lost
             if self._replicas.commit(error):
                 break
             self.engine.state.steps = count
         step.commit()
-        for name, p in _trained(model).items():
+        for name, p in trainable_parameters(model).items():
             p.grad = means.get(name)
 
     def _exchange(self, params: Mapping[str, nn.Parameter]) -> tuple[Step, dict[str, Tensor]]:
-        unused = self._stale or all(p.grad is None for p in params.values())
-        gradients = {
-            name: torch.zeros_like(p) if unused or p.grad is None else p.grad for name, p in params.items()
-        }
+        used = {name: p.grad for name, p in params.items() if p.grad is not None and not self._stale}
+        gradients = {name: used[name] if name in used else torch.zeros_like(p) for name, p in params.items()}
         layout = [(name, tuple(p.shape), p.dtype) for name, p in params.items()]
         facts = repr((self._settings.method, self._settings.error_feedback, self.engine.steps, layout))
-        size, contributors = self._replicas.size, self._replicas.agree(facts, digest(params), not unused)
+        contributors = self._replicas.agree(facts, digest(params), bool(used))
         means = {name: torch.empty_like(g) for name, g in gradients.items()}
         self.engine.arrange(gradients)
-        assert self._state is not None
-        names = {id(p): name for name, p in params.items()}
-        by_rate = [optimizer for optimizer in self._state.optimizers if updates_by_rate(optimizer)]
-        keeps_units = self.engine.keeps_units or self.engine.state.has_error
-        step = self.engine.begin(*(gradient_units(names, by_rate) if keeps_units else ()))
+        step = self.engine.begin(*self._units(params))
         step.add(gradients)
         step.finish(means)
-        average_of_contributors_(means, self._settings, size, contributors)
-        flags = bytes(p.grad is not None and not unused for p in params.values())
-        everyone = zip(*self._replicas.confirm(digest(means), flags), strict=True)
+        self._average_of_contributors_(means, contributors)
+        everyone = self._replicas.confirm(digest(means), bytes(name in used for name in params))
         # An optimizer leaves parameters without a gradient alone; zeros would still decay them.
-        used = [name for name, theirs in zip(params, everyone, strict=True) if any(theirs)]
-        return step, {name: means[name] for name in used}
+        anywhere = [any(theirs) for theirs in zip(*everyone, strict=True)]
+        return step, {name: means[name] for name, flag in zip(params, anywhere, strict=True) if flag}
+
+    def _units(self, params: Mapping[str, nn.Parameter]) -> tuple[Any, ...]:
+        """Return what error feedback is kept in, where there is some."""
+        if not (self.engine.keeps_units or self.engine.state.has_error):
+            return ()
+        by_rate = [optimizer for optimizer in self._optimizers if updates_by_rate(optimizer)]
+        return gradient_units({id(p): name for name, p in params.items()}, by_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this replica, to start the whole job again."""
@@ -125,34 +121,20 @@ class ElasticGradients(ElasticExchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica."""
-        self.engine.load_state_dict(
-            engine_state_for(self._replicas.transport, self._settings, state["engine"])
-        )
+        self.engine.load_state_dict(self._engine_state(state["engine"]))
         self._replicas.load_state_dict(state["rounds"])
 
     def _shared_state(self) -> dict[str, Any]:
-        assert self._state is not None
-        engine = engine_state_for(self._replicas.transport, self._settings, self.engine.state_dict())
-        return {"exchanged": self._exchanged, "shared": self._state.state_dict(), "engine": engine}
-
-    def _check(self, state: Any) -> None:
-        """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
-        assert self._state is not None
-        self._check_exchanged(state)
-        self._state.check(state["shared"], {})
+        engine = self._engine_state(self.engine.state_dict())
+        return {"exchanged": self._exchanged, "shared": self._shared(), "engine": engine}
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Continue like another replica, with the error feedback of this one, if it has any that fits."""
-        assert self._state is not None
         self.engine.state.release_divided(self._replicas.manager.num_participants())
-        mine, same = self.engine.state_dict(), self._state.ranks == state["shared"]["ranks"]
+        mine, same = self.engine.state_dict(), self._ranks == state["shared"]["ranks"]
         here = {"worker": mine["worker"], "size": mine["size"]}
         if mine["own"] and same:
             here["own"] = mine["own"]
-        self._state.load_state_dict(state["shared"])
+        self._load_shared(state["shared"])
         self.engine.load_state_dict(state["engine"] | here, {})
         self._stale = True
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {own_name(name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}

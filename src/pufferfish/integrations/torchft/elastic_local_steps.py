@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compression.engine import Step
-from ...compression.exchange import Transport
-from ...compression.settings import Methods
+from ...compression import Methods, Step, Transport
 from ...layers.names import own_name, unwrap
 from ...local.fragments import Flight, Fragment, Means, Outer
 from ...local.local_steps import LocalSteps
 from .elastic_exchange import ElasticExchange
-from .replica_transport import LostReplica
-from .replicas import Replicas, average_of_contributors_, digest, engine_state_for
-from .shared_state import SharedState
+from .replicas import LostReplica, Replicas, digest
 
 
 @dataclass
@@ -100,12 +96,12 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         self._flying: tuple[Flight, _Average] | None = None
         replicas.share_state(self._shared_state, self._adopt, self._check)
 
-    def _make_transport(self, group: dist.ProcessGroup | None, delay: int) -> Transport:
-        return self._replicas.transport
+    def _connect(self, group: dist.ProcessGroup | None, delay: int) -> tuple[None, Transport]:
+        return None, self._replicas.transport
 
-    def _begin(self, state: SharedState) -> None:
+    def _begin(self) -> None:
         self._returns = self._resumed is not None
-        LocalSteps.start(self, state.model)
+        LocalSteps.start(self, self._model)
         self._round([])
         self._returns = False
 
@@ -158,8 +154,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of this replica; it takes effect at the next `start`."""
         fragments = [
-            {**f, "engine": engine_state_for(self._replicas.transport, self._settings, f["engine"])}
-            for f in state["fragments"]
+            {**fragment, "engine": self._engine_state(fragment["engine"])} for fragment in state["fragments"]
         ]
         super().load_state_dict({**state, "fragments": fragments})
         self.position, self._synced = state["position"], state["synced"]
@@ -224,8 +219,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
 
     def _collect(self) -> _Average:
         assert self._anchor is not None
-        assert self._state is not None
-        tensors = self._local_tensors(self._state.model)
+        tensors = self._local_tensors(self._model)
         fragments = [self._fragments[p] for p in self._due]
         counts = [fragment.engine.steps for fragment in fragments]
         layout = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
@@ -253,7 +247,7 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
                 step.finish(means)
                 average.steps.append(step)
                 average.means.append(means)
-                average_of_contributors_(means, self._settings, self._transport.size, contributors)
+                self._average_of_contributors_(means, contributors)
             found = {f"{i} {name}": x for i, means in enumerate(average.means) for name, x in means.items()}
             self._replicas.confirm(digest(found))
         except LostReplica as error:
@@ -267,7 +261,6 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             for fragment, count in zip(average.fragments, average.counts, strict=True):
                 fragment.engine.state.steps = count
             return False
-        assert self._state is not None
         for step in average.steps:
             step.commit()
         for fragment in average.fragments if blocking else ():
@@ -275,39 +268,31 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         if blocking and len(average.fragments) in (0, self.schedule.fragments):
             self._synced = self.position
         if average.fragments:
-            self._apply(average.fragments, average.means, self._local_tensors(self._state.model))
+            self._apply(average.fragments, average.means, self._local_tensors(self._model))
         self._joined = True
         return True
 
     def _shared_state(self) -> dict[str, Any]:
         """Return what another replica needs to continue like this one."""
         assert self._anchor is not None
-        assert self._state is not None
-        inner = unwrap(self._state.model)
+        inner = unwrap(self._model)
         trained = [own_name(n) for n, p in inner.named_parameters(remove_duplicate=False) if p.requires_grad]
         local = super().state_dict()
         for fragment in local["fragments"]:
-            fragment["engine"] = engine_state_for(
-                self._replicas.transport, self._settings, fragment["engine"]
-            )
-        shared = self._state.state_dict(without={*trained, *self._anchor.buffers})
+            fragment["engine"] = self._engine_state(fragment["engine"])
         return {
             "exchanged": self._exchanged,
             "position": self.position,
             "synced": self._synced,
             "due": self._due,
             "returns": self._returns,
-            "shared": shared,
+            "shared": self._shared(without={*trained, *self._anchor.buffers}),
             "local": local,
         }
 
-    def _check(self, state: Any) -> None:
-        """Raise ValueError if `_adopt` must not adopt a state. Changes nothing."""
-        assert self._state is not None
-        self._check_exchanged(state)
-        local = state["local"]
-        self.check_state_dict(local)
-        self._state.check(state["shared"], {**local["anchor"], **local["buffers"]})
+    def _tensors_beside(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        self.check_state_dict(state["local"])
+        return {**state["local"]["anchor"], **state["local"]["buffers"]}
 
     @torch.no_grad()
     def _adopt(self, state: Mapping[str, Any]) -> None:
@@ -317,10 +302,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
         what it has trained of fragments that the others have not averaged meanwhile.
         """
         assert self._anchor is not None
-        assert self._state is not None
         local, ranks = state["local"], state["shared"]["ranks"]
-        own = self._joined and bool(self._due or self._returns) and self._state.ranks == ranks
-        tensors = {**local["anchor"], **local["buffers"]}
+        own = self._joined and bool(self._due or self._returns) and self._ranks == ranks
+        tensors = self._tensors_beside(state)
         before = {name: x.clone() for name, x in self._anchor.tensors().items()}
         changed = {n for n, x in tensors.items() if not own or not torch.equal(before[n], x.to(before[n]))}
         for fragment, theirs in zip(self._fragments, local["fragments"], strict=True):
@@ -331,9 +315,9 @@ class ElasticLocalSteps(ElasticExchange, LocalSteps):
             theirs["engine"] |= {"worker": self._transport.worker, "size": self._transport.size}
             if own:
                 theirs["engine"]["own"] = mine["own"]
-        self._state.load_state_dict(state["shared"], tensors, own)
+        self._load_shared(state["shared"], tensors, own)
         super().load_state_dict(local)
-        LocalSteps.start(self, self._state.model)
-        self._anchor.copy_to(changed, self._local_tensors(self._state.model))
+        LocalSteps.start(self, self._model)
+        self._anchor.copy_to(changed, self._local_tensors(self._model))
         self.position, self._synced, self._due = state["position"], state["synced"], list(state["due"])
         self._returns = state["returns"]  # of the other replica; if it trains, so does this one from here on

@@ -14,16 +14,17 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchft import Manager, ProcessGroupGloo
 
-from ...compression import Settings
-from .replica_transport import LostReplica, ReplicaTransport
+from ...compression.exchange import Group, Started
 from .state_server import StateServer
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 #: Seconds between two requests to a Lighthouse that does not answer.
@@ -32,8 +33,6 @@ _RETRY = 1.0
 _LONG_WAIT = 10.0
 #: What begins each message of `agree`: digest of the job's id, claim to it (see `Replicas`) and round.
 _HEAD = struct.Struct(">32sBQ")
-#: For digests: words of 8 bytes that are multiplied at a time, few enough for the cache of a CPU, and an odd factor.
-_CHUNK, _WEIGHT = 2**16, 0x9E3779B97F4A7C1
 
 
 class Replicas:
@@ -203,16 +202,20 @@ class Replicas:
         self._check_job(answers)
         answers = [answer[_HEAD.size :] for answer in answers]
         equal = len({answer[:-2] for answer in answers}) == 1
-        if equal and self._refused is None:
-            self._forget_rendezvous()
-            return sum(answer[-2] for answer in answers)
-        running = [answer for answer in answers if not answer[-1]]
-        counts = Counter(answer[:-2] for answer in running or answers)
-        most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
+        if not equal or self._refused is not None:
+            running = [answer for answer in answers if not answer[-1]]
+            counts = Counter(answer[:-2] for answer in running or answers)
+            most = max(counts, key=lambda answer: counts[answer])  # the first one of equal counts
+            self._follow(own, most, equal, returns and bool(running))
+        self._forget_rendezvous()
+        return sum(answer[-2] for answer in answers)
+
+    def _follow(self, own: bytes, most: bytes, equal: bool, returns: bool) -> NoReturn:
+        """Raise ValueError if this replica must end, and LostReplica if most replicas show it the way in another round."""
         if self._refused is not None:
             if own != most or equal:
                 raise ValueError(self._refused)
-        elif own[32:] != most[32:] or (own != most and returns and running):
+        elif own[32:] != most[32:] or (own != most and returns):
             self._fall_behind()
         elif own != most:
             raise ValueError(
@@ -236,6 +239,7 @@ class Replicas:
         """End the round. True: it counts, apply its result. False: begin it again."""
         if error is not None:
             self.manager.report_error(error.with_traceback(None))
+            self.transport.group = None
             self.transport.members.abort()
             gc.collect()  # closes the connections, so that others which wait for this replica find out at once
         done: bool = self.manager.should_commit()
@@ -306,30 +310,62 @@ class Replicas:
                 self._store.delete_key(key)
 
 
-def average_of_contributors_(
-    means: Mapping[str, Tensor], settings: Settings, size: int, contributors: int
-) -> None:
-    """Make means over all replicas, of which some have sent zeros, those over the others. A vote stays a vote."""
-    if 0 < contributors < size:
-        for name, method in settings.choose(list(means)).items():
-            if method.kind != "vote":
-                means[name].mul_(size / contributors)
+class LostReplica(Exception):
+    """A collective has failed: a replica was lost, or the replicas differ. The round is tried again."""
 
 
-def engine_state_for(
-    transport: ReplicaTransport, settings: Settings, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a saved state of an `Engine` for the place of this replica now, without parts that belong to another one."""
-    divided = {key for method in settings.by_pattern.values() for key in method.keys("divided")}
-    own = {
-        name: {key: x for key, x in tensors.items() if key not in divided}
-        for name, tensors in state["own"].items()
-    }
-    return {**state, "worker": transport.worker, "size": transport.size, "own": own}
+class ReplicaTransport(Group):
+    """Collectives of the replicas that are there now. One that fails raises `LostReplica`.
+
+    Args:
+        members: the process group of torchft, whose members change from round to round.
+    """
+
+    def __init__(self, members: ProcessGroupGloo) -> None:
+        super().__init__()
+        self.members = members
+        self.group = None  # alone, until `move`
+
+    def move(self) -> None:
+        """Take the group of this round, and the place of this replica in it."""
+        try:
+            self.group = self.members.parent
+        except AssertionError as error:  # aborted, and not made anew
+            raise LostReplica("the replicas have no group") from error
+        self.worker, self.size = self.group.rank(), self.group.size()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the messages of all replicas, which have equal lengths. They are not metered."""
+        done, everyone = self._gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        done()
+        return [bytes(x.numpy()) for x in everyone]
+
+    def _sum(self, buffer: Tensor) -> Started[Tensor]:
+        return self._start(super()._sum, buffer)
+
+    def _gather(self, buffer: Tensor) -> Started[list[Tensor]]:
+        return self._start(super()._gather, buffer)
+
+    def _scatter(self, pieces: list[Tensor]) -> Started[list[Tensor]]:
+        return self._start(super()._scatter, pieces)
+
+    @staticmethod
+    def _start(collective: Callable[[Any], Started[T]], data: Any) -> Started[T]:
+        done, result = _without_traceback(lambda: collective(data))
+        return lambda: _without_traceback(done), result
+
+
+def _without_traceback(call: Callable[[], T]) -> T:
+    """Return the result of a call. An error keeps no reference to the group, whose connections must be closed."""
+    try:
+        return call()
+    except RuntimeError as error:
+        message = str(error)
+    raise LostReplica(message)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a digest of the bits of some tensors, computed on their device. It finds differences, not forgeries.
+    """Return a digest of some tensors: of their names, shapes, dtypes and bits.
 
     >>> a, b, c = torch.zeros(2), torch.ones(2), torch.tensor([0.0, 1.0])
     >>> len({digest({"w": x}) for x in (a, b, c, c.flip(0), c.clone())})
@@ -337,15 +373,7 @@ def digest(tensors: Mapping[str, Tensor]) -> bytes:
     """
     found = hashlib.sha256()
     for name in sorted(tensors):
-        x = tensors[name].detach()
+        x = tensors[name].detach().cpu().contiguous()
         found.update(repr((name, tuple(x.shape), str(x.dtype))).encode())
-        flat = x.contiguous().view(-1).view(torch.uint8)
-        if flat.storage_offset() % 8:
-            flat = flat.clone()
-        words = flat[: len(flat) // 8 * 8].view(torch.int64)
-        # Sums modulo 2^64 with odd weights: a change of one word always changes them.
-        weights = torch.arange(1, 2 * min(len(words), _CHUNK) + 1, 2, device=x.device) * _WEIGHT
-        sums = [(part * weights[: len(part)]).sum() for part in words.split(_CHUNK)]
-        found.update(torch.stack(sums).cpu().numpy().tobytes())
-        found.update(flat[8 * len(words) :].cpu().numpy().tobytes())
+        found.update(x.view(-1).view(torch.uint8).numpy().data)
     return found.digest()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -50,13 +51,12 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
         self._changed = threading.Condition()
         self._hostname = hostname
         try:
-            self._server = _Server((hostname, 0), _Handler)
+            self._server = ThreadingHTTPServer((hostname, 0), partial(_Handler, self))
         except OSError as error:
             raise ValueError(
                 f"hostname={hostname!r} is not an address of this machine ({error}); pass the name or address by "
                 "which other replicas reach it"
             ) from error
-        self._server.owner = self
         threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="StateServer", daemon=True
         ).start()
@@ -100,23 +100,20 @@ class StateServer(CheckpointTransport[Any]):  # type: ignore[misc]
             return self._staged[1] if self._staged is not None and self._staged[0] == step else None
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    owner: StateServer
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    def __init__(self, owner: StateServer, *args: Any) -> None:
+        self.owner = owner
+        super().__init__(*args)  # answers the request
 
     def setup(self) -> None:
-        self.request.settimeout(self.server.owner.timeout)
+        self.request.settimeout(self.owner.timeout)
         super().setup()
 
     def do_GET(self) -> None:
         try:
             _, step, seconds = self.path.split("/")
             # In this order, NaN is no limit either.
-            data = self.server.owner.wait_for(int(step), min(self.server.owner.timeout, float(seconds)))
+            data = self.owner.wait_for(int(step), min(self.owner.timeout, float(seconds)))
         except ValueError:
             self.send_error(400)
             return

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor
 from ...compression import NoCompression
 from ...compression.method import Method
 from ...distributed.workers import Workers
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Link, SpeedupEstimate, Work, probe
 from ...measure.breakdown import trimmed_mean
 from ...measure.cost_model import (
     COMPUTE_PARTS,
     measure_compute,
     probe_bytes,
-    trainable_parameters,
     wire_bytes,
     with_compression,
     with_ddp_messages,
@@ -95,7 +96,7 @@ def check(advice: Advice, workload: Workload, rounds: int = 5, best: int | None 
             count = len(times[DENSE])
             if count >= rounds:
                 measured = advice.with_measurements(times)
-                if workers.broadcast_object(count >= MAX_ROUNDS or is_stable(measured.best)):
+                if workers.run_on_first(partial(bool, count >= MAX_ROUNDS or is_stable(measured.best))):
                     return measured
 
 
@@ -149,7 +150,7 @@ class _Advisor:
                 advice = self._advice_of(network, rounds, rank_seconds)
                 late = time.monotonic() - start > MAX_SECONDS and len(rounds) >= 3
                 done = late or (len(rounds) >= MIN_ROUNDS and is_stable(advice.best))
-                if self.workers.broadcast_object(done or len(rounds) == MAX_ROUNDS):
+                if self.workers.run_on_first(partial(bool, done or len(rounds) == MAX_ROUNDS)):
                     return advice
 
     def _advice_of(
@@ -276,7 +277,7 @@ class _Advisor:
         local, device = self.local[name], torch.device(self.workload.device)
         if (name, key) not in self._local_works:
             self._local_works[name, key] = with_local_exchange(
-                compute, local.schedule, local.settings.method, parameters, self.size, device
+                compute, local.schedule, local.settings, parameters, self.size, device
             )
         return with_compute_seconds(self._local_works[name, key], compute_seconds(compute))
 
@@ -305,7 +306,7 @@ class _Advisor:
             both = zip(ranks, times, strict=True)
             return ranks.replace(replace(e, ms=t.ms) for e, t in both).to_json()
 
-        return Plan.from_json(self.workers.broadcast_object(self.workers.run_on_all(measure)))
+        return Plan.from_json(self.workers.gather(measure)[0])
 
     def _plans_of_other_ranks(self) -> dict[float, Plan]:
         """The plan of low rank without compression, at the ranks of `RANK_RANGE`."""
@@ -339,7 +340,7 @@ def measured_work(model: TimedModel) -> Work:
     parts: dict[str, Any] = dict(zip(COMPUTE_PARTS, means, strict=True))
     slowest = max(sum(means), _slowest_seconds(model, steps))
     buffer_bytes = sum(x.nbytes for x in model.inner.buffers()) if workers.size > 1 else 0
-    curve = tuple((x, y) for x, y in workers.broadcast_object(work.gradient_curve))
+    curve = tuple((x, y) for x, y in workers.gather(lambda: work.gradient_curve)[0])
     work = replace(work, **parts, buffer_bytes=buffer_bytes, gradient_curve=curve)
     return with_compute_seconds(work, slowest)
 

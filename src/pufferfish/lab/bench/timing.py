@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.folder import list_checkpoints
-from ...layers.names import unwrap
+from ...layers.names import trainable_parameters, unwrap
+from ...lowrank.frobenius_decay import FrobeniusDecay
 from ...measure import CostModel, Work, probe, read_run
 from ...measure.breakdown import PARTS
 from ...measure.cost_model import (
     COMPUTE_PARTS,
     built_buckets,
     probe_bytes,
-    trainable_parameters,
     with_buckets,
     with_local_exchange,
 )
-from ...optim.frobenius_decay import FrobeniusDecay
 from ...planning.json_file import read_json
 from ...switching.moments import AtStep
 from ...switching.switch import Switch
@@ -173,7 +172,7 @@ def _work(model: TimedModel) -> Work:
         work = replace(work, forward=work.forward + work.backward / 2, backward=work.backward / 2)
     if (local := model.method.local) is not None:
         parameters = trainable_parameters(model.inner)
-        return with_local_exchange(work, local.schedule, local.settings.method, parameters, model.size)
+        return with_local_exchange(work, local.schedule, local.settings, parameters, model.size)
     work = with_messages(work, model.inner, model.method.compress, model.size)
     if model.hook is not None:
         return work

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ...lowrank.files import sha256, sync
+from ...planning.json_file import sha256, sync
 from ...planning.text import progress
 
 T = TypeVar("T")

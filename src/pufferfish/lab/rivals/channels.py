@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...layers import LowRank, meta_copy
 from ...layers.names import unwrap
-from ...optim.carry import Optimizers, as_list, check_optimizers, replace_parameters
+from ...lowrank.carry import replace_parameters
+from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...distributed.ddp import Job
-from ...optim.carry import Optimizers, as_list, check_optimizers
+from ...distributed.ddp import Job, check_rewrap
+from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ...lowrank.rewrite import commit
 from .channels import L1Penalty, channel_scores, check_optimizer_state, prunable_groups, remove_channels_
 
 #: Weight of the penalty on γ.
@@ -89,7 +90,7 @@ class EarlyBird:
         job = Job(model)
         if job.sharded:
             raise ValueError("EarlyBird: sharded models are not supported")
-        job.check_rewrap()
+        check_rewrap(job.ddp)
         self.ratio, self.multiple, self.latest = ratio, multiple, latest
         self.ticket: EarlyBirdTicket | None = None
         self.masks: list[Tensor] = []  # the last ones; True where a channel remains
@@ -159,7 +160,7 @@ class EarlyBird:
         kept_indices = [(group, torch.tensor(kept[group.norms[0]])) for group in self._groups]
         job.workers.run_on_all(lambda: check_optimizer_state(job.inner, kept_indices, self.optimizers))
         remove_channels_(job.inner, kept_indices, self.optimizers)
-        job.commit([])
+        commit([], wrappers=[job.ddp])
         self._penalty.remove()
 
 

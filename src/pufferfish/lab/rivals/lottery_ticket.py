@@ -12,8 +12,8 @@ from torch import Tensor, nn, optim
 
 from ...distributed.ddp import Job
 from ...layers.names import own_name, unwrap
-from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
-from ...optim.carry import Optimizers, as_list, check_optimizers
+from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
+from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
 
 
 @dataclass(frozen=True)

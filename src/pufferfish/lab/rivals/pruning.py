@@ -11,8 +11,8 @@ from ...checkpoint.folder import newest_checkpoint
 from ...distributed.ddp import Job
 from ...layers import low_rank_type
 from ...layers.names import named_modules
+from ...lowrank.optimizers import Optimizers
 from ...measure import RunLog
-from ...optim.carry import Optimizers
 from ...planning.profile import Example, profile
 from ..method_name import PruningMethod
 from ..model_change import ModelChange

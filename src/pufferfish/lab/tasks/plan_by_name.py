@@ -1,6 +1,7 @@
 """`plan_by_name`: the plan of a model given by name or by a user's file, as `pufferfish plan` shows it."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import pufferfish as pf
 from ...integrations.convert import dense_weights
 from ...lowrank.state_dict import open_weights, resolve
 from ...planning.profile import Example, run_example
-from ...planning.rules import RankLike, as_rule
+from ...planning.rules import Fixed, RankLike, Rule, as_rule
 from ...planning.timing import Mode
 from ..models import REFERENCES
 from .user_file import UserFile
@@ -33,10 +34,17 @@ def plan_by_name(
     Args:
         measure: None: layers are measured on a GPU, if there is a batch.
     """
-    rule = as_rule(parse_rank(rank) if rank else 0.25, "--rank")
-    rules = {pattern: parse_rank(text) for pattern, text in overrides.items()}
-    embed_rule = as_rule(parse_rank(embed), "--embed") if embed else None
-    weights = any(as_rule(r).needs_weights for r in (rule, *rules.values(), *filter(None, [embed_rule])))
+    if multiple is None:
+        multiple = 1 if model in REFERENCES else 16
+
+    def rounded(text: str, option: str) -> Rule:
+        rule = as_rule(parse_rank(text), option)
+        return rule if isinstance(rule, Fixed) else as_rule(replace(rule, multiple=multiple), "--multiple")
+
+    rule = rounded(rank or "0.25", "--rank")
+    rules = {pattern: rounded(text, "--override") for pattern, text in overrides.items()}
+    embed_rule = rounded(embed, "--embed") if embed else None
+    weights = any(r.needs_weights for r in (rule, *rules.values(), *filter(None, [embed_rule])))
     remarks: list[str] = []
     example: Example | None
     file: UserFile | None = None
@@ -52,7 +60,6 @@ def plan_by_name(
         with target:
             net, example = reference.build(), reference.example()
         keep = reference.keep if keep is None else keep
-        multiple = 1 if multiple is None else multiple
     elif folder is not None:
         net, example, remarks = _model_of_folder(folder)
         if measure:
@@ -75,7 +82,6 @@ def plan_by_name(
             rule,
             keep=keep or (),
             overrides=rules,
-            multiple=16 if multiple is None else multiple,
             embed=embed_rule,
             example=example,
             measure=measure or ("eager" if on_gpu and example is not None else False),
@@ -109,7 +115,7 @@ def parse_rank(text: str) -> RankLike:
             return pf.Energy(float(value)) if value else pf.Energy()
         if kind == "budget":
             unit, _, amount = value.partition("=")
-            return pf.Budget(**{unit: float(amount)})
+            return pf.Budget(**{unit: float(amount)})  # type: ignore[arg-type]  # an option of none raises TypeError
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except (ValueError, TypeError) as error:
         if isinstance(error, ValueError) and str(error).startswith(("Energy", "Budget")):

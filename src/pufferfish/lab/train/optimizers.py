@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import ParamsT
 
-from ...optim.muon import Muon, muon_parameters
+from ...lowrank.muon import Muon, muon_parameters
 from ..tasks import Recipe
 
 

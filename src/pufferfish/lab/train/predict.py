@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layers.names import trainable_parameters
 from ...measure import CostModel, Link, Prediction, Work, dry_run
 from ...measure.cost_model import (
     measure_compute,
-    trainable_parameters,
     with_ddp_messages,
     with_local_exchange,
 )
@@ -83,7 +83,7 @@ def _with_exchange(work: Work, components: RunComponents) -> Work:
     method, local = components.settings.method.compress, components.settings.method.local
     if local is not None:
         size = components.world_size
-        return with_local_exchange(work, local.schedule, local.settings.method, parameters, size)
+        return with_local_exchange(work, local.schedule, local.settings, parameters, size)
     if method is None:
         return with_ddp_messages(work, parameters)
     return replace(work, **vars(dry_run(method, parameters, components.world_size)))

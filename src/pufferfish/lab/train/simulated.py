@@ -14,11 +14,11 @@ from ...checkpoint.files import load_model_state, model_state
 from ...compression import Meter, Settings, Simulated
 from ...compression.ddp_hook import checked_settings, gradient_units
 from ...compression.state import updates_by_rate
-from ...layers.names import own_name
+from ...layers.names import own_name, trainable_parameters
 from ...local.fragments import Anchor, Means, move_engine_states, settings_for, split_by_depth
-from ...local.local_steps import all_finite, averaged_buffers, check_model, trainable_parameters
-from ...optim.by_name import load_optimizer, names_by_id, optimizer_state
-from ...optim.carry import Optimizers, as_list
+from ...local.local_steps import all_finite, averaged_buffers, check_model
+from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
+from ...lowrank.optimizers import Optimizers, as_list
 from ..method_name import LocalMethod
 from ..model_change import ModelChange
 from ..tasks import Batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compression import compress
+from ...compression import Settings, compress
 from ...local.local_steps import LocalSteps
 from ..method_name import TrainingMethod
 from ..model_change import ModelChange
@@ -97,8 +97,8 @@ def connect(method: TrainingMethod, module: nn.Module, optimizer: Any, size: int
     model = DistributedDataParallel(module)
     if method.compress is None:
         return model, None
-    settings = {"scope": method.scope, "hierarchy": method.hierarchy}
-    return model, compress(model, method.compress, optimizer=optimizer, **settings)  # type: ignore[arg-type]
+    settings = Settings(scope=method.scope, hierarchy=method.hierarchy)
+    return model, compress(model, method.compress, optimizer=optimizer, settings=settings)
 
 
 class Replica(NamedTuple):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import DDPHook
 from ...local.local_steps import LocalSteps
-from ...lowrank.factorize import reshape_
+from ...lowrank.rewrite import reshape_
 from ...measure import Breakdown
 from ...measure.breakdown import pause
 from ...measure.cost_model import built_buckets

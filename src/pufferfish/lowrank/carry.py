@@ -5,148 +5,17 @@ carried by the same products, and squares by products with the squared factors.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import FactorMap
 from ..layers.matrix import Part, at_least_fp32
-
-State = dict[str, Any]
-
-#: How each state tensor of torch's optimizers depends on the gradients.
-_KINDS = {
-    **dict.fromkeys(("momentum_buffer", "exp_avg"), "gradient"),
-    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), "square"),
-}
-_NUMBERS = {"step", "mu_product"}
-_SUPPORTED = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad, optim.Muon,
-)  # fmt: skip
-_REFUSED = (optim.LBFGS, optim.SparseAdam)
-_CARRIED = f"state is carried for {', '.join(kind.__name__ for kind in _SUPPORTED)} of torch.optim"
-#: Names under which optimizers count their updates once per parameter group (schedule-free: k, apex and timm: step).
-_COUNTERS = ("k", "step")
-
-Optimizers = optim.Optimizer | Sequence[optim.Optimizer] | None
-
-
-def as_list(optimizer: Optimizers) -> list[optim.Optimizer]:
-    """Return the optimizers as a list, without the wrappers of trainers."""
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, nn.Module) or not isinstance(optimizer, optim.Optimizer | Iterable):
-        raise TypeError(
-            f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; pass an optimizer, or a list of them"
-        )
-    optimizers = [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
-    return [_unwrap(o) for o in optimizers]
-
-
-def _unwrap(optimizer: optim.Optimizer) -> optim.Optimizer:
-    if not isinstance(optimizer, optim.Optimizer):
-        return optimizer  # `check_optimizers` refuses it; a scheduler has an attribute `optimizer` too
-    wrapped = getattr(optimizer, "optimizer", None)
-    for inner in (wrapped, *_held(optimizer)):
-        if isinstance(inner, optim.Optimizer) and (
-            inner is wrapped or inner.param_groups is optimizer.param_groups
-        ):
-            return _unwrap(inner)
-    return optimizer
-
-
-def _held(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    """Other optimizers among the attributes: SAM and Lookahead keep the one that they wrap."""
-    return [x for x in vars(optimizer).values() if isinstance(x, optim.Optimizer)]
-
-
-def check_optimizers(optimizers: Iterable[optim.Optimizer], later: bool = False) -> None:
-    """Raise TypeError for optimizers whose parameters cannot be replaced.
-
-    Args:
-        later: whether they make updates before their parameters are replaced.
-    """
-    for optimizer in optimizers:
-        if not isinstance(optimizer, optim.Optimizer):
-            raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
-        if isinstance(optimizer, _REFUSED):
-            raise TypeError(
-                f"{type(optimizer).__name__} does not support a change of parameters; "
-                "delete it first, and create a new one afterwards"
-            )
-        if held := _held(optimizer):
-            raise TypeError(
-                f"{type(optimizer).__name__} contains {type(held[0]).__name__}, with parameter groups of its own, so its "
-                "parameters cannot be replaced; delete it first, and create a new one after pf.factorize_"
-            )
-        if not _carries_all(optimizer) and (counter := _group_counter(optimizer, later)):
-            raise TypeError(
-                f"{type(optimizer).__name__} counts its updates for all parameters together ({counter!r}), so new ones would "
-                "start without moments but with the old count, and their updates would be far too large; delete it first, "
-                "and create a new one after pf.factorize_"
-            )
-
-
-def _group_counter(optimizer: optim.Optimizer, later: bool) -> str:
-    """Name of the number of updates that is not part of a parameter's state; "" if there is none, or none was made yet."""
-    shared: State = {str(k): x for k, x in optimizer.state.items() if not isinstance(k, Tensor)}
-    for place in (*optimizer.param_groups, shared):
-        for name in _COUNTERS:
-            if name in place and (later or place[name] != 0):
-                return name
-    return ""
-
-
-def _carries_all(optimizer: optim.Optimizer) -> bool:
-    """Whether all state that the optimizer has now, and will have, can be carried."""
-    states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
-    known = isinstance(optimizer, _SUPPORTED) and not optimizer.defaults.get("centered")  # an RMSprop
-    return known and all(map(can_carry, states))
-
-
-def type_name(optimizer: optim.Optimizer) -> str:
-    """Type with its module: `torch.optim.Muon` is not the Muon of another package."""
-    kind = type(optimizer)
-    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-    return f"{module}.{kind.__name__}"
-
-
-def warn_of_reset(optimizers: Iterable[optim.Optimizer], weights: Collection[int], stacklevel: int) -> None:
-    """Warn of the optimizers that hold one of `weights` (ids) and will lose the state of replaced parameters."""
-    for optimizer in optimizers:
-        held = any(id(p) in weights for group in optimizer.param_groups for p in group["params"])
-        if held and not _carries_all(optimizer):
-            warnings.warn(
-                f"{type_name(optimizer)}: the state of the parameters that the switch replaces will be reset; {_CARRIED}",
-                stacklevel=stacklevel + 1,
-            )
-
-
-def warn_of_stacks(optimizers: Iterable[optim.Optimizer], weights: Collection[int], stacklevel: int) -> None:
-    """Warn of the optimizers that seem to stack the matrices of a parameter group, and hold one of `weights` (ids).
-
-    They have one group for each size, as torch's own never need. The two factors of a matrix go into its group.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, _SUPPORTED) or type(optimizer).__module__.startswith("torch."):
-            continue
-        groups = [group["params"] for group in optimizer.param_groups if len(group["params"]) > 1]
-        sizes = [{p.numel() for p in group} for group in groups if any(id(p) in weights for p in group)]
-        if sizes and all(len(group) == 1 for group in sizes):
-            warnings.warn(
-                f"{type_name(optimizer)}: each parameter group has matrices of one size only; if its step stacks them, it "
-                "fails after low rank has put two factors of different shapes into the group: create it after "
-                "pf.factorize_, or stack by shape in its step",
-                stacklevel=stacklevel + 1,
-            )
-
-
-def accepts(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether the optimizer can update a parameter of this shape: Muon takes matrices only."""
-    return parameter.dim() == 2 or not isinstance(optimizer, optim.Muon)
+from .optimizers import CARRIED, KINDS, SUPPORTED, State, can_carry, type_name
 
 
 class Carrier:
@@ -259,7 +128,7 @@ class Carrier:
         """Whether the state of a replaced parameter is carried. `warn_of_resets` warns where it cannot be."""
         if not (self.carry and state):
             return False
-        supported = isinstance(draft.optimizer, _SUPPORTED) and can_carry(state)
+        supported = isinstance(draft.optimizer, SUPPORTED) and can_carry(state)
         if not supported:
             self._reset.add(type_name(draft.optimizer))
         return supported
@@ -268,10 +137,10 @@ class Carrier:
         """Warn about state that was not carried."""
         for name in sorted(self._reset):
             warnings.warn(
-                f"{name}: the state of replaced parameters was reset; {_CARRIED}", stacklevel=stacklevel
+                f"{name}: the state of replaced parameters was reset; {CARRIED}", stacklevel=stacklevel
             )
 
-    def commit(self, undo: "Undo", parameters: Mapping[str, Tensor]) -> None:
+    def commit(self, undo: ExitStack, parameters: Mapping[str, Tensor]) -> None:
         """Assign groups and state.
 
         Args:
@@ -287,40 +156,24 @@ class Carrier:
             draft.commit(undo)
 
 
-class Undo:
-    """Remembers what was there before an assignment, so that it can be taken back.
+def check_accepted(
+    name: str, new: Tensor, old: Sequence[Tensor], optimizers: Sequence[optim.Optimizer]
+) -> None:
+    """Raise ValueError if an optimizer holds one of `old` and none accepts the parameter `name` that replaces it."""
+    if any(accepts(optimizer, new) for optimizer in optimizers):
+        return
+    ids = {id(p) for p in old}
+    for optimizer in optimizers:
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{name}: its shape is {'×'.join(map(str, new.shape))}, but {type(optimizer).__name__} takes matrices "
+                "only; pass a second optimizer, such as AdamW, in a list with it, or leave this layer unchanged"
+            )
 
-    >>> undo, d = Undo(), {"a": 1}
-    >>> undo.keep(d)
-    >>> d["a"] = 2
-    >>> undo.run()
-    >>> d
-    {'a': 1}
-    """
 
-    def __init__(self) -> None:
-        self._back: list[Callable[[], None]] = []
-
-    def run(self) -> None:
-        """Take all assignments back, the last one first."""
-        while self._back:
-            self._back.pop()()
-
-    def setattr(self, owner: object, name: str, value: Any) -> None:
-        """Set an attribute that is there."""
-        old = getattr(owner, name)
-        self._back.append(lambda: setattr(owner, name, old))
-        setattr(owner, name, value)
-
-    def keep(self, mapping: MutableMapping[Any, Any]) -> None:
-        """Remember all items of a mapping that the caller is going to change."""
-        old = dict(mapping)
-
-        def back() -> None:
-            mapping.clear()
-            mapping.update(old)
-
-        self._back.append(back)
+def accepts(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the optimizer can update a parameter of this shape: Muon takes matrices only."""
+    return parameter.dim() == 2 or not isinstance(optimizer, optim.Muon)
 
 
 class _Draft:
@@ -349,14 +202,16 @@ class _Draft:
                 start = self.optimizer.defaults["initial_accumulator_value"]
                 self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
 
-    def commit(self, undo: Undo) -> None:
+    def commit(self, undo: ExitStack) -> None:
         for group, draft in zip(self.optimizer.param_groups, self.groups, strict=True):
-            undo.keep(group)
+            undo.callback(group.update, dict(group))
             group.update({key: draft[key] for key in ("params", "param_names") if key in group})
         if self.state is not self.optimizer.state:
-            undo.keep(self.optimizer.state)
-            self.optimizer.state.clear()
-            self.optimizer.state.update(self.state)
+            state = self.optimizer.state
+            undo.callback(state.update, dict(state))  # after the next one
+            undo.callback(state.clear)
+            state.clear()
+            state.update(self.state)
 
 
 def split_state(
@@ -424,12 +279,7 @@ def placed(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 def state_kinds(state: State) -> dict[str, str]:
     """Return the kind of each state tensor, for `project` and `lift`."""
     # The momentum of RMSprop, which has `square_avg`, is that of normalised gradients.
-    return _KINDS | {"momentum_buffer": "normalised"} if "square_avg" in state else _KINDS
-
-
-def can_carry(state: State) -> bool:
-    """Whether all state of one parameter can be carried."""
-    return all(value is None or key in _KINDS or key in _NUMBERS for key, value in state.items())
+    return KINDS | {"momentum_buffer": "normalised"} if "square_avg" in state else KINDS
 
 
 def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:

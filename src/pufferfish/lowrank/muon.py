@@ -27,8 +27,8 @@ class Muon(optim.Muon):
 
     >>> import pufferfish as pf
     >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    >>> matrices, others = pf.muon_parameters(model)
-    >>> optimizers = [pf.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)]
+    >>> matrices, others = pf.lowrank.muon_parameters(model)
+    >>> optimizers = [pf.lowrank.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)]
     >>> model(torch.arange(9)).square().sum().backward()
     >>> for optimizer in optimizers:
     ...     optimizer.step()

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix
 from ..layers.names import named_modules, rebuilt
-from .carry import Optimizers, as_list, check_optimizers
+from .carry import whole
+from .optimizers import Optimizers, as_list, check_optimizers
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
 Modules = tuple[Matrix, nn.Module, nn.Module]  # the matrix, the modules of `down.weight` and `up.weight`
@@ -216,23 +217,16 @@ def _modules(model: nn.Module) -> Iterator[Modules]:
 
 def _concatenate(factors: Sequence[Tensor]) -> Tensor:
     """Concatenate factors of equal shape along their first dimension, in the dtype for products."""
-    first, dtype = factors[0], _product_dtype(factors[0])
+    first = factors[0]
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     if len(factors) == 1 and first.dtype == dtype:
-        return _full(first)
+        return whole(first)
     out = torch.empty(len(factors) * len(first), *first.shape[1:], dtype=dtype, device=first.device)
-    torch._foreach_copy_(out.chunk(len(factors)), [_full(p) for p in factors])  # and converts, in one kernel
+    torch._foreach_copy_(out.chunk(len(factors)), [whole(p) for p in factors])  # and converts, in one kernel
     return out
 
 
-def _product_dtype(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-# Under FSDP2 every parameter is a DTensor: the products need the full tensor, the update the local shard.
-
-
-def _full(p: Tensor) -> Tensor:
-    return p.full_tensor() if isinstance(p, DTensor) else p
+# Under FSDP2 every parameter is a DTensor: the products need the whole tensor, the update the local shard.
 
 
 def _local(p: Tensor) -> Tensor:

@@ -1,0 +1,154 @@
+"""Where the factors of a plan come from: an SVD, made here or shared by the workers; those of another model; NaN, to be loaded."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.ddp import Job
+from ..distributed.workers import Workers, balance
+from ..layers import Matrix
+from ..layers.matrix import at_least_fp32
+from ..layers.names import named_modules, own_name, unwrap
+from ..planning import svd
+from ..planning.entries import Entry
+from ..planning.plan import Plan, factorizable
+
+#: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
+Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
+
+
+def svd_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors of one matrix by truncated SVD, and the relative error; without values on the meta device."""
+    if W.is_meta:
+        return (*empty_factors(e, W), None)
+    assert e.rank is not None
+    svd.check_values(e.name, W)
+    return svd.split(W, e.rank)
+
+
+def nan_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Factors filled with NaN, to be loaded later."""
+    U, V = empty_factors(e, W)
+    return U.fill_(float("nan")), V.fill_(float("nan")), e.error
+
+
+def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized factors U and V with the dtype and device of `like`."""
+    assert e.matrix is not None
+    assert e.rank is not None
+    U = like.new_empty(e.matrix.blocks, e.matrix.m, e.rank, requires_grad=False)
+    return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False)
+
+
+def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
+    """The copy of `model` inside an average: torch's AveragedModel, or any module that holds it as its child `module`."""
+    inner, expected = unwrap(average), _names(model)
+    while _names(inner) != expected and "module" in inner._modules:
+        inner = unwrap(inner.get_submodule("module"))
+    return inner
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {own_name(name) for name, _ in model.named_parameters()}
+
+
+def in_basis_of(factors: Fill) -> Fill:
+    """The factors of an average, given those of the model.
+
+    Factors can be averaged only in a common basis, and an SVD of the average would rotate and reflect it. Its
+    weights are projected on the model's factors instead: W̄ ≈ Ū V̄ with Ū = W̄ V⁺ and then V̄ = Ū⁺ W̄.
+    """
+
+    def fill(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+        _, V, _ = factors(e, W)
+        W = at_least_fp32(W)
+        U = W @ torch.linalg.pinv(at_least_fp32(V.to(W)))
+        return U, torch.linalg.pinv(U) @ W, None
+
+    return fill
+
+
+def shared_factors(job: Job, plan: Plan) -> Fill:
+    """The factors of a resolved plan. Each worker computes its share of the SVDs and broadcasts the results."""
+    entries = [e for e in plan if e.rank is not None]
+    owner, workers = owners(entries, job.workers.size), job.workers
+    layers = {name: module for name, _, module in named_modules(job.inner)}
+    weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
+    own = workers.run_on_all(
+        lambda: {e.name: svd_of(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
+    )
+    found = {
+        e.name: broadcast_factors(e, own.pop(e.name, None), weights[e.name], workers, owner[e.name])
+        for e in entries
+    }
+    return lambda e, weight: found[e.name]
+
+
+def shared_spectra(job: Job, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker.
+
+    Args:
+        names: entries to compute, if not all.
+    """
+    # Frozen weights do not change: they would only make ranks look settled.
+    weights = [(e, w) for e, w in factorizable(job.dense, names) if names is not None or e.trainable]
+    owner = owners((e for e, _ in weights), job.workers.size)
+    own = job.workers.run_on_all(lambda: job.own_spectra(weights, owner))
+    result = {}
+    for e, _ in weights:
+        assert e.matrix is not None
+        values = own.get(e.name, torch.empty(e.matrix.full_rank, dtype=torch.float64))
+        result[e.name] = job.workers.broadcast_tensor(values.to(job.workers.device), owner[e.name]).cpu()
+    return result
+
+
+def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:
+    """Rank of the worker that computes each matrix, by entry name; all matrices of one parameter have the same."""
+    groups = list(by_weight(entries).values())
+    owner = balance([group_cost(group) for group in groups], size)
+    return {e.name: rank for group, rank in zip(groups, owner, strict=True) for e in group}
+
+
+def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Group matrices by the name of the parameter that holds them."""
+    groups: dict[str, list[Entry]] = {}
+    for e in entries:
+        assert e.matrix is not None
+        groups.setdefault(f"{e.layer}.{e.matrix.weight}", []).append(e)
+    return groups
+
+
+def group_cost(group: list[Entry]) -> float:
+    """Approximate FLOPs of the SVDs of one parameter's matrices."""
+    return sum(svd_cost(e.matrix) for e in group if e.matrix)
+
+
+def svd_cost(x: Matrix) -> float:
+    """Approximate FLOPs of one truncated SVD: the Gram matrix and its eigenvectors."""
+    short, long = sorted((x.m, x.n))
+    return x.blocks * (2.0 * short * short * long + 9.0 * short**3)
+
+
+def svd_of(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Factors U, V and the relative error of one matrix, given the dense parameter that holds it."""
+    assert e.matrix is not None
+    assert e.rank is not None
+    return svd.split(e.matrix.to_matrix(weight.detach()), e.rank)
+
+
+def broadcast_factors(
+    e: Entry, own: tuple[Tensor, Tensor, float] | None, weight: Tensor, workers: Workers, source: int
+) -> tuple[Tensor, Tensor, float]:
+    """Broadcast the factors U, V and the relative error of one matrix.
+
+    Args:
+        own: from `svd_of`, on the worker `source`.
+        weight: gives dtype and device.
+    """
+    U, V, error = own or (*empty_factors(e, weight), 0.0)
+    U, V = U.to(weight.dtype).contiguous(), V.to(weight.dtype).contiguous()
+    error_tensor = torch.tensor([error], dtype=torch.float64, device=weight.device)
+    for x in (U, V, error_tensor):
+        workers.broadcast_tensor(x, source)
+    return U, V, float(error_tensor)
