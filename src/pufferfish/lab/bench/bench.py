@@ -15,7 +15,7 @@ from ..method_name import training_method
 from ..report import report, write
 from ..report.comparison import Comparison, compare_runs, find_runs
 from ..report.formatting import format_bytes
-from ..report.headline import headline
+from ..report.tables import headline
 from ..rivals.pruning import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import build_optimizer

@@ -22,7 +22,6 @@ from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
 from .console import Console
 from .narrow import find_width
-from .predict import log_predicted_step
 from .record import (
     ByteCounter,
     StepTimer,
@@ -37,6 +36,7 @@ from .record import (
 from .settings import RunSettings
 from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
 from .step import StepRunner, build_components
+from .timing import log_predicted_step
 from .workers import process_group, sigint_as_sigterm, worker_device
 
 
