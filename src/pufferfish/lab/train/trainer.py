@@ -113,7 +113,7 @@ class TrainingRun:
     ) -> None:
         self.task, self.settings, self.recipe, self.link = task, settings, settings.recipe, link
         self.data, self.workers, self.device = data, workers, device
-        self.console = Console(silent=settings.quiet or workers.rank > 0)
+        self.console = Console(silent=settings.quiet or workers.rank > 0, brief=settings.brief)
         reset_peak_memory(device)
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
