@@ -12,9 +12,8 @@ import pytest
 import tiny
 import torch
 
-from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, read_files
-from pufferfish.lab.tasks import find_task
+from pufferfish.lab.tasks import cifar10, find_task, language, multi30k, wikitext2
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ WRITE = {
     "multi30k": tiny.multi30k,
     "enwik8": tiny.enwik8,
 }
-DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, enwik8.DATASET)}
+DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, language.DATASET)}
 
 
 def problem(dataset: Dataset, folder: Path | None) -> str:
@@ -74,9 +73,9 @@ def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_other_names_of_the_files(tmp_path: Path) -> None:
     tiny.multi30k(tmp_path)
     expected = multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path))
-    for language in ("de", "en"):
-        plain = tmp_path / f"test2016.{language}"
-        (tmp_path / f"test_2016_flickr.{language}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
+    for words in ("de", "en"):
+        plain = tmp_path / f"test2016.{words}"
+        (tmp_path / f"test_2016_flickr.{words}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
         plain.unlink()
     assert multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path)) == expected
 
@@ -216,7 +215,7 @@ def test_the_file_of_enwik8(tmp_path: Path) -> None:
     assert "1,800 bytes with MD5" in broken("enwik8", tmp_path, "enwik8")
     (tmp_path / "enwik8").unlink()
     assert f"put enwik8 or enwik8.zip there, or run `pufferfish fetch enwik8 --data {tmp_path}`" in problem(
-        enwik8.DATASET, tmp_path
+        language.DATASET, tmp_path
     )
 
 

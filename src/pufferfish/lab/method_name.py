@@ -30,8 +30,8 @@ from ..planning import Plan
 from ..planning import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
 from ..switching.switch import Switch
-from .tasks.recipe import OPTIMIZERS, Recipe
-from .tasks.user_file import import_path
+from .tasks.find_task import import_path
+from .tasks.task import OPTIMIZERS, Recipe
 
 #: Models and their options.
 MODELS: dict[str, tuple[str, ...]] = {

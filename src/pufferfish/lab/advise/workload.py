@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...measure.options import WARM_UP_FRACTION
 from ..tasks import Batch, Task, find_task
-from ..tasks.file_task import FileTask
+from ..tasks.find_task import FileTask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,39 @@
 """`Wikitext2` and `Wikitext2GPT`: WikiText-2, word level, with the paper's LSTM or a small GPT or Llama."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers.names import unwrap
 from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch
-from ..data.dataset import read_files
+from ..data.dataset import DataFile, Dataset, Download, read_files
 from ..data.text import to_columns
-from ..data.wikitext2 import DATASET, VOCABULARY, read_tokens
 from ..models import REFERENCES, LSTMLanguageModel
-from .gpt_task import GPTTask, loss_and_perplexity
-from .recipe import Recipe
-from .task import Batch, Task, eval_mode
+from .language import GPTTask, loss_and_perplexity
+from .task import Batch, Recipe, Task, eval_mode
+
+DATASET = Dataset(
+    name="wikitext2",
+    files={f"{split}.txt": (f"{split}.txt", f"wiki.{split}.tokens") for split in ("train", "valid", "test")},
+    archives=("wikitext-2-v1.zip", "wikitext-2.tar.xz"),
+    downloads=(
+        Download(
+            url="https://wikitext.smerity.com/wikitext-2-v1.zip",
+            file="wikitext-2-v1.zip",
+            sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        ),
+    ),
+    folders=("wikitext-2",),
+)
+VOCABULARY = 33_278
 
 #: Columns in evaluation: as many as in the paper's code, so that figures are comparable.
 COLUMNS = 10
@@ -118,3 +134,26 @@ class Wikitext2GPT(GPTTask):
 
     def load(self, folder: Path | None) -> Splits:
         return read_tokens(read_files(DATASET, folder))
+
+
+def read_tokens(files: dict[str, DataFile]) -> Splits:
+    """Token ids of each split; words are numbered in the order of their first occurrence in the training text."""
+    ids: dict[str, int] = {}
+    splits: dict[str, tuple[Tensor]] = {}
+    for split in ("train", "valid", "test"):
+        file = files[f"{split}.txt"]
+        words = file.text().rstrip("\n").replace("\n", " <eos> ").split() + ["<eos>"]
+        if split == "train":
+            for word in words:
+                ids.setdefault(word, len(ids))
+            if len(ids) > VOCABULARY:
+                raise ValueError(
+                    f"{file.path}: {len(ids):,} different words, but WikiText-2 has {VOCABULARY:,}"
+                )
+            unknown = ids.get("<unk>")
+        tokens = [ids.get(word, unknown) for word in words]
+        if None in tokens:
+            word = words[tokens.index(None)]
+            raise ValueError(f"{file.path}: neither {word!r} nor <unk> is in the training text")
+        splits[split] = (torch.from_numpy(np.array(tokens, dtype=np.int64)),)
+    return Splits(splits)

@@ -30,6 +30,7 @@ class RunSettings:
         save_model: write the trained model to the subfolder `model`, by `pufferfish.save`.
         tensorboard: write the metrics to TensorBoard files, too.
         quiet: write no messages.
+        brief: messages about the run replace one another on one line, after this text; "": they stay.
         hosts: machines that the workers run on.
         timeout: seconds that workers wait for one another; None: torch's default.
         narrow: width of a narrow model, which `train` finds.
@@ -55,6 +56,7 @@ class RunSettings:
     save_model: bool = False
     tensorboard: bool = False
     quiet: bool = False
+    brief: str = ""
     hosts: int = 1
     timeout: float | None = None
     narrow: NarrowWidth | None = None
