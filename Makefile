@@ -2,9 +2,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Three processes keep two cores busy, and a test that crashes its process fails alone.
 PARALLEL := -n 3 --dist worksteal
+# The library's quick tests. A file whose tests start processes is left out, by a marker that conftest.py sets.
+FAST := -m "not slow and not processes" --ignore tests/lowrank/test_export.py \
+	$(addprefix tests/,layers planning optim lowrank compression switching checkpoint local measure cli)
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo docs test test-all lint wheel pythons format clean clean-venv
+# A pipeline fails when one of its commands does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+.PHONY: help demo docs test test-fast test-all lint wheel pythons format clean clean-venv
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -23,8 +30,12 @@ help: ## list the targets
 demo: .venv/.ready ## the whole story in a few minutes
 	$(BIN)/pufferfish demo
 
-test: lint ## linters, types, tests and doctests
-	$(BIN)/pytest -q $(PARALLEL)
+test: lint ## linters, types, tests and doctests; the slowest 50 are in build/test.txt
+	mkdir -p build
+	$(BIN)/pytest -q $(PARALLEL) --durations=50 | tee build/test.txt
+
+test-fast: .venv/.ready ## only quick tests of the library, in less than a minute
+	$(BIN)/pytest -q $(PARALLEL) $(FAST)
 
 test-all: lint wheel pythons .venv/.docs ## the same with the slow tests, the wheel, other Pythons and mutants
 	$(BIN)/pytest -q $(PARALLEL) -m ""

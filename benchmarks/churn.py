@@ -45,18 +45,18 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.integrations.torchft import ElasticLocalSteps, Replicas
 from pufferfish.integrations.torchft.replicas import digest
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network, unavailable_reason
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.planning.text import Table
 
 REPLICAS, MIN_REPLICAS, PORT = 4, 3, 29510
 CONTEXT, BATCH, VALIDATION = 64, 8, 2**16
 METHODS = {
-    "plain": "diloco-20",
-    "streaming": "streaming-20x4(delay=4)",
-    "sparseloco": "sparseloco-20",
-    "sparseloco+checkpoints": "sparseloco-20",  # each replica saves its state after every round
+    "plain": "diloco(20)",
+    "streaming": "streaming(20,fragments=4,delay=4)",
+    "sparseloco": "sparseloco(20)",
+    "sparseloco+checkpoints": "sparseloco(20)",  # each replica saves its state after every round
 }
 #: Where a kill can hit.
 PHASES = ("training", "exchange", "flight", "switch", "joining")
@@ -111,7 +111,7 @@ class Observed(ElasticLocalSteps):
         self.special, self.made = "joining", 0
         self._status = os.open(folder / f"status-{number}", os.O_WRONLY)
         self._lines = os.open(folder / f"lines-{number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._last = time.monotonic()
+        self._stepped_at = time.monotonic()
 
     def note(self, otherwise: str = "training") -> None:
         """Write the phase, in one call, so that SIGKILL leaves a whole line."""
@@ -126,16 +126,16 @@ class Observed(ElasticLocalSteps):
     def step(self, model: nn.Module) -> bool:
         self.made += 1
         averaged, now = super().step(model), time.monotonic()
-        if now - self._last > 1:
-            self.write(pause=now - self._last)
-        self._last = now
+        if now - self._stepped_at > 1:
+            self.write(pause=now - self._stepped_at)
+        self._stepped_at = now
         self.note()
         return averaged
 
     def wait_for(self, file: Path) -> None:
         while not file.exists():
             time.sleep(0.02)
-        self._last = time.monotonic()
+        self._stepped_at = time.monotonic()
 
     def _round(self, due: list[int]) -> None:
         self.note("exchange")

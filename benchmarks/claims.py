@@ -32,8 +32,8 @@ import quality
 from pufferfish.cli import main as pufferfish
 from pufferfish.compression import BlockInt8, LoCo
 from pufferfish.lab.harness import Study, best_rates, jobs, read_rows
+from pufferfish.lab.report.comparison import Estimate, estimate, paired_differences
 from pufferfish.lab.report.formatting import format_estimate
-from pufferfish.lab.report.seed_statistics import Estimate, estimate, paired_differences
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

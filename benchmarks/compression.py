@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pufferfish as pf
 from pufferfish.compression import Meter, Method
 from pufferfish.compression.methods.quantized import pack, unpack
-from pufferfish.compression.parse_method import parse_method
+from pufferfish.lab.method_name import compression_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.planning.text import Table
 
@@ -42,9 +42,9 @@ TORCH = "torch's PowerSGD hook, rank 4"
 TOPK = "torch.topk of the magnitudes, 1 %"
 METER = "the meter's own calls"
 METHODS = [
-    "NoCompression", "BFloat16", "BlockInt8", "BlockFP8", "Int4", "Int2", "LoCo", "SparseLoCo", "PowerSGD(4)",
-    "AlternatingPowerSGD(4)", "TopK(0.01)", "TopK(0.01, sample=0.01)", "RandomK(0.01)", "BlockRandomK(0.01)", "DGC(0.999)",
-    "SignSGD", "EFSignSGD", "OneBitSGD", "TernGrad", "QSGD",
+    "none", "bf16", "int8", "fp8", "int4", "int2", "loco", "sparseloco", "powersgd(4)", "alternatingpowersgd(4)",
+    "topk(0.01)", "topk(0.01, sample=0.01)", "randomk(0.01)", "blockrandomk(0.01)", "dgc(0.999)", "signsgd", "efsignsgd",
+    "onebitsgd", "terngrad", "qsgd",
 ]  # fmt: skip
 
 
@@ -67,9 +67,9 @@ def main() -> None:
         "--models", nargs="+", default=["resnet50", "gpt"], choices=["resnet50", "gpt", "resnet18"]
     )
     ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--methods", nargs="+", default=METHODS, type=parse_method)
+    ask.add_argument("--methods", nargs="+", default=METHODS, type=compression_method)
     given = ask.parse_args()
-    methods = [parse_method(m) if isinstance(m, str) else m for m in given.methods]
+    methods = [compression_method(m) if isinstance(m, str) else m for m in given.methods]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     name = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} CPU threads"

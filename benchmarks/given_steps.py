@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pufferfish as pf
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.peak_memory import peak_memory
+from pufferfish.lab.train.record import peak_memory
 
 STEPS = 5
 ARMS = [

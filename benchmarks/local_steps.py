@@ -33,11 +33,11 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.distributed.workers import Workers
-from pufferfish.lab.advise.timed_model import TimedModel
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
 from pufferfish.lab.report.formatting import format_bytes
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.timing import TimedModel
 from pufferfish.measure import CostModel, Link, Work
 from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages, with_local_exchange
 from pufferfish.planning.text import Table

@@ -28,17 +28,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import pufferfish as pf
-from pufferfish.lab.advise.timed_model import TimedModel
-from pufferfish.lab.advise.timing_rounds import Round, speedups, steps_per_round, timing_rounds
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.find_width import closest_width
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.narrow import closest_width
+from pufferfish.lab.train.timing import Round, TimedModel, speedups, steps_per_round, timing_rounds
 from pufferfish.planning.text import Table
 
 #: Not ours: what `bf16` has to be measured against, so that the baseline is no slower than it need be.
 TORCH = "torch-bf16"
-METHODS = ["dense", TORCH, "bf16", "powersgd-4", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd-4"]
+METHODS = ["dense", TORCH, "bf16", "powersgd(4)", "pufferfish", "pufferfish+bf16", "pufferfish+powersgd(4)"]
 #: A narrower dense model, with the compression that follows it.
 NARROW = "narrow"
 

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 import pufferfish as pf
 from pufferfish.compression import BlockRandomK, Method, NoCompression, PowerSGD, RandomK, Settings, TopK
 from pufferfish.lab.harness import Job, Row, Study, main
+from pufferfish.lab.method_name import PruningMethod, training_method
 from pufferfish.lab.models import REFERENCES
-from pufferfish.lab.rivals.pruning_by_name import build_pruning_change
+from pufferfish.lab.rivals.pruning import build_pruning_change
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.simulated import SimulatedDDP
 from pufferfish.measure import read_run
 
 DATA = Path(os.environ.get("DATA", "data"))
@@ -91,6 +91,7 @@ METHODS = {
     "block int8": Arm(method=pf.compression.BlockInt8()),
     "LoCo, 4 bits": Arm(method=pf.compression.LoCo()),
     "PowerSGD(4)": Arm(method=PowerSGD(4)),
+    "PowerSGD(4), factors in bf16": Arm(method=PowerSGD(4, bf16=True)),
     "PowerSGD(1)": Arm(method=PowerSGD(1)),
     "sign SGD with error feedback": Arm(method=pf.compression.EFSignSGD()),
     "QSGD": Arm(method=pf.compression.QSGD()),
@@ -128,7 +129,7 @@ def run(job: Job) -> Row:
         pf.lowrank.FrobeniusDecay(model, optimizer, arm.frobenius)
     if arm.early_bird:
         rival = build_pruning_change(
-            f"early-bird-{arm.early_bird}", model, optimizer, epochs=epochs, steps_per_epoch=steps
+            PruningMethod(ratio=arm.early_bird), model, optimizer, epochs=epochs, steps_per_epoch=steps
         )
     ddp = None
     if arm.method:

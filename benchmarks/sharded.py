@@ -32,7 +32,7 @@ from pufferfish.compression import BFloat16, BlockInt8, Changed, Int4, Method
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.network import Network
 from pufferfish.lab.network.hosts import Hosts
-from pufferfish.lab.train.peak_memory import peak_memory
+from pufferfish.lab.train.record import peak_memory
 
 WARM_UP, STEPS, RATE = 3, 5, 1e-5
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

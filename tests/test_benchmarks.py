@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pufferfish.compression import Settings
-from pufferfish.lab.report.methods_table import parse_methods
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.method_name import compression_method
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -47,7 +47,7 @@ def test_all_studies_are_shown(
         assert table.startswith(f"{study.name}: ")
         if (FOLDER / "results" / f"{study.name}.jsonl").exists():
             assert "not finished" not in table
-            assert len(re.findall(r"[+-]\d+\.\d+ ± \d", table)) >= 2
+            assert len(re.findall(r"[+-]\d+\.\d+ ± \d", table)) >= min(2, len(study.arms) - 1)
 
 
 def test_the_recorded_accidents_are_shown(
@@ -58,10 +58,10 @@ def test_the_recorded_accidents_are_shown(
     assert len(re.findall(r"\d\.\d", capsys.readouterr().out)) >= 2
 
 
-@pytest.mark.parametrize("method", ["BFloat16()", "BlockInt8()", "LoCo()", "PowerSGD(2)", "TopK(0.01)"])
+@pytest.mark.parametrize("method", ["bf16", "int8", "loco", "powersgd(2)", "topk(0.01)"])
 def test_one_worker_counts_the_bytes_of_four(method: str) -> None:
     given = importlib.import_module("given")
-    (settings,) = map(Settings, parse_methods([method]))
+    settings = Settings(compression_method(method))
     model = nn.Linear(256, 512)
     batch = torch.randn(8, 256)
     counted = []

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import as_torchrun, forked, free_port, in_processes, same_everywhere
-from pufferfish.cli import _parser, main
+from pufferfish.cli import COMMANDS, command_parser, main
 
 DOCS = Path(__file__).parents[1] / "docs"
 if not DOCS.is_dir():
@@ -165,7 +165,7 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])
 def test_commands_parse(page: str) -> None:
     for words in commands(page):
-        _parser().parse_args(words)  # SystemExit for an unknown option or a missing argument
+        command_parser(COMMANDS).parse_args(words)  # SystemExit for an unknown option or a missing argument
 
 
 def documented() -> dict[str, str]:

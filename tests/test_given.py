@@ -17,12 +17,13 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
-from processes import in_processes
+from processes import in_processes, preload
 from test_examples import run_as_torchrun
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("peft")
+preload("peft", "transformers.models.bert", "transformers.models.llama")
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT / "data" / "smollm2"  # if it has been fetched

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
 from pufferfish.compression import BFloat16, PowerSGD
-from pufferfish.lab.data import fetch as downloads
+from pufferfish.lab.data import dataset as downloads
 from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
 

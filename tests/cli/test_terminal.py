@@ -20,7 +20,7 @@ from torch import nn
 import pufferfish as pf
 from pufferfish.cli import main
 from pufferfish.cli.terminal import progress_bars, show
-from pufferfish.compression.parse_method import method_classes
+from pufferfish.lab.method_name import method_words
 from pufferfish.lab.models import REFERENCES
 from pufferfish.planning.text import Table, folded_rows, plan_parts, plan_table, track
 
@@ -100,7 +100,7 @@ def test_bars_show_the_time_left_and_vanish() -> None:
 
 @pytest.mark.slow
 def test_methods_on_a_real_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods", "bf16", "--workers", "2"]) == 0
+    assert main(["methods", "bf16", "--per-node", "2"]) == 0
     plain = capsys.readouterr().out
     assert plain.startswith("method      error feedback  bits per element  2 workers\nBFloat16()")
     ours, theirs = pty.openpty()
@@ -115,7 +115,7 @@ def test_methods_on_a_real_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert process.wait() == 0
     bars, _, text = re.sub(r"\x1b\[1m|\x1b\[0m", "", seen.decode()).rpartition("\x1b[2K")
     assert "compressing a gradient" in bars
-    assert {*method_classes()} <= {*re.findall(r"\w+", text)}
+    assert {*method_words()} <= {*re.findall(r"\w+", text)}
     assert max(map(len, text.splitlines())) <= 80
     assert not re.search(r"\x1b\[\d*3\dm", text)  # no colour
 

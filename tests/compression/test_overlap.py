@@ -10,7 +10,7 @@ import pytest
 import torch
 from training import (
     COLLECTIVES,
-    GROUPS,
+    METHODS,
     gradients_are_those_of_simulated_workers,
     grads,
     loss,
@@ -34,6 +34,9 @@ from pufferfish.compression import (
 from pufferfish.compression.check_compressor import gradients
 
 OVERLAP = {"overlap": True}
+#: One method for each collective, error feedback of a worker and of an owner, and several methods in one bucket.
+EACH_KIND = ("none", "several", *COLLECTIVES)
+REST = tuple(name for name in METHODS if name not in EACH_KIND)
 
 
 def with_small_buckets(rank: int, size: int, case: Callable[..., None], *args: Any) -> None:
@@ -109,10 +112,12 @@ def a_static_graph(rank: int, size: int) -> None:
 
 
 @pytest.mark.timeout(240)  # against deadlocks
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "names", [EACH_KIND, pytest.param(REST, marks=pytest.mark.slow)], ids=["each kind", "rest"]
+)
 @pytest.mark.parametrize("case", [gradients_are_those_of_simulated_workers, resumes])
-def test_every_method(case: Callable[..., None], group: str) -> None:
-    in_processes(with_small_buckets, 2, every_method, case, GROUPS[group])
+def test_every_method(case: Callable[..., None], names: tuple[str, ...]) -> None:
+    in_processes(with_small_buckets, 2, every_method, case, names)
 
 
 @pytest.mark.timeout(240)

@@ -18,9 +18,10 @@ from adapters import BATCH, EPOCHS, SAMPLES, Register, build, same, samples
 from torch import nn
 
 import pufferfish as pf
-from processes import as_torchrun, free_port, in_processes, same_everywhere
+from processes import as_torchrun, free_port, in_processes, preload, same_everywhere
 from pufferfish.integrations.accelerate import HookKwargs, checkpoint_with
 
+preload("accelerate")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 Run = tuple[Accelerator, pf.Switch, nn.Module, Any, Any, Any]
 

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import pufferfish as pf
-from processes import as_torchrun, free_port, in_processes, same_everywhere
+from processes import as_torchrun, free_port, in_processes, preload, same_everywhere
 from pufferfish.integrations.lightning import SwitchCallback
 from pufferfish.switching.moments import Position
 
+preload("lightning.pytorch", "pytorch_lightning")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
 
 

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
-from processes import in_processes
+from processes import in_processes, preload
 
 peft = pytest.importorskip("peft")
+preload("peft")
 
 RANK, WIDTH = 8, 64
 

@@ -24,10 +24,11 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 import pufferfish as pf
-from processes import as_torchrun, free_port, in_processes, same_everywhere
+from processes import as_torchrun, free_port, in_processes, preload, same_everywhere
 from pufferfish.integrations.convert import merge
 from pufferfish.integrations.transformers import SwitchCallback, train
 
+preload("transformers.trainer")
 STEPS = EPOCHS * SAMPLES // BATCH
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 

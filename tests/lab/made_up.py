@@ -10,10 +10,10 @@ from typing import Any
 METHODS = {  # seconds a step, bytes a step, parameters, last accuracy, seconds of the exchange that are hidden
     "dense": (1.50, 67e6, 11_173_834, 0.938, 0.21),
     "bf16": (1.25, 33.5e6, 11_173_834, 0.9382, 0.2),
-    "powersgd-4": (0.92, 0.9e6, 11_173_834, 0.931, 0.0),
-    "topk-0.01": (2.31, 2.7e6, 11_173_834, 0.925, 0.0),
+    "powersgd(4)": (0.92, 0.9e6, 11_173_834, 0.931, 0.0),
+    "topk(0.01)": (2.31, 2.7e6, 11_173_834, 0.925, 0.0),
     "pufferfish": (0.59, 20e6, 3_336_138, 0.9318, 0.05),
-    "pufferfish+powersgd-4": (0.46, 0.5e6, 3_336_138, 0.930, 0.0),
+    "pufferfish+powersgd(4)": (0.46, 0.5e6, 3_336_138, 0.930, 0.0),
 }
 
 
@@ -34,7 +34,7 @@ def write_run(folder: Path, name: str, seed: int, *, epochs: int = 20, **changed
             "accuracy": accuracy + wiggle, "seconds_a_step": step * (1 + 0.02 * seed), "bytes_a_step": sent,
             "parameters": parameters, "peak_memory": parameters * 24,
         },
-        "predicted": {"seconds_a_step": step * {"topk-0.01": 1.27}.get(name, 0.95 + 0.06 * seed)},
+        "predicted": {"seconds_a_step": step * {"topk(0.01)": 1.27}.get(name, 0.95 + 0.06 * seed)},
         "layers": some_layers() if low else [],
     } | changed  # fmt: skip
     rows: list[list[object]] = []

@@ -14,8 +14,9 @@ import torch
 
 import pufferfish as pf
 from pufferfish.cli import advise as command
-from pufferfish.lab.advise import Advice, advise, load_workload, measured_work, nominal_link
-from pufferfish.lab.advise.combine_rounds import is_stable, median_interval
+from pufferfish.lab.advise import Advice, advise, advisor, load_workload, nominal_link
+from pufferfish.lab.advise.advice import is_stable, median_interval
+from pufferfish.lab.method_name import in_hierarchy
 from pufferfish.lab.network import LinkShape
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work
 from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages
@@ -33,7 +34,7 @@ def example():
 def loss(output, target):
     return output.square().mean()
 """,
-    "tiny": """
+    "tiny_net": """
 def build():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -80,7 +81,7 @@ def loss(output, target):
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time few steps: the cases differ by far more than the noise."""
-    monkeypatch.setattr(measured_work, "_MAX_STEPS", 5)
+    monkeypatch.setattr(advisor, "_MAX_STEPS", 5)
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def test_measurements_are_repeated_until_they_are_stable(
     assert all(e.interval is not None for e in found.estimates)
     assert is_stable(found.best)
     noise = itertools.cycle([1e-3, 200.0, 1.0])  # much longer than the messages, now and then
-    module = sys.modules["pufferfish.lab.advise.advise"]  # its package has a function of the same name
+    module = sys.modules["pufferfish.lab.advise.advisor"]  # its package has a function of the same name
     monkeypatch.setattr(module, "repeated_seconds", lambda model, seconds: next(noise))
     monkeypatch.setattr(module, "MAX_ROUNDS", 7)
     noisy = advise(load_workload(f"{files}/wide.py"), link, nodes=4, methods=["bf16"])
@@ -244,7 +245,7 @@ def test_nothing_pays_where_there_is_nothing_to_save(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    run_command(f"{files}/tiny.py", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd-4",
+    run_command(f"{files}/tiny_net.py", "--network", "400gbit", "--nodes", "2", "--device", "cpu", "--methods", "powersgd(4)",
            "--out", str(out))  # fmt: skip
     said = capsys.readouterr().out
     assert "Use plain DDP" in said
@@ -254,21 +255,21 @@ def test_nothing_pays_where_there_is_nothing_to_save(
 
 def test_machines_with_several_workers_may_average_inside_first(files: Path) -> None:
     workload = load_workload(f"{files}/even.py")
-    found = advise(workload, nominal_link(LinkShape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk-0.01"])
+    found = advise(workload, nominal_link(LinkShape(10.0), 2, 4), nodes=2, per_node=4, methods=["topk(0.01)"])
     choices = {c.name: c for c in found.estimates}
-    ways = ("dense", "topk-0.01", "pufferfish", "pufferfish+topk-0.01")
-    assert set(choices) == {*ways, *(f"{name}, hierarchy=node" for name in ways)}
+    ways = ("dense", "topk(0.01)", "pufferfish", "pufferfish+topk(0.01)")
+    assert set(choices) == {*ways, *(in_hierarchy(name) for name in ways)}
     for name in ways:
-        node = choices[f"{name}, hierarchy=node"]
+        node = choices[in_hierarchy(name)]
         assert node.step < choices[name].step
         assert node.wire_bytes < choices[name].wire_bytes
         assert found.plans.get(node.name) == found.plans.get(name)
-    pair = choices["pufferfish+topk-0.01, hierarchy=node"]
-    assert pair.wire_bytes < choices["topk-0.01, hierarchy=node"].wire_bytes
+    pair = choices["pufferfish+topk(0.01,hierarchy=node)"]
+    assert pair.wire_bytes < choices["topk(0.01,hierarchy=node)"].wire_bytes
     said = str(found)
-    assert "\npufferfish+topk-0.01, hierarchy=node " in said
-    assert "\npufferfish+topk-0.01 " not in said  # the slower of the two
-    assert 'optimizer=optimizer, settings=pf.compression.Settings(hierarchy="node"))' in said
+    assert "\npufferfish+topk(0.01,hierarchy=node) " in said
+    assert "\npufferfish+topk(0.01) " not in said  # the slower of the two
+    assert 'optimizer=optimizer, hierarchy="node")' in said
 
 
 def _advice(
@@ -287,27 +288,27 @@ def _advice(
 
 
 def test_of_two_that_are_alike_the_simpler_one() -> None:
-    found = _advice({"dense": 1.0, "bf16": 1.99, "powersgd-4": 2.0})
+    found = _advice({"dense": 1.0, "bf16": 1.99, "powersgd(4)": 2.0})
     choices = found.estimates
     assert found.best.name == "bf16"
-    assert [c.name for c in found.top()] == ["bf16", "powersgd-4", "dense"]
+    assert [c.name for c in found.top()] == ["bf16", "powersgd(4)", "dense"]
     slight = replace(found, estimates=[choices[0], replace(choices[1], run_speedup=1.04)])
     assert slight.best.name == "dense"
 
 
-@pytest.mark.parametrize(("steps", "best"), [(None, "diloco-30"), (3000, "diloco-30"), (2999, "bf16")])
+@pytest.mark.parametrize(("steps", "best"), [(None, "diloco(30)"), (3000, "diloco(30)"), (2999, "bf16")])
 def test_local_steps_are_not_advised_for_few_averages(steps: int | None, best: str) -> None:
-    found = replace(_advice({"dense": 1.0, "bf16": 1.5, "diloco-30": 9.0}), steps=steps)
+    found = replace(_advice({"dense": 1.0, "bf16": 1.5, "diloco(30)": 9.0}), steps=steps)
     assert found.best.name == best
     assert ("only for runs with at least 100 averages" in str(found)) == (best == "bf16")
-    slight = _advice({"dense": 1.0, "bf16": 0.9, "diloco-30": 1.1})
+    slight = _advice({"dense": 1.0, "bf16": 0.9, "diloco(30)": 1.1})
     assert slight.best.name == "dense"
-    assert "diloco-30 makes the run 1.10× as fast, but local steps change what is learned" in str(slight)
+    assert "diloco(30) makes the run 1.10× as fast, but local steps change what is learned" in str(slight)
 
 
 def test_the_code_of_an_advice_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "pufferfish+streaming-30x4"
+    name = "pufferfish+streaming(30,fragments=4)"
     made = pf.plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), 0.25)
     found = _advice({"dense": 1.0, name: 3.0}, plans={name: made})
     assert "rerun with --out plan.json" in str(found)

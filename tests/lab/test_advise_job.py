@@ -16,12 +16,12 @@ from on_hosts import on_hosts
 
 import pufferfish as pf
 from processes import in_processes
-from pufferfish.lab.advise import load_workload, measured_work, timing_rounds
-from pufferfish.lab.advise.advise_settings import AdviseSettings
-from pufferfish.lab.advise.build_timed_model import build_timed_model
-from pufferfish.lab.advise.method_name import parse_method_name, warm_up_name
-from pufferfish.lab.advise.run_advise import run_advise
+from pufferfish.lab.advise import advisor, load_workload
+from pufferfish.lab.advise.advisor import build_timed_model
+from pufferfish.lab.advise.run_advise import AdviseSettings, run_advise
+from pufferfish.lab.method_name import in_hierarchy, training_method
 from pufferfish.lab.network import unavailable_reason
+from pufferfish.lab.train import timing
 
 REASON = unavailable_reason()
 FILE = """
@@ -65,7 +65,7 @@ def test_the_best_are_run_on_emulated_hosts(
     run = {name for name, x in measured.items() if x is not None}
     assert "dense" in run
     assert len(run) >= 3
-    assert all(warm_up_name(name) in run for name in run)
+    assert all(training_method(name).warm_up in run for name in run)
     assert measured[advice["best"]] < measured["dense"]  # by 4 times fewer bytes on a slow line
     assert pf.Plan.load(out).ranks
     assert not on_hosts(os.getpid())
@@ -73,8 +73,8 @@ def test_the_best_are_run_on_emulated_hosts(
 
 def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    measured_work._MAX_STEPS, timing_rounds.MAX_STEPS = 5, 2
-    module: Any = sys.modules["pufferfish.lab.advise.advise"]
+    advisor._MAX_STEPS, timing.MAX_STEPS = 5, 2
+    module: Any = sys.modules["pufferfish.lab.advise.advisor"]
     module.MIN_ROUNDS = module.MAX_ROUNDS = 3
     settings = AdviseSettings(task=file, network="real", methods=["bf16"], check=True, out=out, json=True)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
@@ -88,10 +88,10 @@ def command_in_a_job(rank: int, size: int, file: str, out: Path) -> None:
     estimates = {e["name"]: e for e in advice["choices"]}
     flat = {name for name in estimates if "hierarchy" not in name}
     assert flat >= {"dense", "bf16"}
-    assert estimates.keys() - flat == {f"{name}, hierarchy=node" for name in flat}
+    assert estimates.keys() - flat == {in_hierarchy(name) for name in flat}
     run = {name for name, e in estimates.items() if e["measured"] is not None}
     assert {"dense", advice["best"]} <= run
-    assert all(warm_up_name(name) in run for name in run)
+    assert all(training_method(name).warm_up in run for name in run)
     assert out.exists() == ("pufferfish" in advice["best"])
 
 
@@ -101,8 +101,7 @@ def steps_in_a_hierarchy(rank: int, size: int, file: str, out: Path) -> None:
     workload = load_workload(file)
     plan = pf.plan(workload.build(), 0.25)
     for name in ("dense", "bf16", "pufferfish", "pufferfish+bf16"):
-        method, hierarchy = parse_method_name(f"{name}, hierarchy=node")
-        model = build_timed_model(workload, method, plan, hierarchy)
+        model = build_timed_model(workload, training_method(in_hierarchy(name)), plan)
         model.step()
         counts = plan.after if "pufferfish" in name else plan.before
         assert sum(p.numel() for p in model.inner.parameters()) == counts.parameters

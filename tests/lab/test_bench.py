@@ -20,16 +20,14 @@ import torch
 
 from pufferfish.cli import main
 from pufferfish.lab.bench import BenchSettings, bench
-from pufferfish.lab.bench.bench_runs import TUNE_SEED, BenchRun, is_finished
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import to_final_model
-from pufferfish.lab.bench.summary import write_summary
-from pufferfish.lab.bench.terminal_table import terminal_table
-from pufferfish.lab.bench.tuned_rate import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.bench.bench import terminal_table
+from pufferfish.lab.bench.bench_settings import TUNE_SEED, BenchRun, is_finished, load_settings
+from pufferfish.lab.bench.rates import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.bench.timing import to_final_model, write_summary
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.layers import LowRankLinear
 from pufferfish.measure import read_run
 
@@ -69,10 +67,21 @@ def finished_at(root: Path) -> dict[str, str | None]:
 @pytest.mark.timeout(240)
 def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Models, compression, pruning and optimizers on two workers; a run that fails is named and the others continue."""
-    out, bird = tmp_path / "out", "early-bird-0.5"
+    out, bird = tmp_path / "out", "early-bird(0.5)"
     broken, own = f"{mine}:Broken", f"{mine}:Mine(rank=1)"
-    methods = ["dense", "bf16", "pufferfish", own, bird, "dense@sam"]
-    words = ["bench", "digits:width=8", "--epochs", "2", "--rounds", "1", "--out", str(out), "--workers", "2"]
+    methods = ["dense", "bf16", "pufferfish", own, bird, "dense(optimizer=sam)"]
+    words = [
+        "bench",
+        "digits:width=8",
+        "--epochs",
+        "2",
+        "--rounds",
+        "1",
+        "--out",
+        str(out),
+        "--per-node",
+        "2",
+    ]
     assert main([*words, "--methods", ",".join([broken, *methods])]) == 1
     shown = capsys.readouterr()
     failed = BenchRun(broken, 0).name
@@ -94,7 +103,7 @@ def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.Captu
     assert sent["bf16"] == pytest.approx(sent["dense"] / 2, rel=0.02)
     for name in ("pufferfish", bird):
         assert sent[name] / sent["dense"] == parameters[name] / parameters["dense"] < 1
-    assert sent["dense@sam"] == sent["dense"]  # only one of its two passes is sent
+    assert sent["dense(optimizer=sam)"] == sent["dense"]  # only one of its two passes is sent
     page = (out / "report.html").read_text()
     assert "no exchange" in page
     assert "All methods take turns in each round" in page
@@ -122,7 +131,7 @@ def test_more_seeds_and_methods_are_more_runs(tmp_path: Path, capsys: pytest.Cap
 def test_stopped_and_started_again(tmp_path: Path) -> None:
     """Ctrl-C ends the workers with a checkpoint; the same command resumes and finishes."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "pufferfish", *words(out, "--methods", "dense", "--workers", "2")]
+    command = [sys.executable, "-m", "pufferfish", *words(out, "--methods", "dense", "--per-node", "2")]
     command[command.index("--epochs") + 1] = "12"
     stopped = subprocess.Popen(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
@@ -261,7 +270,7 @@ def data():
 def test_gradients_of_frozen_parameters_are_not_sent(tmp_path: Path) -> None:
     (tmp_path / "frozen.py").write_text(FROZEN)
     task = str(tmp_path / "frozen.py")
-    settings = BenchSettings(task=task, methods=(), epochs=2, per_host=2, simulate=True)
+    settings = BenchSettings(task=task, methods=(), epochs=2, per_node=2, simulate=True)
     assert bench(settings, tmp_path / "bench") == []
     dense, bf16 = (read_run(tmp_path / "bench" / BenchRun(name, 0).name).results for name in settings.methods)
     assert dense["bytes"] == dense["updates"] * 4 * (64 * 4 + 4)  # two workers: 2 · 1/2
@@ -290,7 +299,7 @@ def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:
     more = dataclasses.replace(SMALL, methods=("auto",), seeds=3).merge_saved(tmp_path)
     assert more.methods == ("dense", "pufferfish", "auto")
     assert more.seeds == 3
-    for change in ({"epochs": 3}, {"task": "digits"}, {"tune": 3}, {"hosts": 2}):
+    for change in ({"epochs": 3}, {"task": "digits"}, {"tune": 3}, {"nodes": 2}):
         with pytest.raises(ValueError, match=f"{next(iter(change))} was .*, now .*Choose another folder"):
             dataclasses.replace(SMALL, **change).merge_saved(tmp_path)  # type: ignore[arg-type]
     assert load_settings(tmp_path) == SMALL
@@ -301,12 +310,11 @@ def test_a_folder_never_mixes_what_cannot_be_compared(tmp_path: Path) -> None:
     [
         (["--methods", "puffer"], "there is no puffer"),
         (["--seeds", "0"], "--seeds 0"),
-        (["--tune", "5"], "such as lr=5"),
-        (["--hosts", "3"], "equally over 3 workers"),
-        (["--network", "1gbit"], "a single host has no link"),
-        (["--network", "10gbit", "--hosts", "2"], "too fast to be emulated"),
+        (["--tune", "1"], "at least 2 learning rates"),
+        (["--nodes", "3"], "equally over 3 workers"),
+        (["--network", "1gbit"], "a single machine has no link"),
+        (["--network", "10gbit", "--nodes", "2"], "too fast to be emulated"),
         (["--batch", "100000"], "training images"),
-        (["--workers", "2", "--hosts", "2"], "cannot be combined"),
         (["--out", "."], "not empty, and not"),
     ],
 )

@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from pufferfish.cli import main
-from pufferfish.lab.advise.timed_model import TimedModel
 from pufferfish.lab.bench import BenchSettings, bench
-from pufferfish.lab.bench.bench_method import bench_method
-from pufferfish.lab.bench.bench_runs import BenchRun, bench_runs
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import models_to_time
-from pufferfish.lab.bench.tuned_rate import rate_grid
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.rates import bench_runs, rate_grid
+from pufferfish.lab.bench.timing import models_to_time
 from pufferfish.lab.report import report
+from pufferfish.lab.train.timing import TimedModel
 from pufferfish.measure import read_run
 
 TASK = "digits:width=4"
-LOTTERY, BIRD = "lottery-ticket-1", "early-bird-0.5"
-ALL = ["dense", "pufferfish", "auto", LOTTERY, BIRD, "dense@lars=1"]
+LOTTERY, BIRD = "lottery-ticket(1)", "early-bird(0.5)"
+ALL = ["dense", "pufferfish", "auto", LOTTERY, BIRD, "dense(optimizer=lars,lr=1)"]
 
 MINE = """
 from dataclasses import dataclass
@@ -92,7 +90,8 @@ def check_final_models(root: Path) -> None:
     for name in ("dense", BIRD):
         assert sum(p.numel() for p in models[name].inner.parameters()) == results[name]["parameters"]
     recipes = [
-        read_run(root / BenchRun(name, 0).name).settings["recipe"] for name in ("dense", "dense@lars=1")
+        read_run(root / BenchRun(name, 0).name).settings["recipe"]
+        for name in ("dense", "dense(optimizer=lars,lr=1)")
     ]
     assert [(recipe["optimizer"], recipe["lr"]) for recipe in recipes] == [("sgd", 0.03), ("lars", 1.0)]
     assert results[BIRD]["parameters"] < results["dense"]["parameters"]
@@ -104,30 +103,24 @@ def check_final_models(root: Path) -> None:
 
 
 def test_every_optimizer_tries_rates_of_its_own_size() -> None:
-    settings = BenchSettings(task="digits", methods=("dense@lars=1.6", "dense@sam"), tune=3)
+    settings = BenchSettings(
+        task="digits", methods=("dense(optimizer=lars,lr=1.6)", "dense(optimizer=sam)"), tune=3
+    )
     tried: dict[str, list[float | None]] = {}
     for run in bench_runs(settings, settings.resolve()[1]):
         if run.lr is not None:
             tried.setdefault(run.method, []).append(run.lr)
     assert tried == {
         "dense": rate_grid(0.03, 3),
-        "dense@lars=1.6": rate_grid(1.6, 3),
-        "dense@sam": rate_grid(0.03, 3),
+        "dense(optimizer=lars,lr=1.6)": rate_grid(1.6, 3),
+        "dense(optimizer=sam)": rate_grid(0.03, 3),
     }
-
-
-def test_an_at_sign_in_a_path_names_no_optimizer(tmp_path: Path) -> None:
-    file = tmp_path / "me@home" / "mine.py"
-    file.parent.mkdir()
-    file.write_text(MINE)
-    assert bench_method(f"{file}:Mine").optimizer is None
-    assert bench_method(f"{file}:Mine@lamb=0.01").optimizer == "lamb"
 
 
 @pytest.mark.timeout(60)
 def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = BenchSettings(
-        task="digits:mlp,width=8", methods=(), epochs=1, per_host=2, simulate=True, network="10mbit"
+        task="digits:mlp,width=8", methods=(), epochs=1, per_node=2, simulate=True, network="10mbit"
     )
     assert bench(settings, tmp_path) == []
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("no exchange"))
@@ -142,14 +135,18 @@ def test_simulated_workers_have_a_ceiling_too(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("task", "more", "message"),
     [
-        ("digits:mlp", ["--methods", "early-bird-0.5"], "no channels are scaled by a batch norm"),
-        (TASK, ["--methods", "early-bird-0.5", "--epochs", "1"], "drawn between epochs"),
-        (TASK, ["--methods", "dense@lars"], "pass --lr, too (in a bench @lars=LR)"),
-        (TASK, ["--methods", "dense@lion"], "expected sgd"),
-        (TASK, ["--methods", "dense@lars=-1"], "lr=-1.0 must be a positive number"),
+        ("digits:mlp", ["--methods", "early-bird(0.5)"], "no channels are scaled by a batch norm"),
+        (TASK, ["--methods", "early-bird(0.5)", "--epochs", "1"], "drawn between epochs"),
         (
             TASK,
-            ["--methods", "dense@sam", "--workers", "2", "--simulate"],
+            ["--methods", "dense(optimizer=lars)"],
+            "give its lr, too, as in dense(optimizer=lars,lr=1.6)",
+        ),
+        (TASK, ["--methods", "dense(optimizer=lion)"], "optimizer=lion is not one of sgd"),
+        (TASK, ["--methods", "dense(optimizer=lars,lr=-1)"], "lr=-1 must be a positive number"),
+        (
+            TASK,
+            ["--methods", "dense(optimizer=sam)", "--per-node", "2", "--simulate"],
             "each worker perturbs its own weights",
         ),
     ],

@@ -11,10 +11,9 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.lab.models import GPT, Llama
-from pufferfish.lab.rivals import SAM
 from pufferfish.lab.tasks import Recipe
 from pufferfish.lab.train import build_optimizer
-from pufferfish.lab.train.build_optimizer import with_optimizer
+from pufferfish.lab.train.optimizers import SAM
 
 FUSED = ("sgd", "adam", "adamw")
 
@@ -74,7 +73,7 @@ def test_only_matrices_of_blocks_are_muons() -> None:
         assert not mine & theirs
     with pytest.raises(ValueError, match="optimizer muon: the model has no matrices in repeated blocks"):
         build_optimizer(nn.Linear(4, 4), recipe("muon"))
-    assert with_optimizer(recipe("adamw"), "muon").lr == 0.01
+    assert recipe("adamw").with_optimizer("muon").lr == 0.01
 
 
 def step(model: nn.Module, optimizer: Any, seed: int) -> None:

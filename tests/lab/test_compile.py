@@ -12,11 +12,10 @@ import tiny
 import torch
 
 from processes import in_processes
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.step_runner import StepRunner
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.step import StepRunner, build_components
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=8"
@@ -33,9 +32,13 @@ def close(folder: Path, tolerance: float, *names: str) -> None:
     assert [run.settings["mode"] for run in runs] == ["eager", "compile"]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("simulate", [None, 2])
-def test_a_compiled_run_equals_an_eager_one(simulate: int | None, tmp_path: Path) -> None:
+def test_a_compiled_run_equals_an_eager_one(
+    simulate: int | None, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Across the switch; and its folder is resumed in the same mode only."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     task = find_task(TASK)
     recipe = replace(task.recipe("short"), epochs=2, switch_at=1, clip=1.0)
     method = training_method("pufferfish")
@@ -55,7 +58,7 @@ def test_a_compiled_run_equals_an_eager_one(simulate: int | None, tmp_path: Path
 def train_in(rank: int, size: int, folder: str, compiled: bool) -> None:
     task = find_task(TASK)
     recipe = replace(task.recipe("short"), epochs=2, switch_at=1, clip=1.0)
-    method = training_method("pufferfish+powersgd-2")
+    method = training_method("pufferfish+powersgd(2)")
     given = RunSettings(method, recipe, Path(folder), compile=compiled, quiet=True, accumulate=2)
     assert train(task, given) is not None
 
@@ -116,10 +119,10 @@ MLP = "digits:mlp,width=16"
 CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "sgd": (MLP, "pufferfish", {}, 1e-3),
     "accumulate": (MLP, "pufferfish", {"accumulate": 2}, 1e-3),
-    "simulated": (MLP, "pufferfish+powersgd-2", {"simulate": 4}, 1e-3),
-    "simulated local steps": (MLP, "pufferfish+streaming-4x2", {"simulate": 2}, 1e-3),
+    "simulated": (MLP, "pufferfish+powersgd(2)", {"simulate": 4}, 1e-3),
+    "simulated local steps": (MLP, "pufferfish+streaming(4,fragments=2)", {"simulate": 2}, 1e-3),
     "carried state": ("wikitext2:d=64,bptt=5,dropout=0", "pufferfish", {}, 1e-2),
-    "early bird": ("digits:width=16", "early-bird-0.5", {}, 0.05),
+    "early bird": ("digits:width=16", "early-bird(0.5)", {}, 0.05),
     "adamw, clip": (TEXT, "pufferfish", {}, 1e-2),
     "adamw, clip, bf16": (TEXT, "pufferfish", {"precision": "bf16"}, 0.05),
     "muon, bf16": (TEXT, "pufferfish", {"precision": "bf16", "recipe": {"optimizer": "muon"}}, 0.05),

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
-from pufferfish.lab.data.dataset import Dataset, Download, read_files
-from pufferfish.lab.data.fetch import fetch
+from pufferfish.lab.data.dataset import Dataset, Download, fetch, read_files
 from pufferfish.planning.text import display_progress
 
 pytestmark = pytest.mark.timeout(60)

@@ -70,7 +70,7 @@ def run_small_demo(
 ) -> pytest.CaptureResult[str]:
     """Run the demo with a smaller model, fewer epochs and two hosts."""
     small = dataclasses.replace(
-        demo.demo_settings(), task="digits:mlp,width=16", epochs=1, hosts=2, rounds=1, methods=("pufferfish",)
+        demo.demo_settings(), task="digits:mlp,width=16", epochs=1, nodes=2, rounds=1, methods=("pufferfish",)
     )
     monkeypatch.setattr(demo, "demo_settings", lambda: small)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 0

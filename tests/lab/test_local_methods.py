@@ -19,21 +19,21 @@ from torch import nn
 from processes import in_processes
 from pufferfish.checkpoint import Checkpoint
 from pufferfish.compression import Int4, SparseLoCo
-from pufferfish.lab.bench.bench_method import bench_method
+from pufferfish.lab.method_name import LocalMethod, training_method
 from pufferfish.lab.tasks.text import Text
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.local_method import LocalMethod
-from pufferfish.lab.train.simulated_local_steps import SimulatedLocalSteps
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.simulated import SimulatedLocalSteps
 from pufferfish.measure import read_run
 
 #: (method, optimizer, workers). All switch to low rank after the first of three epochs.
 RUNS = [
-    ("pufferfish+streaming-4x2", "muon", 2),
-    ("pufferfish(frobenius=0.1)+sparseloco-3", "adamw", 2),
-    pytest.param("auto+streaming-5x3(delay=4, mixing=0.25)+int4", "adamw", 2, marks=pytest.mark.slow),
-    pytest.param("pufferfish+diloco-3", "sgd", 4, marks=pytest.mark.slow),
-    pytest.param("streaming-4x3+powersgd-2", "adamw", 3, marks=pytest.mark.slow),
+    ("pufferfish+streaming(4,fragments=2)", "muon", 2),
+    ("pufferfish(frobenius=0.1)+sparseloco(3)", "adamw", 2),
+    pytest.param(
+        "auto+streaming(5,fragments=3,delay=4,mixing=0.25,method=int4)", "adamw", 2, marks=pytest.mark.slow
+    ),
+    pytest.param("pufferfish+diloco(3)", "sgd", 4, marks=pytest.mark.slow),
+    pytest.param("streaming(4,fragments=3,method=powersgd(2))", "adamw", 3, marks=pytest.mark.slow),
 ]
 
 
@@ -91,7 +91,9 @@ def test_simulated_equals_real(method: str, optimizer: str, size: int, tmp_path:
 def test_resumed_simulations_are_bit_identical(model: str, update: int, tmp_path: Path) -> None:
     """Stopped in an epoch, with an average on its way, and after the switch."""
     tiny.text(tmp_path)
-    straight = settings(tmp_path / "straight", f"{model}+streaming-4x2(delay=3)+int4", simulate=2)
+    straight = settings(
+        tmp_path / "straight", f"{model}+streaming(4,fragments=2,delay=3,method=int4)", simulate=2
+    )
     assert train(TASK, straight) is not None
     stopped = replace(straight, folder=tmp_path / "stopped")
     predictions = 1 if model == "dense" else 2  # each takes a batch
@@ -108,7 +110,7 @@ def test_resumed_simulations_are_bit_identical(model: str, update: int, tmp_path
 
 def test_simulated_workers_stay_as_many(tmp_path: Path) -> None:
     tiny.text(tmp_path)
-    two = settings(tmp_path / "run", "diloco-3", simulate=2)
+    two = settings(tmp_path / "run", "diloco(3)", simulate=2)
     _left[0] = 2 * 3 + 1
     assert train(TASK, two) is None
     with pytest.raises(ValueError, match="a run with workers 2, not 3; choose another --out"):
@@ -121,36 +123,39 @@ def test_names() -> None:
         assert method.compress is None
         return method.local
 
-    assert local("diloco-30") == LocalMethod(h=30)
-    assert local("dense+streaming-30x4") == LocalMethod(h=30, fragments=4, delay=7)
-    assert local("sparseloco-30") == LocalMethod(h=30, lr=1.0, momentum=0.0, compress=SparseLoCo())
-    assert local("pufferfish+diloco-30+int4") == LocalMethod(h=30, compress=Int4())
-    assert local("streaming-8x2(delay=1, lr=1)") == LocalMethod(h=8, fragments=2, delay=1, lr=1)
-    assert local("diloco-8(momentum=0)+SparseLoCo(k=32)") == LocalMethod(
+    assert local("diloco(30)") == LocalMethod(h=30)
+    assert local("dense+streaming(30,fragments=4)") == LocalMethod(h=30, fragments=4, delay=7)
+    assert local("sparseloco(30)") == LocalMethod(h=30, lr=1.0, momentum=0.0, compress=SparseLoCo())
+    assert local("pufferfish+diloco(30,method=int4)") == LocalMethod(h=30, compress=Int4())
+    assert local("streaming(8,fragments=2,delay=1,lr=1)") == LocalMethod(h=8, fragments=2, delay=1, lr=1)
+    assert local("diloco(8,momentum=0,method=sparseloco(k=32))") == LocalMethod(
         h=8, momentum=0, compress=SparseLoCo(32)
     )
     assert training_method("sparseloco").compress == SparseLoCo()
-    assert training_method("pufferfish+diloco-30").model == "pufferfish"
-    assert bench_method("diloco-30(lr=0.4)@muon=0.02").optimizer == "muon"
+    assert training_method("pufferfish+diloco(30)").model == "pufferfish"
+    assert training_method("dense(optimizer=muon,lr=0.02)+diloco(30,lr=0.4)").optimizer == "muon"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("streaming-30", "write it like streaming-30x4, updates × fragments"),
-        ("diloco-30x4", "write it like diloco-30, with the number of updates"),
-        ("streaming-4x5", "fragments=5 exceeds h=4"),
-        ("streaming-4x0", "fragments=0 is not a number of fragments"),
-        ("diloco-0", "h=0 is not a number of updates"),
-        ("diloco-8(lr=-1)", "outer lr=-1 must be at least 0"),
-        ("diloco-8(rate=1)", "the brackets take fragments, delay, mixing, lr, momentum"),
-        ("diloco-8(0.5)", "the brackets take"),
-        ("diloco-8+", r"a compression method follows the \+"),
-        ("sparseloco-8+int4", r"after diloco or streaming, a compression method follows the \+"),
-        ("diloco-8+sparseloco", "SparseLoCo replaces outer momentum; pass momentum=0"),
-        ("diloco-8+nothing", "there is no nothing"),
-        ("early-bird-0.5+diloco-8", "early-bird-0.5 cannot be combined with local steps"),
-        ("diloco", r"there is no diloco \(did you mean diloco-30\?\); choose from .*diloco-30"),
+        ("streaming(30)", r"write it like streaming\(30,fragments=4\): the same in 4 parts"),
+        ("diloco", r"write it like diloco\(30\): workers average their models"),
+        ("streaming(4,fragments=5)", "fragments=5 exceeds h=4"),
+        ("streaming(4,fragments=0)", "fragments=0 is not a number of fragments"),
+        ("diloco(0)", "h=0 is not a number of updates"),
+        ("diloco(8,lr=-1)", "outer lr=-1 must be at least 0"),
+        (
+            "diloco(8,rate=1)",
+            "rate=1 is not an option of diloco; choose from h, fragments, delay, mixing, lr, momentum",
+        ),
+        ("diloco(8,0.5)", "0.5 is not an option of diloco"),
+        ("diloco(8)+", "write word"),
+        ("diloco(8)+int4", "write word"),
+        ("diloco(8,method=sparseloco)", "SparseLoCo replaces outer momentum; pass momentum=0"),
+        ("diloco(8,method=nothing)", "there is no nothing"),
+        ("early-bird(0.5)+diloco(8)", "early-bird cannot be combined with local steps"),
+        ("diloko(30)", r"there is no diloko \(did you mean diloco\?\); choose from .*diloco"),
     ],
 )
 def test_wrong_names(text: str, message: str) -> None:

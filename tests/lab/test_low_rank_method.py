@@ -11,14 +11,13 @@ import torch
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench.bench_runs import BenchRun
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import untimed_methods
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.timing import untimed_methods
+from pufferfish.lab.method_name import training_method
+from pufferfish.lab.model_change import build_model_change
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.low_rank_change import build_model_change
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.step import build_components
 from pufferfish.measure import read_run
 
 TASK = find_task("digits:mlp,width=16")
@@ -151,19 +150,21 @@ def test_wrong_options(text: str, message: str) -> None:
 
 
 def test_global_scope(tmp_path: Path) -> None:
-    layer, everywhere = training_method("topk-0.01"), training_method("auto+global-topk-0.01")
+    layer, everywhere = training_method("topk(0.01)"), training_method("auto+topk(0.01,scope=global)")
     assert (layer.compression.scope, everywhere.compression.scope) == ("layer", "global")
     assert everywhere.model == "auto"
     with pytest.raises(ValueError, match="global"):
-        training_method("global-powersgd-4")
+        training_method("powersgd(4,scope=global)")
     short: dict[str, Any] = {"recipe": replace(RECIPE, epochs=1), "simulate": 2}
-    one, other = (results(f"{scope}topk-0.01", tmp_path / f"{scope}k", **short) for scope in ("", "global-"))
+    one, other = (
+        results(f"topk(0.01,scope={scope})", tmp_path / scope, **short) for scope in ("layer", "global")
+    )
     assert one["loss"] != other["loss"]
 
 
 def test_momentum_of_the_method_replaces_that_of_the_optimizer(tmp_path: Path) -> None:
     recipe = replace(RECIPE, epochs=1, momentum=0.9, nesterov=True)
-    given = settings("DGC(0.9)", tmp_path / "dgc", recipe=recipe, simulate=2)
+    given = settings("dgc(0.9)", tmp_path / "dgc", recipe=recipe, simulate=2)
     groups = build_components(TASK, given, None, 0, 1, torch.device("cpu")).optimizer.param_groups
     assert [(g["params"][0].dim(), g["momentum"], g["nesterov"]) for g in groups] == [
         (2, 0.0, False),

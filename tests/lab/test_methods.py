@@ -32,13 +32,19 @@ from pufferfish.compression import (
     Threshold,
     TopK,
 )
-from pufferfish.compression.parse_method import method_classes, parse_method
-from pufferfish.lab.report.methods_table import SIGMA, methods_parts, parse_methods, step_traffic
+from pufferfish.lab.method_name import method_words, written
+from pufferfish.lab.report.methods_table import (
+    SIGMA,
+    all_methods,
+    compression_table,
+    methods_parts,
+    step_traffic,
+)
 
 GUIDE = Path(__file__).parents[2] / "docs" / "compression.md"
 
 
-@pytest.mark.parametrize("method", parse_methods([]), ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("size", [2, 5])
 def test_one_worker_counts_what_simulated_workers_count(method: Method, size: int) -> None:
     shape = (48, 80)
@@ -72,16 +78,22 @@ def test_one_worker_counts_what_simulated_workers_count(method: Method, size: in
     ids=lambda x: type(x).__name__ if isinstance(x, Method) else "",
 )
 def test_known_figures(method: Method, feedback: str, bits: list[str], ratios: list[float]) -> None:
-    row = str(methods_parts([method])[0]).splitlines()[1]
-    assert row.startswith(repr(method))
-    assert row.removeprefix(repr(method)).split() == [feedback, *bits, *(f"{x:g}" for x in ratios)]
+    row = str(compression_table([method], [2, 8, 64])).splitlines()[1]
+    assert row.startswith(written(method))
+    assert row.removeprefix(written(method)).split() == [feedback, *bits, *(f"{x:g}" for x in ratios)]
 
 
 def test_all_methods_are_shown_unless_some_are_named() -> None:
-    assert [type(method).__name__ for method in parse_methods([])] == list(method_classes())
-    assert parse_methods(["TopK(0.1)", "DGC"]) == [TopK(0.1), method_classes()["DGC"]()]
-    lines = "\n\n".join(map(str, methods_parts(parse_methods(["BFloat16", "DGC"]), workers=[4]))).splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["method", "BFloat16()"]
+    assert [type(method) for method in all_methods()] == list(method_words().values())
+    models, _, steps, table, _ = map(str, methods_parts([]))
+    assert "pufferfish" in models
+    assert "diloco(30)" in steps
+    assert [line.split("(")[0].split()[0] for line in table.splitlines()[1:]] == list(method_words())
+    bf16, dgc, *rest = map(str, methods_parts(["bf16", "pufferfish+dgc"], workers=[4]))
+    assert "compressed by BFloat16()" in bf16
+    assert "low rank" in dgc
+    lines = "\n\n".join(rest).splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["method", "bf16"]
     assert " own " in lines[2]
     assert lines[0].endswith("4 workers")
     assert "one of 4 workers" in " ".join(lines[3:])
@@ -89,15 +101,16 @@ def test_all_methods_are_shown_unless_some_are_named() -> None:
 
 def test_a_job_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="--workers 1: one worker sends nothing"):
-        methods_parts([TopK()], workers=[2, 1])
+        methods_parts(["topk"], workers=[2, 1])
 
 
 def test_the_guide_shows_what_the_command_prints() -> None:
     shown = re.findall(r"^\| `(.*?)` \| (\w+ \| .*-.* \| .*) \|$", GUIDE.read_text(), re.MULTILINE)
     assert len(shown) > 15
     for text, cells in shown:
-        method = parse_method(text)
-        row = str(methods_parts([method])[0]).splitlines()[1].removeprefix(repr(method))
+        method = eval(text, dict(vars(pf.compression)))
+        method = method() if isinstance(method, type) else method
+        row = str(compression_table([method], [2, 8, 64])).splitlines()[1].removeprefix(written(method))
         assert re.split(r"\s{2,}", row.strip()) == cells.split(" | "), text
 
 

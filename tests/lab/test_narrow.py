@@ -13,17 +13,14 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.cli import main
-from pufferfish.lab.bench.bench_method import bench_method
-from pufferfish.lab.bench.bench_runs import BenchRun
-from pufferfish.lab.bench.bench_settings import load_settings
-from pufferfish.lab.bench.models_to_time import models_to_time, untimed_methods
+from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
+from pufferfish.lab.bench.timing import models_to_time, untimed_methods
+from pufferfish.lab.method_name import NarrowMethod, training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.find_width import closest_width, find_width
-from pufferfish.lab.train.narrow_method import NarrowMethod, NarrowWidth
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.narrow import NarrowWidth, closest_width, find_width
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"
@@ -49,14 +46,15 @@ def built(task: Any, width: float) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("text", ["narrow", "narrow-0.5", "narrow-0.125"])
-@pytest.mark.parametrize("compress", ["", "+powersgd-4"])
-@pytest.mark.parametrize("optimizer", ["", "@sam"])
-def test_names_of_methods(text: str, compress: str, optimizer: str) -> None:
-    parsed = bench_method(text + compress + optimizer)
-    assert (parsed.optimizer, parsed.method.compress is not None) == (optimizer[1:] or None, bool(compress))
-    assert parsed.method.name == text + compress
-    assert parsed.method.narrow == NarrowMethod({"narrow-0.5": 0.5, "narrow-0.125": 0.125}.get(text))
+@pytest.mark.parametrize(
+    ("text", "rank"), [("narrow", None), ("narrow(0.5)", 0.5), ("narrow(rank=0.125)", 0.125)]
+)
+@pytest.mark.parametrize("exchange", ["", "+powersgd(4)"])
+def test_names_of_methods(text: str, rank: float | None, exchange: str) -> None:
+    parsed = training_method(text + exchange)
+    assert parsed.name == text + exchange
+    assert (parsed.compress is not None) == bool(exchange)
+    assert parsed.narrow == NarrowMethod(rank=rank)
     assert training_method("dense").narrow is None
 
 
@@ -76,24 +74,24 @@ def test_the_closest_width(seed: int) -> None:
 
 
 def test_a_number_of_parameters() -> None:
-    found = find(TASK, "narrow-5k")
+    found = find(TASK, "narrow(parameters=5000)")
     size = count(built(find_task(TASK), found.width))
     assert abs(size / 5000 - 1) < 0.1
     assert found.note.endswith(f"{size:,} parameters, {size / 5000:.3f} of 5,000.")
 
 
-@pytest.mark.parametrize("method", ["narrow", "narrow-0.5"])
+@pytest.mark.parametrize("method", ["narrow", "narrow(0.5)"])
 def test_as_many_parameters_as_the_low_rank_model(method: str) -> None:
     task = find_task("digits:mlp,width=64")
     found = find("digits:mlp,width=64", method)
     model = task.build()
-    pf.factorize_(model, pf.plan(model, 0.5 if method == "narrow-0.5" else 0.25, keep=task.keep))
+    pf.factorize_(model, pf.plan(model, 0.5 if method == "narrow(0.5)" else 0.25, keep=task.keep))
     target, counts = count(model), {count(built(task, i / 100)) for i in range(1, 101)}
     nearest = min(counts, key=lambda n: abs(torch.tensor(n / target).log().item()))
     assert count(built(task, found.width)) == nearest == pytest.approx(target, rel=0.02)
     assert found.note == (
         f"{method}: {found.width:.3g} of the width, {nearest:,} parameters, {nearest / target:.3f} of the low-rank model's "
-        f"{target:,} (rank {0.5 if method == 'narrow-0.5' else 0.25})."
+        f"{target:,} (rank {0.5 if method == 'narrow(0.5)' else 0.25})."
     )
 
 
@@ -118,7 +116,7 @@ def test_every_task_trains_a_narrower_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, methods = tmp_path / "out", ["pufferfish", "narrow", "narrow-0.5"]
+    out, methods = tmp_path / "out", ["pufferfish", "narrow", "narrow(0.5)"]
     words = ["bench", TASK, "--epochs", "2", "--rounds", "1", "--seeds", "2", "--out", str(out)]
     assert main([*words, "--methods", ",".join(methods)]) == 0
     shown = capsys.readouterr().out
@@ -157,8 +155,8 @@ def test_a_task_that_ignores_its_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["narrow-2", "narrow-0", "narrow-1..2", "narrow-0.5.1", "narrow-0k", "narrow-1..5M"]
+    "method", ["narrow(2)", "narrow(0)", "narrow(1..2)", "narrow(parameters=0)", "narrow(parameters=1.5)"]
 )
 def test_invalid_ranks(method: str) -> None:
-    with pytest.raises(ValueError, match=r"after narrow- write .*, as in narrow-0\.25"):
-        bench_method(method)
+    with pytest.raises(ValueError, match=r"must be a (fraction between 0 and 1|whole number above 0)"):
+        training_method(method)

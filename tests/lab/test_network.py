@@ -401,7 +401,7 @@ def test_modules_of_the_working_folder_replace_none_of_the_job(
     )
     lines: list[str] = []
     with Hosts(1) as hosts:
-        assert hosts.launch(["-m", "mine", "-c", "a b"], per_host=2, write=lines.append) == 0
-    found = sorted(line.partition("report ")[2] for line in lines if "report" in line)
-    assert found == [f"torch{rank} -c a b __main__" for rank in (0, 1)]
+        assert hosts.launch(["-m", "mine", "-c", "a b"], per_host=1, write=lines.append) == 0
+    found = [line.partition("report ")[2] for line in lines if "report" in line]
+    assert found == ["torch0 -c a b __main__"]
     assert not (tmp_path / "imported").exists()

@@ -61,13 +61,13 @@ def test_the_command(
         Path("cut").open("w").close()
 
     monkeypatch.chdir(tmp_path)
-    launcher = importlib.import_module("pufferfish.lab.train.launch_workers")
+    launcher = importlib.import_module("pufferfish.lab.train.workers")
     monkeypatch.setattr(launcher, "Network", emulated)
     Path("waits.py").write_text(TASK)
     os.mkfifo("reached")
     os.mkfifo("cut")
     words = ["train", "waits.py:Waits", "--epochs", "4", "--method", "pufferfish", "--save-every", "7", "--device", "cpu"]  # fmt: skip
-    command = [*words, "--network", "100mbit", "--hosts", "2", "--timeout", "6", "--out", "run"]
+    command = [*words, "--network", "100mbit", "--nodes", "2", "--timeout", "6", "--out", "run"]
     before = on_hosts(os.getpid())
     puller = threading.Thread(target=pull, daemon=True)
     puller.start()
@@ -79,7 +79,7 @@ def test_the_command(
     assert all(line.startswith(("link: ", "epoch ", "Switched ")) for line in errors[:-1]), errors
     assert on_hosts(os.getpid()) == before
     assert main(command) == 0
-    assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
+    assert main([*words, "--per-node", "2", "--simulate", "--out", "straight"]) == 0
     straight, again = read_run("straight"), read_run("run")
     for name in ("loss", "valid/accuracy"):
         resumed, expected = ([point[1:] for point in run.metrics[name]] for run in (again, straight))

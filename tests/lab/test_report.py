@@ -14,8 +14,8 @@ from page import Page
 
 import pufferfish.lab.report
 from pufferfish.lab.report import report
-from pufferfish.lab.report.export import markdown as escaped
-from pufferfish.lab.report.seed_statistics import t_quantile
+from pufferfish.lab.report.comparison import t_quantile
+from pufferfish.lab.report.report import markdown as escaped
 
 LIBRARY = "uplot/uPlot.iife.min.js"
 
@@ -83,8 +83,8 @@ def test_headline_equals_a_slow_reference(bench: Path, html: str) -> None:
         assert row["step speedup vs. bf16"][1] == pytest.approx(sorted(steps)[1])
         wholes = sorted(ends["bf16", s] / ends[name, s] for s in range(3))
         assert row["run speedup vs. bf16"][1] == pytest.approx(wholes[1])
-    assert rows["topk-0.01"]["step speedup vs. bf16"][0].endswith("(slower)")
-    assert rows["topk-0.01"]["difference vs. bf16"][0].endswith(", worse")
+    assert rows["topk(0.01)"]["step speedup vs. bf16"][0].endswith("(slower)")
+    assert rows["topk(0.01)"]["difference vs. bf16"][0].endswith(", worse")
 
 
 def test_breakdown_is_that_of_the_low_rank_phase(html: str) -> None:
@@ -99,7 +99,7 @@ def test_breakdown_is_that_of_the_low_rank_phase(html: str) -> None:
 
 def test_predictions_beyond_the_band_are_marked(html: str) -> None:
     rows = Page(html).table("Predicted and measured")
-    assert rows["topk-0.01"]["error"] == ("+25 %, beyond 20 %", pytest.approx(1.27 / 1.02 - 1))
+    assert rows["topk(0.01)"]["error"] == ("+25 %, beyond 20 %", pytest.approx(1.27 / 1.02 - 1))
     assert rows["bf16"]["error"][0] == "−1 %"
 
 

@@ -11,7 +11,7 @@ from made_up import write_run
 from page import Page
 
 from pufferfish.lab.report import report
-from pufferfish.lab.report.export import as_markdown, markdown
+from pufferfish.lab.report.report import as_markdown, markdown
 from pufferfish.lab.report.tables import Cell, Table
 from pufferfish.measure import RunLog
 

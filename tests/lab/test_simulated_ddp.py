@@ -23,7 +23,7 @@ from pufferfish.compression import (
     TopK,
     compress,
 )  # fmt: skip
-from pufferfish.lab.train.simulated_ddp import SimulatedDDP
+from pufferfish.lab.train.simulated import SimulatedDDP
 
 
 class Arm(NamedTuple):

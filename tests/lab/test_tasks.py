@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from paper import COUNTS
-from pufferfish.lab.data.image_ops import shift_and_flip
-from pufferfish.lab.data.splits import hold_out
+from pufferfish.lab.data.batches import hold_out, shift_and_flip
 from pufferfish.lab.tasks import Recipe, Task, find_task
 
 RECIPE = Recipe(epochs=1, batch=8, lr=0.1)

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pufferfish.cli import main
-from pufferfish.lab.data import tokenized_text
-from pufferfish.lab.data.text_splits import split_characters
-from pufferfish.lab.data.tokenized_text import tokenize, vocabulary_size
+from pufferfish.lab.data import text as text_module
+from pufferfish.lab.data.text import split_characters, tokenize, vocabulary_size
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.tasks.text import with_tokenizer
 from pufferfish.measure import read_run
@@ -89,8 +88,8 @@ def test_the_tokens_are_those_of_the_package(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenized_text, "_PART", 50)
-    monkeypatch.setattr(tokenized_text, "_PARTS", 3)
+    monkeypatch.setattr(text_module, "_PART", 50)
+    monkeypatch.setattr(text_module, "_PARTS", 3)
     path = byte_level(tmp_path / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     for split, part in split_characters(TEXT.encode()).items():
@@ -163,7 +162,7 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"it\.txt: not UTF-8 text \(invalid byte 0\)"):
         find_task(f"text:tokenizer={good}").load(text)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    tokenized_text._parse_tokenizer.cache_clear()
+    text_module._parse_tokenizer.cache_clear()
     text.write_text(TEXT)
     with pytest.raises(ImportError, match="pip install tokenizers"):
         find_task(f"text:tokenizer={good}").load(text)

@@ -17,18 +17,17 @@ from torch import Tensor, nn
 
 from pufferfish.checkpoint.folder import list_checkpoints
 from pufferfish.cli import main
-from pufferfish.lab.rivals.model_change import ModelChange
+from pufferfish.lab.method_name import training_method
+from pufferfish.lab.model_change import ModelChange
 from pufferfish.lab.tasks import Recipe
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.console import Console
-from pufferfish.lab.train.macs_per_row import macs_per_row
-from pufferfish.lab.train.run_components import build_components
-from pufferfish.lab.train.step_runner import StepRunner
-from pufferfish.lab.train.training_method import training_method
+from pufferfish.lab.train.record import macs_per_row
+from pufferfish.lab.train.step import StepRunner, build_components
 from pufferfish.measure import read_run
 
-METHODS = ["early-bird-0.4", "lottery-ticket-2"]
+METHODS = ["early-bird(0.4)", "lottery-ticket(2)"]
 TIMED = ("seconds_a_step", "training_seconds", "peak_memory")
 
 
@@ -96,7 +95,7 @@ def test_stopped(method: str, simulate: int | None, tmp_path: Path, monkeypatch:
     task = Dropped()
     recipe = replace(task.recipe("short"), epochs=3, batch=128)
     steps = task.steps(task.load(None), recipe.batch)
-    word = method + ("+powersgd-2" if simulate else "")
+    word = method + ("+powersgd(2)" if simulate else "")
     given = RunSettings(training_method(word), recipe, tmp_path / "straight", simulate=simulate, quiet=True)
     assert train(task, given) is not None
     stopped = replace(given, folder=tmp_path / "stopped")
@@ -129,12 +128,12 @@ def test_optimizers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*SMALL, "--method", "pufferfish", "--optimizer", name]
     rate = RATES[name]
-    assert main([*words, *(["--lr", str(rate)] if rate else [])]) == 0
-    assert f"pufferfish,{name}: test accuracy" in capsys.readouterr().out
-    run = read_run(tmp_path / "runs" / f"digits-pufferfish,{name}-0")
-    assert run.name == f"pufferfish,{name}"
+    method = f"pufferfish(optimizer={name}{f',lr={rate}' if rate else ''})"
+    assert main([*SMALL, "--method", method]) == 0
+    assert f"{method}: test accuracy" in capsys.readouterr().out
+    run = read_run(tmp_path / "runs" / f"digits-{method}-0")
+    assert run.name == method
     assert run.settings["recipe"]["optimizer"] == name
     assert run.results["accuracy"] > 60
     assert run.results["low_rank_layers"] == 2

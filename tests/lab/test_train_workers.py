@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -14,12 +15,13 @@ import pytest
 import torch
 from on_hosts import on_hosts
 from test_train import SMALL, Stopped, values, weights
+from torch.multiprocessing import ProcessExitedException
 
-from processes import in_processes
+from processes import as_torchrun, forked, free_port, in_processes
 from pufferfish.cli import main
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import Hosts, unavailable_reason
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.training_method import training_method
 from pufferfish.measure import read_run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,14 +29,14 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 LINK = {"asked": "1gbit", "got_mbit": 941.0, "latency_ms": 0.2}
 #: (method, workers). The first covers plain and compressed steps, the switch and low-rank steps.
 SIMULATED = [
-    ("pufferfish+powersgd-4", 2),
-    ("topk-0.01", 2),
-    pytest.param("early-bird-0.5+powersgd-2", 2, marks=pytest.mark.slow),
-    pytest.param("lottery-ticket-1", 2, marks=pytest.mark.slow),
+    ("pufferfish+powersgd(4)", 2),
+    ("topk(0.01)", 2),
+    pytest.param("early-bird(0.5)+powersgd(2)", 2, marks=pytest.mark.slow),
+    pytest.param("lottery-ticket(1)", 2, marks=pytest.mark.slow),
     pytest.param("dense", 2, marks=pytest.mark.slow),
     pytest.param("dense", 4, marks=pytest.mark.slow),
-    pytest.param("powersgd-4", 4, marks=pytest.mark.slow),
-    pytest.param("topk-0.01", 4, marks=pytest.mark.slow),
+    pytest.param("powersgd(4)", 4, marks=pytest.mark.slow),
+    pytest.param("topk(0.01)", 4, marks=pytest.mark.slow),
 ]
 
 
@@ -94,17 +96,28 @@ class Fails(Digits):
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+def as_a_worker(rank: int, size: int, port: int, words: list[str]) -> None:
+    as_torchrun(rank, size, port)
+    assert main(words) == 0
+
+
 @pytest.mark.timeout(200)
-def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, with a switch and compression: the restarted run is bit-identical to an uninterrupted one."""
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_killed_worker(torchrun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a switch and compression: the restarted run is bit-identical to an uninterrupted one."""
     monkeypatch.chdir(tmp_path)
     Path("fails.py").write_text(FAILS.format(fails=KILLED))
-    words = ["train", "fails.py:Fails", "--epochs", "3", "--method", "pufferfish", "--compress", "powersgd-2",
+    words = ["train", "fails.py:Fails", "--epochs", "3", "--method", "pufferfish+powersgd(2)",
              "--save-every", "7", "--device", "cpu"]  # fmt: skip
-    command = [*TORCHRUN, "--max-restarts", "1", "-m", "pufferfish", *words, "--out", "killed"]
-    subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
+    if torchrun:
+        command = [*TORCHRUN, "--max-restarts", "1", "-m", "pufferfish", *words, "--out", "killed"]
+        subprocess.run(command, env=ENV, check=True, capture_output=True, timeout=150)
+    else:
+        for ends in (pytest.raises(ProcessExitedException, match="SIGKILL"), contextlib.nullcontext()):
+            with ends:
+                forked(as_a_worker, 2, (2, free_port(), [*words, "--out", "killed"]), name="train")
     assert Path("failed").exists()
-    assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
+    assert main([*words, "--per-node", "2", "--simulate", "--out", "straight"]) == 0
     straight, again = read_run("straight"), read_run("killed")
     for name in ("loss", "bytes", "valid/accuracy"):
         assert values(again, name) == values(straight, name)
@@ -131,7 +144,7 @@ def test_a_worker_fails(
     """Shows the cause, but not its consequences: lost connections, the launcher's error."""
     monkeypatch.chdir(tmp_path)
     Path("fails.py").write_text(FAILS.format(fails=fails))
-    assert main(["train", "fails.py:Fails", "--workers", "2", "--device", "cpu", "--out", "run"]) == code
+    assert main(["train", "fails.py:Fails", "--per-node", "2", "--device", "cpu", "--out", "run"]) == code
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("Traceback") == ("ZeroDivisionError" in fails)
@@ -144,7 +157,7 @@ def test_a_worker_fails(
 )
 def test_stopped_workers_save(signals: list[int], tmp_path: Path) -> None:
     """Ctrl-C or SIGTERM: a checkpoint, no process left, and the same command resumes."""
-    words = ["train", "digits:mlp,width=4", "--epochs", "10000", "--device", "cpu", "--workers", "2"]
+    words = ["train", "digits:mlp,width=4", "--epochs", "10000", "--device", "cpu", "--per-node", "2"]
     command = [sys.executable, "-m", "pufferfish", *words, "--out", "run"]
     done = 0
     for number in signals:
@@ -170,12 +183,13 @@ def test_stopped_workers_save(signals: list[int], tmp_path: Path) -> None:
     assert done // 20 == len(values(read_run(tmp_path / "run"), "valid/accuracy"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The measured link is shown and recorded; workers are not started in the folder of another run."""
     if reason := unavailable_reason():
         pytest.skip(f"no emulated network: {reason}")
-    words = [*SMALL, "--network", "100mbit", "--hosts", "2", "--out", str(tmp_path / "run")]
+    words = [*SMALL, "--network", "100mbit", "--nodes", "2", "--out", str(tmp_path / "run")]
     assert main(words) == 0
     said = capsys.readouterr()
     assert said.out.startswith("dense: test accuracy")
@@ -195,14 +209,14 @@ def test_on_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.timeout(120)
 def test_hosts_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A message says that their link is not shaped."""
-    assert main([*SMALL, "--hosts", "2", "--out", str(tmp_path / "run")]) == 0
+    assert main([*SMALL, "--nodes", "2", "--out", str(tmp_path / "run")]) == 0
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("the hosts share the unshaped loopback; use --network")
 
 
 def test_without_a_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows none, the loopback is used, with a message."""
-    launcher, used = importlib.import_module("pufferfish.lab.train.launch_workers"), []
+    launcher, used = importlib.import_module("pufferfish.lab.train.workers"), []
     monkeypatch.setattr(launcher, "unavailable_reason", lambda: "no rights here")
     monkeypatch.setattr(Hosts, "launch", lambda self, *_, **__: used.append(self) or 0)
     assert launcher.launch_workers(["x.py"], network="1gbit", hosts=1, per_host=2) == 0

@@ -71,7 +71,7 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(
     code = re.findall(r"```python\n(# my_model\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[0]
     assert len(code.splitlines()) <= 15
     Path("my_model.py").write_text(code)
-    words = ["train", "my_model.py", "--method", "pufferfish", "--compress", "powersgd-4", "--epochs", "3",
+    words = ["train", "my_model.py", "--method", "pufferfish+powersgd(4)", "--epochs", "3",
              "--device", "cpu", "--save-every", "7"]  # fmt: skip
     with pytest.raises(ProcessException):
         forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], 30), name="killed")
@@ -86,7 +86,7 @@ def test_the_file_of_the_page_is_trained_killed_and_resumed(
     )
     assert "Warning" not in said
     forked(killed, 2, (free_port(), str(tmp_path), [*words, "--out", "run"], None), name="resumed")
-    assert main([*words, "--workers", "2", "--simulate", "--out", "straight"]) == 0
+    assert main([*words, "--per-node", "2", "--simulate", "--out", "straight"]) == 0
     said = capsys.readouterr().err  # with the same numbers of epochs, from 1
     assert (
         said.index("epoch 1/3") < said.index("Switched to low rank after epoch 1: ") < said.index("epoch 2/3")
@@ -155,7 +155,7 @@ def test_a_bench_belongs_to_the_text_of_its_file(capsys: pytest.CaptureFixture[s
             "bench",
             file,
             "--methods",
-            "narrow-0.5",
+            "narrow(0.5)",
             "--batch",
             "10",
             "--epochs",
@@ -168,7 +168,7 @@ def test_a_bench_belongs_to_the_text_of_its_file(capsys: pytest.CaptureFixture[s
 
     build = "def build(width=1.0):\n    n = int(32 * width)\n    return nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, n), nn.Linear(n, 3))\n"
     assert main(words(write(build, DATA))) == 0
-    assert "narrow-0.5" in capsys.readouterr().out
+    assert "narrow(0.5)" in capsys.readouterr().out
     os.mkdir("new")
     Path("new/mine.py").write_text(Path("mine.py").read_text().replace("32", "48"))
     bench = Path("out/bench.json")
@@ -308,9 +308,8 @@ def test_errors_name_the_file_and_what_to_add(
     [
         (["--data", "."], "--data .: mine.py reads its own data, in data(); remove --data"),
         (["--method", "narrow"], "the model of mine.py takes no width; add the argument `width=1.0` to the function"),
-        (["--held", "3"], "the task mine.py has its own validation data; remove --held"),
-        (["--workers", "3"], "a batch of 10 cannot be split equally over 3 workers; change --batch"),
-        (["--batch", "40", "--workers", "2"], "data() has 20 training rows, fewer than a batch of 40"),
+        (["--per-node", "3"], "a batch of 10 cannot be split equally over 3 workers; change --batch"),
+        (["--batch", "40", "--per-node", "2"], "data() has 20 training rows, fewer than a batch of 40"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(

@@ -80,6 +80,14 @@ LAYERS = {
     ),
 }
 
+#: Layers that leave eager mode as another one of their type does.
+ALIKE = ("conv1d", "conv3d", "grouped", "gru", "rnn", "encoder_layer")
+one_of_each_type = pytest.mark.parametrize(
+    "layer",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in LAYERS],
+    indirect=True,
+)
+
 
 @pytest.fixture(params=LAYERS)
 def layer(request: pytest.FixtureRequest) -> Layer:
@@ -119,6 +127,7 @@ def step(model: Callable[[Tensor], Any], parameters: list[nn.Parameter], x: Tens
     return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, [x, *parameters])]
 
 
+@one_of_each_type
 def test_export(layer: Layer) -> None:
     """For any batch size, from one."""
     model = layer.make().eval()
@@ -133,6 +142,7 @@ def test_export(layer: Layer) -> None:
         close(exported(x), model(x), 1e-6)
 
 
+@one_of_each_type
 def test_onnx(layer: Layer, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -154,6 +164,7 @@ def test_onnx(layer: Layer, tmp_path: Path) -> None:
         close(got, model(x), 1e-4)
 
 
+@one_of_each_type
 @pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_compile(layer: Layer, mode: str) -> None:
     """Forward and backward, in one graph."""

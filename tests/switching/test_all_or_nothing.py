@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -121,18 +120,9 @@ CHANGES: dict[str, tuple[bool, Callable[[Case], object]]] = {
 Prepare = Callable[..., Callable[[], object]]
 
 
-@pytest.fixture
-def few_objects() -> Iterator[None]:
-    """A search of live objects is quick: those that are there already do not count."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_at_every_line(change: str, stride: int, few_objects: None) -> None:
+def test_at_every_line(change: str, stride: int) -> None:
     low_rank, work = CHANGES[change]
     case, old = Case(low_rank), Case(low_rank).bits()
     executed: dict[Line, int] = {}

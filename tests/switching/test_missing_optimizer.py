@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,13 +30,6 @@ def test_optimizers_of_the_past_and_of_other_parameters_do_not_count() -> None:
     assert len(elsewhere.param_groups) == len(last.param_groups) == 1
 
 
-@pytest.fixture
-def frozen_heap() -> Iterator[None]:
-    """As training loops do for speed: the collector forgets all objects that live now, such as optimizers."""
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("frozen", "message"),
     [
@@ -45,9 +37,8 @@ def frozen_heap() -> Iterator[None]:
         (True, r"2\.weight: .* no optimizer that was passed .*; pass every optimizer"),
     ],
 )
-def test_a_forgotten_optimizer_is_noticed_and_nothing_changes(
-    frozen: bool, message: str, frozen_heap: None
-) -> None:
+def test_a_forgotten_optimizer_is_noticed_and_nothing_changes(frozen: bool, message: str) -> None:
+    """Also where the collector is told to forget all objects that live now, as training loops do for speed."""
     model, other = build(), build()
     body = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
     head = torch.optim.AdamW(model[2].parameters(), lr=0.1)

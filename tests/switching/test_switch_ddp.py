@@ -210,6 +210,34 @@ def an_error_on_one_worker_is_raised_on_all(rank: int, size: int) -> None:
     assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
 
 
+def a_wrapper_goes_on_after_an_error_at_another_one(rank: int, size: int) -> None:
+    """The wrapper inside of an average without gradients cannot be made again; that of the model was already."""
+    ddp = DDP(build())
+    optimizer, average = momentum(ddp), AveragedModel(ddp)
+    average.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+        pf.Switch(rank=0.25, when=pf.AtEpoch(0)).step(ddp, optimizer, epoch=0, also=[average])
+    assert not any(isinstance(m, pf.layers.LowRank) for m in ddp.modules())
+    update(ddp, optimizer, 0, rank, size)
+    ranks_agree(ddp)
+
+
+def svds_are_shared_out(rank: int, size: int) -> None:
+    """Of four equal layers each worker decomposes as many."""
+    ddp = DDP(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    sizes: list[torch.Size] = []
+    eigh = torch.linalg.eigh
+
+    def counted(matrix: Tensor, **options: Any) -> Any:
+        sizes.append(matrix.shape)
+        return eigh(matrix, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", counted)
+        assert pf.Switch(rank=8, when=pf.AtEpoch(0)).step(ddp, momentum(ddp), epoch=0)
+    assert len(sizes) == 4 / size
+
+
 def an_argument_that_ddp_does_not_keep(rank: int, size: int) -> None:
     model = build()
     late = model.get_parameter("8.weight")
@@ -495,6 +523,8 @@ CASES = [
     dense_weights_are_freed,
     disagreement_is_the_same_error_everywhere,
     an_error_on_one_worker_is_raised_on_all,
+    a_wrapper_goes_on_after_an_error_at_another_one,
+    svds_are_shared_out,
     an_argument_that_ddp_does_not_keep,
     rank_zero_decides,
     automatic,

@@ -1,9 +1,11 @@
 """The `pufferfish` command: parses arguments, calls the library, prints results; one file per command.
 
-A command's module has a docstring, which is its description; `HELP`, one line for the list of commands;
-`add_arguments(parser)`; and `run(arguments)`, which returns the exit code, or None for 0. At its top it imports
-nothing that imports torch: `--help` takes a tenth of a second, torch seconds.
+A command's module has a docstring, which is its description; `add_arguments(parser)`; and `run(arguments)`, which returns
+the exit code, or None for 0. Only the module of the command that runs is imported, and at its top it imports nothing that
+imports torch: `--help` takes a tenth of a second, torch seconds.
 """
+
+from __future__ import annotations
 
 import argparse
 import difflib
@@ -11,14 +13,24 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
 
-from . import advise, bench, convert, demo, env, fetch, merge, methods, plan, report, train
-from .amx import avoid_broken_amx
-from .terminal import progress_bars, say_starting
-
-COMMANDS = (demo, advise, plan, convert, merge, methods, train, bench, report, fetch, env)
+#: Commands and their lines in the list of commands.
+COMMANDS = {
+    "demo": "compare a few methods on an emulated slow network, in minutes",
+    "advise": "recommend how to train on a given network",
+    "plan": "show which layers become low-rank and what that saves",
+    "convert": "convert a checkpoint to low rank",
+    "merge": "convert a low-rank checkpoint back to dense",
+    "methods": "say what the names of methods mean, and how much compression saves",
+    "train": "train a task on one or several workers, with automatic resume",
+    "bench": "compare training methods over seeds and on a network",
+    "report": "compare runs on an HTML page or in Markdown",
+    "fetch": "download the data of a task",
+    "env": "print versions and hardware, for bug reports",
+}
 #: Commands that run no model, so the AMX check is not needed.
 _NO_COMPUTE = ("report", "fetch")
 #: Commands that run for long, with nothing to see while torch is imported.
@@ -35,27 +47,23 @@ tab completion, a line for the startup file of your shell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for invalid input, 130 for ctrl-C, with a one-line message on stderr."""
-    parser = _parser()
-    if "_ARGCOMPLETE" in os.environ:  # set by the shell when the user presses tab
+    words = sys.argv[1:] if argv is None else list(argv)
+    completing = "_ARGCOMPLETE" in os.environ  # set by the shell when the user presses tab
+    parser = command_parser(COMMANDS if completing else [word for word in words[:1] if word in COMMANDS])
+    if completing:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        print(_unknown(arguments.command, unknown[0]), file=sys.stderr)
+        print(_unknown(arguments, unknown[0]), file=sys.stderr)
         return 2
     if arguments.command is None:
         parser.print_help()
         return 0
     show_warning, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
-        if arguments.command in _LONG:
-            say_starting()
-        if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
-            print(f"pufferfish: {warning}", file=sys.stderr)
-        run: Callable[[argparse.Namespace], int | None] = arguments.run
-        with progress_bars():
-            code = run(arguments) or 0
+        code = _run(arguments)
         if argv is None and code == 130:  # stopped, all is saved: a second ctrl-C must not print a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         return code
@@ -75,6 +83,67 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = show_warning
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage, which fills half a screen, and whose help has two pages."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rare: list[tuple[argparse.Action, str]] = []
+
+    def add_rare(self, *names: str, help: str, **options: Any) -> None:
+        """Add an option that only `--help-all` shows."""
+        if not self.rare:
+            text = "show further options, too, and exit"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+        self.rare.append((self.add_argument(*names, help=argparse.SUPPRESS, **options), help))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+        for action, text in parser.rare:
+            action.help = text
+        parser.print_help()
+        raise SystemExit(0)
+
+
+def command_parser(commands: Sequence[str] | dict[str, str]) -> Parser:
+    """The parser with the arguments of some commands; of the others it knows the names."""
+    from .. import __version__
+
+    what = "Low-rank training and gradient compression for PyTorch."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="pufferfish", description=what, epilog=EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"pufferfish {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, line in COMMANDS.items():
+        if name not in commands:
+            subparsers.add_parser(name, help=line)
+            continue
+        module = import_module(f".{name}", __package__)
+        text = module.__doc__ or ""
+        # Descriptions of several lines hold examples, which must not be wrapped.
+        formatter = raw if "\n" in text else argparse.HelpFormatter
+        command = subparsers.add_parser(name, help=line, description=text, formatter_class=formatter)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, parser=command)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .amx import avoid_broken_amx
+    from .terminal import progress_bars, say_starting
+
+    if arguments.command in _LONG:
+        say_starting()
+    if arguments.command not in _NO_COMPUTE and (warning := avoid_broken_amx()):
+        print(f"pufferfish: {warning}", file=sys.stderr)
+    with progress_bars():
+        return arguments.run(arguments) or 0
+
+
 def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
@@ -82,43 +151,10 @@ def _warning_line(
     return f"pufferfish: warning: {message}\n"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage, which fills half a screen."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    from .. import __version__
-
-    what = "Low-rank training and gradient compression for PyTorch."
-    parser = _Parser(
-        prog="pufferfish",
-        description=what,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"pufferfish {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for module in COMMANDS:
-        name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
-        # Descriptions of several lines hold examples, which must not be wrapped.
-        formatter = argparse.RawDescriptionHelpFormatter if "\n" in text else argparse.HelpFormatter
-        command = commands.add_parser(name, help=module.HELP, description=text, formatter_class=formatter)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    return parser
-
-
-def _unknown(command: str | None, word: str) -> str:
+def _unknown(arguments: argparse.Namespace, word: str) -> str:
     """The error for an argument that no option has. argparse would show the usage of `pufferfish`, not of the command."""
-    options = argparse.ArgumentParser()
-    for module in COMMANDS:
-        if module.__name__.rpartition(".")[2] == command:
-            module.add_arguments(options)
-    option = word.partition("=")[0]
-    close = difflib.get_close_matches(option, options._option_string_actions, n=1)
+    options = arguments.parser._option_string_actions if arguments.command else {}
+    close = difflib.get_close_matches(word.partition("=")[0], options, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    name = f"pufferfish {command}" if command else "pufferfish"
+    name = f"pufferfish {arguments.command}" if arguments.command else "pufferfish"
     return f"{name}: unknown argument {word}{hint}; see `{name} --help`"

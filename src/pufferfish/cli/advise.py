@@ -18,17 +18,22 @@ examples:
       --network real --check
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .arguments import check_output_file, settings_from
+from .arguments import check_output_file, default_device, settings_from
 from .terminal import show
 
-HELP = "recommend how to train on a given network"
+if TYPE_CHECKING:
+    import argparse
+
+    from . import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help="what to train, see above")
     add(
@@ -41,35 +46,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         metavar="A,B",
-        help="methods to try (default: bf16,int8,topk-0.01,powersgd-4; with one worker per machine also the local "
-        "steps diloco-30,streaming-30x4,sparseloco-30)",
+        help="methods to try (default: bf16,int8,topk(0.01),powersgd(4); with one worker per machine also local steps)",
     )
-    add(
-        "--device", choices=("cpu", "cuda"), help="device (default: cuda if available; cpu on emulated hosts)"
-    )
-    add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
     add("--batch", type=int, metavar="N", help="global batch size (default: from example() or the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
     add("--recipe", help="short or paper, also with other values: short,rank=0.33 (default: short)")
     add("--keep", nargs="+", metavar="PATTERN", help="name patterns of layers that stay dense")
     add("--steps", type=int, metavar="N", help="steps of the whole run (default: from the task)")
     add("--out", type=Path, metavar="FILE", help="save the recommended low-rank plan")
-    add("--wide", action="store_true", help="print all columns, however narrow the terminal is")
     add("--json", action="store_true", help="print the result as JSON")
     add("--check", action="store_true", help="run the three best methods and decide by their measured times")
+    text = "device (default: cuda if available and the machines are not emulated)"
+    parser.add_rare("--device", choices=("cpu", "cuda"), help=text)
+    text = "data type (default: bf16 on cuda, fp32 on cpu)"
+    parser.add_rare("--precision", choices=("fp32", "bf16"), help=text)
+    parser.add_rare("--wide", action="store_true", help="print all columns, however narrow the terminal is")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from ..lab.advise.advise_settings import AdviseSettings
-    from ..lab.advise.run_advise import run_advise
+    from ..lab.advise.run_advise import AdviseSettings, run_advise
+    from ..lab.method_name import split_names
     from ..lab.tasks.text import with_tokenizer
 
     check_output_file(arguments.out)
-    emulated = arguments.check and "RANK" not in os.environ  # emulated hosts have no GPU
-    device = arguments.device or ("cuda" if torch.cuda.is_available() and not emulated else "cpu")
-    methods = None if arguments.methods is None else arguments.methods.split(",")
+    device = arguments.device or default_device(arguments.check and "RANK" not in os.environ)
+    methods = None if arguments.methods is None else split_names(arguments.methods)
     task = with_tokenizer(arguments.task, arguments.data)
     settings = settings_from(AdviseSettings, arguments, task=task, device=device, methods=methods)
     run_advise(settings, lambda advice: show(advice.parts(), wide=arguments.wide))

@@ -7,74 +7,68 @@ which all methods alternate. Every run is saved in the output folder: rerun the
 same command to resume the bench, or add methods and seeds later.
 
 examples:
-  pufferfish bench digits --methods powersgd-4,pufferfish,auto+powersgd-4 \\
-      --hosts 4 --network 100mbit --seeds 3
-  pufferfish bench my_model.py --methods pufferfish,narrow --workers 2
+  pufferfish bench digits --methods 'powersgd(4),pufferfish,auto+powersgd(4)' \\
+      --nodes 4 --network 100mbit --seeds 3
+  pufferfish bench my_model.py --methods pufferfish,narrow --per-node 2
   pufferfish bench cifar10 --methods 'pufferfish,file.py:Mine(rank=2)' \\
-      --hosts 4 --network 1gbit --tune lr=5
+      --nodes 4 --network 1gbit --tune 5
 
   # compare with a narrower dense model of the same size
   pufferfish bench digits --methods pufferfish,narrow --seeds 3
 
   # pruning methods
-  pufferfish bench digits --methods pufferfish,auto,lottery-ticket-5 --seeds 3
-  pufferfish bench digits --methods pufferfish,early-bird-0.3,early-bird-0.5
+  pufferfish bench digits --methods 'pufferfish,auto,lottery-ticket(5)'
+  pufferfish bench digits --methods 'early-bird(0.3),early-bird(0.5)'
 
-  # optimizers for large batches
-  pufferfish bench cifar10 --batch 2048 --tune lr=3 \\
-      --methods dense@sgd=1.6,dense@lars=1.6,dense@lamb=0.02,dense@sam=1.6
+  # optimizers for large batches, and a longer run
+  pufferfish bench cifar10 --batch 2048 --tune 3 --methods \\
+      'dense(optimizer=lars,lr=1.6),dense(optimizer=sam),pufferfish(epochs=1.4)'
 """
 
-import argparse
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .arguments import check_output_folder, settings_from
+from .arguments import add_device, add_workers, check_output_folder, default_device, settings_from
 
-HELP = "compare training methods over seeds and on a network"
+if TYPE_CHECKING:
+    import argparse
+
+    from . import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help="as in `pufferfish train`")
-    text = "as in `pufferfish train`; @OPTIMIZER or @OPTIMIZER=LR may follow each (default: pufferfish)"
+    text = "methods, as `pufferfish methods` lists them (default: pufferfish)"
     add("--methods", default="pufferfish", metavar="M,M,…", help=text)
     add("--seeds", type=int, default=1, metavar="N", help="runs per method (default: 1)")
     text = "try N learning rates per method, each twice the one before; the outermost only if their neighbour is best"
-    add("--tune", metavar="lr=N", help=text)
-    add("--hosts", type=int, default=1, metavar="N", help="number of emulated machines (default: 1)")
-    add("--per-host", type=int, default=1, metavar="N", help="workers per machine (default: 1)")
-    add("--workers", type=int, metavar="N", help="workers on this machine, instead of --hosts")
-    add("--network", metavar="LINK", help="emulated link: 100mbit, '1gbit,delay=5ms' (default: loopback)")
-    add("--simulate", action="store_true", help="simulate all workers in one process and predict times")
-    add("--rounds", type=int, default=5, metavar="N", help="timing rounds (default: 5)")
+    add("--tune", type=int, default=0, metavar="N", help=text)
     text = "short or paper, optionally with changed values: short,rank=0.33,optimizer=muon (default: short)"
     add("--recipe", default="short", help=text)
     add("--epochs", type=int, metavar="N", help="number of epochs (default: from the recipe)")
     add("--batch", type=int, metavar="N", help="global batch size (default: from the recipe)")
     add("--data", type=Path, metavar="FOLDER", help="data folder (default: $PUFFERFISH_DATA)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="device (default: cpu)")
-    add("--precision", choices=("fp32", "bf16"), help="data type (default: bf16 on cuda, fp32 on cpu)")
-    add("--compile", action="store_true", help="train with torch.compile")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: runs/bench-TASK)")
+    add_workers(parser)
+    add_device(parser)
+    parser.add_rare("--rounds", type=int, default=5, metavar="N", help="timing rounds (default: 5)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ..lab.bench import BenchSettings, run_bench
-    from ..lab.bench.bench_runs import slug
-    from ..lab.bench.bench_settings import parse_tune, split_methods
+    from ..lab.method_name import slug, split_names
     from ..lab.tasks.text import with_tokenizer
 
-    if arguments.workers is not None and (arguments.hosts, arguments.per_host) != (1, 1):
-        raise ValueError(
-            "--workers cannot be combined with --hosts or --per-host: it starts workers on this machine only"
-        )
+    emulated = (arguments.nodes or 1) > 1 and not arguments.simulate
     settings = settings_from(
         BenchSettings,
         arguments,
         task=with_tokenizer(arguments.task, arguments.data),
-        methods=split_methods(arguments.methods),
-        tune=parse_tune(arguments.tune) if arguments.tune else 0,
-        per_host=arguments.per_host if arguments.workers is None else arguments.workers,
+        methods=split_names(arguments.methods),
+        device=arguments.device or default_device(emulated),
     )
     out = arguments.out or Path("runs") / f"bench-{slug(arguments.task)}"
     check_output_folder(out)

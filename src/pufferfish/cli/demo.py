@@ -5,8 +5,6 @@ from pathlib import Path
 
 from .arguments import check_output_folder
 
-HELP = "compare a few methods on an emulated slow network, in minutes"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "output folder (default: runs/demo)"

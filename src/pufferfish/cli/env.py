@@ -8,7 +8,6 @@ import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-HELP = "print versions and hardware, for bug reports"
 #: Packages that optional parts use.
 PACKAGES = (
     "numpy", "safetensors", "rich", "argcomplete", "triton", "transformers", "accelerate", "lightning", "peft", "torchft",

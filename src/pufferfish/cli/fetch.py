@@ -4,8 +4,6 @@ import argparse
 import os
 from pathlib import Path
 
-HELP = "download the data of a task"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", metavar="TASK", help="as in `pufferfish train`")
@@ -13,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..lab.data.fetch import fetch
+    from ..lab.data.dataset import fetch
     from ..lab.tasks import find_task
 
     task, folder = find_task(arguments.task), arguments.data or os.environ.get("PUFFERFISH_DATA")

@@ -9,8 +9,6 @@ transformers loads the resulting dense folder.
 import argparse
 from pathlib import Path
 
-HELP = "convert a low-rank checkpoint back to dense"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

@@ -30,8 +30,6 @@ from typing import Any
 from .arguments import check_output_file
 from .terminal import show
 
-HELP = "show which layers become low-rank and what that saves"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

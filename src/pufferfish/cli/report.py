@@ -5,8 +5,6 @@ from pathlib import Path
 
 from .arguments import check_output_file
 
-HELP = "compare runs on an HTML page or in Markdown"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

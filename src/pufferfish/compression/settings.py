@@ -130,7 +130,7 @@ class Settings:
         >>> from pufferfish.compression import PowerSGD, TopK
         >>> settings = Settings({"embed": TopK(), "*": PowerSGD(2)})
         >>> settings.choose(["embed.weight", "fc.weight"])["fc.weight"]
-        PowerSGD(rank=2, start=0)
+        PowerSGD(rank=2, start=0, bf16=False)
         """
         patterns = self.by_pattern
         return {

@@ -36,7 +36,7 @@ import torch
 
 from ..measure.run_log import hardware, versions
 from ..planning.text import Table
-from .report.seed_statistics import estimate, paired_differences
+from .report.comparison import estimate, paired_differences
 
 Row = dict[str, Any]
 

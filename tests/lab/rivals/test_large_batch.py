@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pufferfish as pf
 from processes import in_processes, same_everywhere
-from pufferfish.lab.rivals import LAMB, LARS, SAM
+from pufferfish.lab.train.optimizers import LAMB, LARS, SAM
 
 RHO = 0.1
 SHAPES = ((4, 3), (4,), (2, 3, 3, 3), (), (5, 2))

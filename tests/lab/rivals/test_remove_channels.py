@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES, VGG19, resnet18, resnet50
-from pufferfish.lab.rivals.channel_groups import ChannelGroup, channel_groups
-from pufferfish.lab.rivals.remove_channels import remove_channels_
+from pufferfish.lab.rivals.channels import ChannelGroup, channel_groups, remove_channels_
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.planning import totals
 from pufferfish.planning.profile import profile

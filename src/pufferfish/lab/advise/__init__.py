@@ -1,8 +1,8 @@
 """The advisor: predicts and measures which training method is fastest for a model, a network and a number of workers."""
 
 from .advice import Advice
-from .advise import METHODS, advise, check
-from .nominal_link import nominal_link
+from .advisor import METHODS, advise, check
+from .run_advise import nominal_link
 from .workload import Workload, load_workload
 
 __all__ = ["METHODS", "Advice", "Workload", "advise", "check", "load_workload", "nominal_link"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +22,7 @@ from ...measure.options import (
 )
 from ...planning.plan import Plan
 from ...planning.text import Table
-from .combine_rounds import STABLE, busy_reason, is_stable, median_interval
-from .method_name import NODE, is_local, parse_method_name, warm_up_name
+from ..method_name import in_hierarchy, training_method
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
@@ -59,7 +60,7 @@ class Advice:
 
         If methods were run, only those are considered. Local steps must be faster by `LOCAL_SPEEDUP`, with `MIN_AVERAGES`.
         """
-        every_step = [e for e in self._considered if not is_local(e.name)]
+        every_step = [e for e in self._considered if not _is_local(e)]
         considered = [e for e in self._considered if not self._averages_too_rarely(e.name)]
         fastest = max(e.run_speedup for e in considered)
         if fastest < LOCAL_SPEEDUP * max(e.run_speedup for e in every_step):
@@ -92,7 +93,7 @@ class Advice:
         medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
 
         def run_seconds(e: SpeedupEstimate, step: Mapping[str, float]) -> float:
-            return self.warm_up * step[warm_up_name(e.name)] + (1 - self.warm_up) * step[e.name]
+            return self.warm_up * step[training_method(e.name).warm_up] + (1 - self.warm_up) * step[e.name]
 
         def measured(e: SpeedupEstimate) -> SpeedupEstimate:
             mean = run_seconds(e, medians)
@@ -157,10 +158,15 @@ class Advice:
     def _table_rows(self) -> Iterator[SpeedupEstimate]:
         """All methods that were run; of the others the better of flat and hierarchical, to keep the table short."""
         speedups = {e.name: e.run_speedup for e in self.estimates}
+        flat_names = {
+            in_hierarchy(name): name
+            for name in speedups
+            if training_method(name).hierarchy == "flat" and training_method(name).local is None
+        }
         for e in self.estimates[1:]:
-            flat = e.name.removesuffix(NODE)
-            hierarchical_is_faster = speedups.get(flat + NODE, 0.0) > TOLERANCE * speedups[flat]
-            if hierarchical_is_faster == e.name.endswith(NODE) or e is self.best or e.measured is not None:
+            flat = flat_names.get(e.name, e.name)
+            hierarchical_is_faster = speedups.get(in_hierarchy(flat), 0.0) > TOLERANCE * speedups[flat]
+            if hierarchical_is_faster == (flat != e.name) or e is self.best or e.measured is not None:
                 yield e
 
     def _header(self) -> Iterator[str]:
@@ -191,7 +197,7 @@ class Advice:
                 hours = f", {format_hours(best.hours)} instead of {format_hours(dense.hours)}"
             reason = ""
             if best.run_speedup != max(
-                e.run_speedup for e in self._considered if is_local(e.name) <= is_local(best.name)
+                e.run_speedup for e in self._considered if _is_local(e) <= _is_local(best)
             ):
                 reason = f" It is the simplest method within {TOLERANCE - 1:.0%} of the fastest."
             low, high = best.interval or (best.run_speedup, best.run_speedup)
@@ -210,13 +216,13 @@ class Advice:
 
     def _averages_too_rarely(self, name: str) -> bool:
         """Whether a method makes local steps and the run has too few averages for them."""
-        local = parse_method_name(name)[0].local
+        local = training_method(name).local
         return local is not None and self.steps is not None and self.steps < MIN_AVERAGES * local.h
 
     def _faster_local(self) -> SpeedupEstimate | None:
         """The fastest local steps, if they are faster than the advised method but are not advised themselves."""
         fastest = max(self._considered, key=lambda e: e.run_speedup)
-        local = is_local(fastest.name) and not is_local(self.best.name)
+        local = _is_local(fastest) and not _is_local(self.best)
         return fastest if local and fastest.run_speedup >= MIN_SPEEDUP * self.best.run_speedup else None
 
     def _details(self) -> Iterator[str]:
@@ -255,7 +261,7 @@ class Advice:
         if self.best is self.estimates[0]:
             return
         yield "In your code:"
-        method, hierarchy = parse_method_name(self.best.name)
+        method = training_method(self.best.name)
         if self.plan is not None:
             hint = "" if self.plan_file else "  # rerun with --out plan.json, which writes it"
             yield f'plan = pf.Plan.load("{self.plan_file or "plan.json"}"){hint}'
@@ -264,5 +270,102 @@ class Advice:
             yield f"local = {method.local.as_code()}"
             yield "local.start(model)  # no DDP wrapper; local.step(model) after every update"
         if method.compress is not None:
-            node = ', settings=pf.compression.Settings(hierarchy="node")' if hierarchy == "node" else ""
+            node = ', hierarchy="node"' if method.hierarchy == "node" else ""
             yield f"hook = pf.compress(ddp, {as_code(method.compress)}, optimizer=optimizer{node})"
+
+
+#: Measurements are repeated at least so often, and until the interval of the best method is stable.
+MIN_ROUNDS, MAX_ROUNDS = 5, 15
+#: Seconds after which measurements are repeated no more, once there are three of them.
+MAX_SECONDS = 60.0
+#: An interval is stable if it reaches no further than this share from its median to either side.
+STABLE = 0.1
+#: A machine is busy if the times of the same step differ by more than this share, from quartile to quartile.
+BUSY = 0.15
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """An interval for the median of repeated measurements: 95 % from six values on, their range before.
+
+    It is that of the sign test, which assumes nothing about the distribution of the noise.
+
+    >>> median_interval([3.0, 1.0, 2.0]), median_interval(range(1, 13))
+    ((1.0, 3.0), (3, 10))
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    outside = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2)) if n >= 6 else 0
+    return ordered[outside], ordered[n - 1 - outside]
+
+
+def combine_rounds(rounds: Sequence[Sequence[SpeedupEstimate]]) -> list[SpeedupEstimate]:
+    """The medians over rounds that have the same methods in the same order; `interval` is that of the run's speedup.
+
+    Times follow from the medians of the first method's times and of the speedups, which are paired by round. A median of a
+    method's own times could contradict its speedup on a busy machine.
+
+    >>> def estimate(name, step, speedup):
+    ...     return SpeedupEstimate(
+    ...         kind="", name=name, step=step, speedup=speedup, run_speedup=speedup, hours=step, wire_bytes=0
+    ...     )
+    >>> fast = [("a", 2.0, 1.0), ("b", 1.0, 2.0)]
+    >>> busy = [("a", 8.0, 1.0), ("b", 4.0, 2.0)]
+    >>> odd = [("a", 2.0, 1.0), ("b", 4.0, 0.5)]
+    >>> [(e.step, e.speedup, e.hours) for e in combine_rounds([[estimate(*x) for x in r] for r in (fast, busy, odd)])]
+    [(2.0, 1.0, 2.0), (1.0, 2.0, 1.0)]
+    """
+    step = statistics.median(estimates[0].step for estimates in rounds)
+    hours = [estimates[0].hours for estimates in rounds if estimates[0].hours is not None]
+    combined = []
+    for estimates in zip(*rounds, strict=True):
+        first = estimates[0]
+        assert all(e.name == first.name for e in estimates)
+        runs = [e.run_speedup for e in estimates]
+        speedup, run_speedup = statistics.median(e.speedup for e in estimates), statistics.median(runs)
+        utilisation = [e.utilisation for e in estimates if e.utilisation is not None]
+        combined.append(
+            replace(
+                first,
+                step=step / speedup,
+                speedup=speedup,
+                run_speedup=run_speedup,
+                hours=statistics.median(hours) / run_speedup if hours else None,
+                interval=median_interval(runs),
+                utilisation=statistics.median(utilisation) if utilisation else None,
+            )
+        )
+    return combined
+
+
+def combine_seconds(
+    seconds: Sequence[Mapping[float, float]], rounds: Sequence[Sequence[SpeedupEstimate]]
+) -> dict[float, float]:
+    """The medians of further step times of the same rounds, as shares of the first method's step, as in `combine_rounds`."""
+    step = statistics.median(estimates[0].step for estimates in rounds)
+    return {
+        key: step * statistics.median(s[key] / e[0].step for s, e in zip(seconds, rounds, strict=True))
+        for key in seconds[0]
+    }
+
+
+def is_stable(estimate: SpeedupEstimate) -> bool:
+    """Whether the interval of an estimate is narrow enough."""
+    if estimate.interval is None:
+        return True
+    low, high = estimate.interval
+    return max(estimate.run_speedup - low, high - estimate.run_speedup) <= STABLE * estimate.run_speedup
+
+
+def busy_reason(seconds: Sequence[float]) -> str:
+    """Why the machine seems to be busy, from the times of the same step; "" if it does not."""
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    spread = (high - low) / median
+    if spread <= BUSY:
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    hint = f"; load average {load:.1f} on {cores} cores" if load > cores else ""
+    return f"the time of the same step varies by {spread:.0%}{hint}"
+
+
+def _is_local(estimate: SpeedupEstimate) -> bool:
+    return training_method(estimate.name).local is not None

@@ -1,27 +1,27 @@
 """`run_advise`: `pufferfish advise` in one process, in a torchrun job, or on emulated hosts."""
 
+from __future__ import annotations
+
 import gc
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ...measure import Link
+from ...measure import AlphaBeta, Link
 from ...planning.plan import plan
 from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
-from ..train.process_group import WorkersUnreachable, process_group
-from ..train.worker_device import worker_device
+from ..train.workers import WorkersUnreachable, process_group, worker_device
 from .advice import Advice
-from .advise import METHODS, advise, check
-from .advise_settings import AdviseSettings
-from .nominal_link import nominal_link
+from .advisor import METHODS, advise, check, exchange_method
 from .workload import Workload, load_workload
 
 
@@ -151,6 +151,82 @@ def _print_and_save(advice: Advice, settings: AdviseSettings, show: Callable[[Ad
         print(message, file=sys.stderr if settings.json else sys.stdout)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdviseSettings:
+    """The arguments of `pufferfish advise`, checked.
+
+    >>> AdviseSettings(task="digits", network="100mbit,delay=1ms", nodes=4).link_shape
+    LinkShape(mbit=100.0, delay_ms=1.0)
+    """
+
+    task: str
+    network: str | None = None  # None or "real": that of the job
+    nodes: int | None = None
+    per_node: int | None = None
+    methods: Sequence[str] | None = None  # None: the default methods
+    device: str = "cpu"
+    precision: str = "fp32"
+    batch: int | None = None
+    data: Path | None = None
+    recipe: str | None = None  # None: "short"
+    keep: Sequence[str] | None = None
+    steps: int | None = None
+    out: Path | None = None
+    json: bool = False
+    check: bool = False
+    width: int | None = None  # of the terminal; None: lines of any length
+    emulated: str | None = None  # link of the emulated hosts on which this process runs
+
+    def __post_init__(self) -> None:
+        for name, number in (("nodes", self.nodes), ("per-node", self.per_node), ("steps", self.steps)):
+            if number is not None and number < 1:
+                raise ValueError(f"--{name} {number}: must be at least 1")
+        if (workers := (self.nodes or 1) * (self.per_node or 1)) > MAX_WORKERS:
+            raise ValueError(f"{workers:,} workers: not supported; use at most {MAX_WORKERS:,}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
+        for name in self.methods or ():
+            exchange_method(name)
+        if self.network not in (None, "real"):
+            LinkShape.parse(self.network)
+
+    @property
+    def link_shape(self) -> LinkShape | None:
+        """The network to predict for; None: the network of the job."""
+        return None if self.network in (None, "real") else LinkShape.parse(self.network)
+
+
+#: Seconds of software overhead per message: gloo on CPUs, NCCL on GPUs.
+OVERHEAD = {"cpu": 1e-4, "cuda": 3e-5}
+#: Assumed bits per second between the workers of one machine.
+INTRA_NODE_BANDWIDTH = 1e11
+
+
+def nominal_link(shape: LinkShape, nodes: int, per_node: int, device: str = "cpu") -> Link:
+    """The link of `nodes` machines, whose `per_node` workers share one network connection of this shape.
+
+    In a ring, one worker of a machine sends to the next machine; in an all-to-all, all of them send at the same time.
+
+    >>> link = nominal_link(LinkShape.parse("10gbit"), nodes=4, per_node=8)
+    >>> link.size, round(link.bandwidth / 1e9, 2), link.extrapolated
+    (32, 9.49, True)
+    """
+    size, overhead = nodes * per_node, OVERHEAD.get(device.partition(":")[0], 3e-5)
+    if nodes == 1:
+        link = Link.nominal(bandwidth=INTRA_NODE_BANDWIDTH, latency=overhead, size=size)
+        return replace(link, per_node=size)
+    delay = shape.delay_ms / 1e3
+    link = Link.nominal(bandwidth=1e6 * shape.mbit, latency=delay + overhead, size=size)
+    ring = link.collectives["all_reduce"]
+    outside = (size - per_node) / (size - 1)  # fraction of a worker's peers on other machines
+    all_to_all = replace(ring, beta=ring.beta * max(1.0, per_node * outside))
+    link = replace(link, collectives={"all_reduce": ring, "all_gather": ring, "all_to_all": all_to_all})
+    if per_node == 1:
+        return link
+    intra_node = {"all_reduce": AlphaBeta(alpha=overhead, beta=8 / INTRA_NODE_BANDWIDTH)}
+    return replace(link, per_node=per_node, intra_node=intra_node, inter_node={"all_reduce": ring})
+
+
 if __name__ == "__main__":  # on an emulated host
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     arguments |= {name: Path(arguments[name]) for name in ("data", "out") if arguments[name] is not None}
@@ -158,3 +234,5 @@ if __name__ == "__main__":  # on an emulated host
     run_advise(
         settings, lambda advice: print(advice if settings.width is None else advice.text(settings.width))
     )
+
+MAX_WORKERS = 1024  # a dry run decodes the messages of all workers

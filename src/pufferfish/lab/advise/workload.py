@@ -71,7 +71,7 @@ def _from_task(
     task: Task, recipe_name: str, batch: int | None, data: Path | None, rank: int, size: int, device: str
 ) -> Workload:
     from ..train import build_optimizer  # a large import
-    from ..train.worker_device import move_to_device
+    from ..train.workers import move_to_device
 
     recipe = task.recipe(recipe_name)
     recipe = recipe if batch is None else replace(recipe, batch=batch)

@@ -3,27 +3,30 @@
 import os
 import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...measure.run_log import RUN_FILE
+from ...planning.text import Table
+from ..method_name import training_method
 from ..report import report, write
-from ..rivals.pruning_by_name import build_pruning_change, is_pruning_method
+from ..report.comparison import Comparison, compare_runs, find_runs
+from ..report.formatting import format_bytes
+from ..report.headline import headline
+from ..rivals.pruning import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
-from ..train.run_folder import check_same_task
-from ..train.worker_device import check_gpu_count
-from .bench_method import bench_method
-from .bench_runs import bench_runs, is_finished
-from .bench_settings import BenchSettings
+from ..train.record import check_same_task
+from ..train.workers import check_gpu_count
+from .bench_settings import BenchSettings, is_finished
 from .bench_worker import BenchWorker
-from .choose_rate import choose_rate, untried_runs
-from .models_to_time import untimed_methods
+from .rates import bench_runs, choose_rate, untried_runs
 from .run_on_hosts import EventDisplay, run_on_hosts
-from .summary import write_summary
-from .terminal_table import terminal_table
+from .timing import untimed_methods, write_summary
 
 PAGE = "report.html"
 
@@ -79,15 +82,15 @@ def check_method(
     method: str, settings: BenchSettings, task: Task, recipe: Recipe, steps_per_epoch: int
 ) -> None:
     """Raise the errors that a run of the method would raise at its start."""
-    parsed = bench_method(method)
-    recipe, name = parsed.recipe(recipe), parsed.method.model
+    parsed = training_method(method)
+    recipe = parsed.recipe(recipe)
     settings.run_settings(method, recipe).check(task, 1 if settings.simulate else settings.workers)
-    if is_pruning_method(name):
+    if parsed.pruning is not None:
         model = task.build()
         optimizer = build_optimizer(model, recipe)
         lengths = {"epochs": recipe.epochs, "steps_per_epoch": steps_per_epoch}
         try:
-            build_pruning_change(name, model, optimizer, **lengths)
+            build_pruning_change(parsed.pruning, model, optimizer, **lengths)
         except ValueError as error:
             raise ValueError(f"--methods {method}: {error}") from None
 
@@ -115,3 +118,40 @@ def write_results(settings: BenchSettings, root: Path) -> None:
     print(terminal_table(root, width))
     write(report([root], title=f"{settings.task}: comparison of methods"), root / PAGE)
     print(f"\n{root / PAGE}: open it in a browser")
+
+
+#: Columns by their first words, the least important first.
+_SPARE = (
+    "seeds", "MACs", "peak memory", "peak rate", "largest exchange", "bytes per round", "bytes per step", "run time",
+    "run speedup", "parameters", "utilisation", "difference", "step speedup", "step time",
+)  # fmt: skip
+
+
+def terminal_table(root: Path, width: int | None = None) -> str:
+    """The main table of the page as text; empty columns are left out.
+
+    Args:
+        width: leave out more columns, the least important first, where the table is wider than this.
+    """
+    return "\n\n".join(_table(comparison, width) for comparison in compare_runs(find_runs([root])))
+
+
+def _table(comparison: Comparison, width: int | None) -> str:
+    found, reference = headline(comparison), comparison.reference
+    title, against = comparison.title, ""
+    if reference:
+        title, against = f"{title}, compared with {reference.name}", f" vs. {reference.name}"
+    heads = [head.removesuffix(against) for head in found.columns]
+    texts = [[cell.text for cell in row] for row in found.rows]
+    columns = [c for c in zip(heads, *texts, strict=True) if {*c[1:]} - {"–", format_bytes(0)}]
+    spare = [head for name in _SPARE for head in heads if head.startswith(name)]
+    spare.append(comparison.metric.label)  # after all the others, so that any table fits
+    whole = Table([*zip(*columns, strict=True)], left=(0,), spare=spare)
+    table = whole if width is None else whole.fitted(width)
+    missing = [head for head in whole.rows[0] if head not in table.rows[0]]
+    hint = [f"left out: {', '.join(missing)}; the page shows all"] * bool(missing)
+
+    def fill(texts: Sequence[str]) -> list[str]:
+        return [text if width is None else textwrap.fill(text, width) for text in texts]
+
+    return "\n".join([*fill([title]), "", str(table), *fill(hint), "", *fill(found.notes)])

@@ -1,21 +1,20 @@
-"""`BenchSettings`: the settings of a bench, saved in its folder as `bench.json`."""
+"""The settings of a bench, and the runs that it consists of."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...planning.json_file import read_json
+from ..method_name import slug, training_method
 from ..network import LinkShape
 from ..report import write
 from ..tasks import Recipe, Task, find_task
 from ..train import RunSettings
-from .bench_method import bench_method
 
 FILE = "bench.json"
 VERSION = 1
@@ -31,16 +30,16 @@ class BenchSettings:
 
     Args:
         task: as in `pufferfish train`.
-        methods: methods as `bench_method` parses them; dense is always added, and bf16 for several workers.
+        methods: methods as `training_method` parses them; dense is always added, and bf16 for several workers.
         seeds: number of seeds, from 0.
         recipe, epochs, batch: the task's recipe, and overrides of its values.
         tune: learning rates that every method is tuned with, as `untried_rates` says; 0: all use the recipe's.
-        hosts, per_host, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
+        nodes, per_node, network: emulated hosts, workers on each, and the link between hosts; None: the loopback.
         rounds: timed rounds, in which the methods take turns.
         simulate: exact simulation of all workers in one process; step times are predicted.
         device, precision, compile: as in `pufferfish train`.
 
-    >>> BenchSettings(task="digits", methods=("pufferfish",), hosts=4).methods
+    >>> BenchSettings(task="digits", methods=("pufferfish",), nodes=4).methods
     ('dense', 'bf16', 'pufferfish')
     >>> BenchSettings(task="digits", methods=(), seeds=0)
     Traceback (most recent call last):
@@ -54,8 +53,8 @@ class BenchSettings:
     epochs: int | None = None
     batch: int | None = None
     tune: int = 0
-    hosts: int = 1
-    per_host: int = 1
+    nodes: int = 1
+    per_node: int = 1
     network: str | None = None
     rounds: int = 5
     simulate: bool = False
@@ -64,24 +63,28 @@ class BenchSettings:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch", "hosts", "per_host", "rounds"):
+        for name in ("seeds", "epochs", "batch", "nodes", "per_node", "rounds"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.tune < 0 or self.tune == 1:
-            raise ValueError(f"--tune lr={self.tune}: must be at least 2 rates, such as lr=5")
+            raise ValueError(f"--tune {self.tune}: must be at least 2 learning rates")
         shape = None if self.network is None else LinkShape.parse(self.network)
         if shape is not None and not self.simulate:
             shape.check_emulable()
-            if self.hosts < 2:
-                reason = "a single host has no link; pass --hosts 2 or more"
+            if self.nodes < 2:
+                reason = "a single machine has no link; pass --nodes 2 or more"
                 raise ValueError(f"--network {self.network}: {reason}")
-        object.__setattr__(self, "methods", tuple(dict.fromkeys([*self.references, *self.methods])))
+        object.__setattr__(
+            self,
+            "methods",
+            tuple(dict.fromkeys([*self.references, *(training_method(m).name for m in self.methods)])),
+        )
 
     @property
     def workers(self) -> int:
         """Number of workers on all hosts."""
-        return self.hosts * self.per_host
+        return self.nodes * self.per_node
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -95,7 +98,7 @@ class BenchSettings:
 
     def resolve(self) -> tuple[Task, Recipe]:
         """The task and the recipe; raises ValueError for settings that do not fit together."""
-        methods = [bench_method(method) for method in self.methods]
+        methods = [training_method(method) for method in self.methods]
         task = find_task(self.task)
         recipe = task.recipe(self.recipe, epochs=self.epochs, batch=self.batch)
         for method in methods:
@@ -113,8 +116,8 @@ class BenchSettings:
         if self.simulate:
             more |= {"simulate": self.workers} | ({"network": self.network} if self.network else {})
         return RunSettings(
-            bench_method(method).method, recipe, folder, name=method, device=self.device, precision=self.precision,
-            compile=self.compile, hosts=self.hosts, **more,
+            training_method(method), recipe, folder, device=self.device, precision=self.precision,
+            compile=self.compile, hosts=self.nodes, **more,
         )  # fmt: skip
 
     def merge_saved(self, folder: Path) -> BenchSettings:
@@ -157,35 +160,39 @@ def load_settings(folder: Path) -> BenchSettings:
     return BenchSettings(**{name: data[name] for name in names} | {"methods": tuple(data["methods"])})
 
 
-def split_methods(text: str) -> tuple[str, ...]:
-    """Split at commas that are outside of brackets.
-
-    >>> split_methods("dense, topk-0.01,file.py:Mine(rank=2, on=[1,2])")
-    ('dense', 'topk-0.01', 'file.py:Mine(rank=2, on=[1,2])')
-    """
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return tuple(name for part in parts if (name := part.strip()))
-
-
-def parse_tune(text: str) -> int:
-    """The number of learning rates in `--tune`.
-
-    >>> parse_tune("lr=5")
-    5
-    """
-    match = re.fullmatch(r"lr=([1-9]\d?)", text)
-    if match is None:
-        raise ValueError(f"--tune {text}: expected a number of learning rates, such as lr=5")
-    return int(match[1])
-
-
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object atomically; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write(json.dumps(data, indent=1) + "\n", path)
+
+
+#: Seed of the tuning runs, different from those of the reported runs.
+TUNE_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """A run of a method: with a seed, or with a learning rate to try.
+
+    >>> BenchRun("powersgd(4)", seed=2).name, BenchRun("dense", lr=0.015).name
+    ('runs/powersgd(4)/seed-2', 'tune/dense/lr-0.015')
+    """
+
+    method: str
+    seed: int = TUNE_SEED
+    lr: float | None = None  # of a tuning run; None: the chosen learning rate
+
+    @property
+    def name(self) -> str:
+        """Its folder, relative to the bench folder."""
+        if self.lr is not None:
+            return f"tune/{slug(self.method)}/lr-{self.lr:.4g}"
+        return f"runs/{slug(self.method)}/seed-{self.seed}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the folder holds a finished run."""
+    try:
+        return read_json(folder / "run.json")["finished"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -21,18 +21,14 @@ import torch.distributed as dist
 
 from ...checkpoint.process import Sigterm
 from ...distributed.workers import Workers
-from ..advise.timing_rounds import steps_per_round, timing_rounds
+from ..method_name import training_method
 from ..network import LinkShape
 from ..train import train
-from ..train.process_group import process_group
-from ..train.worker_device import worker_device
-from .bench_method import bench_method
-from .bench_runs import BenchRun, bench_runs, is_finished
-from .bench_settings import load_settings, write_json
-from .choose_rate import choose_rate, untried_runs
-from .models_to_time import models_to_time, untimed_methods
-from .predictions import predictions
-from .summary import read_rounds
+from ..train.timing import steps_per_round, timing_rounds
+from ..train.workers import process_group, worker_device
+from .bench_settings import BenchRun, is_finished, load_settings, write_json
+from .rates import bench_runs, choose_rate, untried_runs
+from .timing import models_to_time, predictions, read_rounds, untimed_methods
 
 Event = dict[str, Any]
 
@@ -98,7 +94,7 @@ class BenchWorker:
         folder = self.root / run.name
         self.on_event({"begin": run.name, "number": number, "of": count})
         start = time.perf_counter()
-        recipe = dataclasses.replace(bench_method(run.method).recipe(self.recipe), lr=lr)
+        recipe = dataclasses.replace(training_method(run.method).recipe(self.recipe), lr=lr)
         results: Any = {}
         with self._report_failure(run.name):
             settings = self.settings.run_settings(

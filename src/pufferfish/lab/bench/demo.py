@@ -5,16 +5,16 @@ from pathlib import Path
 from . import BenchSettings, run_bench
 
 LINK = "200mbit"
-METHODS = ("powersgd-4", "pufferfish", "pufferfish+powersgd-4")
+METHODS = ("powersgd(4)", "pufferfish", "pufferfish+powersgd(4)")
 
 
 def demo_settings() -> BenchSettings:
     """The settings of the demo: digits on four workers behind slow links.
 
     >>> demo_settings().methods
-    ('dense', 'bf16', 'powersgd-4', 'pufferfish', 'pufferfish+powersgd-4')
+    ('dense', 'bf16', 'powersgd(4)', 'pufferfish', 'pufferfish+powersgd(4)')
     """
-    return BenchSettings(task="digits", methods=METHODS, epochs=8, hosts=4, network=LINK)
+    return BenchSettings(task="digits", methods=METHODS, epochs=8, nodes=4, network=LINK)
 
 
 def demo(out: Path) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 from ..network import Hosts, Network, unavailable_reason
 from ..report.formatting import format_score, format_seconds
 from ..train.console import Console
-from ..train.launch_workers import GRACE_SECONDS
-from ..train.signals import sigterm_as_sigint
+from ..train.workers import GRACE_SECONDS, sigterm_as_sigint
 from .bench_settings import BenchSettings
 
 #: Lines of output shown when workers fail without an event.
@@ -34,9 +33,9 @@ def run_on_hosts(settings: BenchSettings, root: Path, options: dict[str, Any], d
             f"network {network}: {reason}. Using the unshaped loopback; steps on {network} are predicted"
         )
         options, network = options | {"target_link": network}, None
-    emulated = Hosts(settings.hosts) if network is None else Network(settings.hosts, network)
+    emulated = Hosts(settings.nodes) if network is None else Network(settings.nodes, network)
     with sigterm_as_sigint(), emulated as hosts:
-        if settings.hosts > 1:
+        if settings.nodes > 1:
             link = hosts.measure()
             display.console.info(f"link: {link}")
             options = options | {"link": asdict(link)}
@@ -51,7 +50,7 @@ def _launch(
     failed_before = len(display.failed)
     display.console.progress(f"starting {settings.workers} workers …")
     command = ["-m", "pufferfish.lab.bench.bench_worker", str(root), "--options", json.dumps(options)]
-    code = hosts.launch(command, per_host=settings.per_host, write=display, grace=GRACE_SECONDS)
+    code = hosts.launch(command, per_host=settings.per_node, write=display, grace=GRACE_SECONDS)
     if code and len(display.failed) == failed_before:
         raise OSError("\n".join([f"the workers failed with exit code {code}:", *display.last_lines]))
     return not code or "timing" in display.failed

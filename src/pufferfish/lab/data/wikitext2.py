@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .batches import Splits
 from .dataset import DataFile, Dataset, Download
-from .splits import Splits
 
 VOCABULARY = 33_278
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .multi_head_attention import MultiHeadAttention
 from .scaled import scaled
+from .transformer import MultiHeadAttention
 
 
 class Block(nn.Module):

@@ -1,8 +1,7 @@
 """Several hosts on one machine, joined by emulated links of a chosen speed: real TCP over network namespaces."""
 
 from .hosts import Hosts
-from .link_shape import LinkShape
 from .measured_link import MeasuredLink
-from .network import Network, unavailable_reason
+from .network import LinkShape, Network, unavailable_reason
 
 __all__ = ["Hosts", "LinkShape", "MeasuredLink", "Network", "unavailable_reason"]

@@ -1,27 +1,21 @@
-"""`Network`: hosts as Linux network namespaces on a bridge, every link shaped both ways.
-
-Everything, including processes, lives in separate namespaces. Their first process reads from a pipe that the owner
-holds open. When the owner ends for any reason, the pipe closes, the first process exits, and the kernel kills the other
-processes and removes the links. So no name outside can collide or be left behind, and root and users with user
-namespaces are treated alike.
-"""
+"""`Network`: emulated hosts on this machine, with a link of a given rate and delay between them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import delay_switch
 from .hosts import Hosts
-from .link_shape import LinkShape
 
 #: Packets that would wait longer than this for a link are dropped.
 _QUEUE_MS = 50
@@ -124,7 +118,14 @@ class Network(Hosts):
         shape = self.shape
         parameters = self.hosts, round(shape.mbit * 1e6), shape.burst, _QUEUE_MS
         delay = str(shape.delay_ms / 1e3)
-        switch = [sys.executable, "-I", "-S", delay_switch.__file__, str(self.hosts), delay]
+        switch = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(__file__).with_name("delay_switch.py")),
+            str(self.hosts),
+            delay,
+        ]
         self._first_process = subprocess.Popen(
             ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
              "sh", "-c", _SETUP, "pufferfish-network", *map(str, parameters), *(switch if shape.delay_ms else [])],
@@ -191,3 +192,69 @@ def unavailable_reason() -> str | None:
             return None
     except OSError as error:
         return str(error)
+
+
+_RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+_TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+#: From this rate on, a CPU that runs all hosts is slower than the link.
+_MAX_MBIT = 10_000
+#: Seconds per message on a good network, beside the delay that a link states.
+LATENCY = 5e-5
+
+
+@dataclass(frozen=True)
+class LinkShape:
+    """Rate and delay of a host's link.
+
+    >>> LinkShape.parse("2.5gbit, delay=500us")
+    LinkShape(mbit=2500.0, delay_ms=0.5)
+    >>> print(LinkShape(100))
+    100mbit
+    """
+
+    mbit: float  # rate in Mbit/s, each way
+    delay_ms: float = 0.0  # one-way delay between two hosts in milliseconds
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.mbit < float("inf"):
+            raise ValueError(f"link rate must be at least 0.1 Mbit/s, got {self.mbit:g}")
+        if not 0 <= self.delay_ms <= 10_000:
+            raise ValueError(f"link delay must be between 0 and 10,000 ms, got {self.delay_ms:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> LinkShape:
+        """Parse a rate with an optional one-way delay."""
+        rate, *rest = text.lower().replace(" ", "").split(",")
+        mbit = _parse_quantity(rate, _RATES)
+        delay = _parse_quantity(rest[0].removeprefix("delay="), _TIMES) if rest else 0.0
+        if mbit is None or delay is None or len(rest) > 1 or (rest and not rest[0].startswith("delay=")):
+            raise ValueError(f"invalid network {text!r}: write it as 100mbit, 1gbit or 1gbit,delay=5ms")
+        return cls(mbit, delay)
+
+    def __str__(self) -> str:
+        rate = f"{self.mbit / 1e3:g}gbit" if self.mbit >= 1e3 else f"{self.mbit:g}mbit"
+        return f"{rate},delay={self.delay_ms:g}ms" if self.delay_ms else rate
+
+    def check_emulable(self) -> None:
+        """Raise ValueError if the link is too fast to be emulated.
+
+        >>> LinkShape.parse("10gbit").check_emulable()
+        Traceback (most recent call last):
+        ValueError: network 10gbit can be predicted, but is too fast to be emulated; use less than 10gbit
+        """
+        if self.mbit >= _MAX_MBIT:
+            raise ValueError(
+                f"network {self} can be predicted, but is too fast to be emulated; use less than 10gbit"
+            )
+
+    @property
+    def burst(self) -> int:
+        """Bytes that may leave at once: one millisecond's worth. Fewer reduce the rate, more speed up small messages."""
+        return max(16 * 1024, round(self.mbit * 125))
+
+
+def _parse_quantity(text: str, units: dict[str, float]) -> float | None:
+    match = re.fullmatch(r"(\d+\.?\d*)([a-z]+)", text)
+    if not match or match[2] not in units:
+        return None
+    return float(match[1]) * units[match[2]]

@@ -1,17 +1,18 @@
-"""`Comparison`: runs that can be compared with each other, grouped by method."""
+"""`Comparison`: finished runs of a task, by method and seed, from run folders and the folders of benches."""
 
 import json
 import math
 import os
 import re
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ...measure import Run, read_run
-from .bench_folder import NO_EXCHANGE, add_timings, is_tuning_run, source_of
+from ...planning.json_file import read_json
 from .formatting import metric_places, metric_words
 
 METRICS = ("accuracy", "bleu", "bits_per_byte", "perplexity", "loss")
@@ -245,3 +246,154 @@ def _metric(runs: Sequence[Run]) -> Metric:
     is_fraction = name == "accuracy" and max(filter(is_number, values), default=0.0) <= 1
     higher = name not in ("bits_per_byte", "perplexity", "loss") if higher is None else higher
     return Metric(name, higher, 100.0 if is_fraction else 1.0)
+
+
+SUMMARY = "summary.json"
+#: Name of the table row for a dense DDP step without any exchange; it has no score.
+NO_EXCHANGE = "no exchange"
+
+
+def is_tuning_run(folder: Path) -> bool:
+    """Whether a run of a bench only tried a learning rate. Such runs are not reported.
+
+    >>> is_tuning_run(Path("/nowhere/tune/dense/lr-0.1"))
+    False
+    """
+    return _bench_root(folder, "tune") is not None
+
+
+def source_of(run: Run) -> Path:
+    """The bench folder that a run belongs to; for other runs their own folder."""
+    return _bench_root(run.folder, "runs") or run.folder.resolve()
+
+
+def add_timings(runs: Sequence[Run]) -> list[Run]:
+    """Replace the step times of bench runs by those of the bench's timed rounds, and sort by the bench's methods.
+
+    Adds a run named `NO_EXCHANGE` for each bench that timed steps without the exchange.
+    """
+    summaries = {run.folder: _summary(run) for run in runs}
+
+    def position(run: Run) -> int:
+        names = list(summaries[run.folder])
+        return names.index(run.name) if run.name in names else len(names)
+
+    empty: dict[str, Any] = {"results": {}, "predicted": {}}
+    ordered = sorted(runs, key=position)
+    merged = [_with_timing(run, summaries[run.folder].get(run.name, empty)) for run in ordered]
+    roots = {run.folder: _root(run.folder, "runs") for run in runs if NO_EXCHANGE in summaries[run.folder]}
+    for root in dict.fromkeys(root for root in roots.values() if root):
+        in_bench = [run for run in runs if roots.get(run.folder) == root]
+        first = min(in_bench, key=lambda run: (run.name != "dense", run.seed or 0))
+        bare = replace(
+            first, name=NO_EXCHANGE, folder=root / "timing", results={}, predicted={}, layers=[], metrics={},
+            settings=first.settings | {"method": NO_EXCHANGE}, finished=first.finished or first.started,
+        )  # fmt: skip
+        merged.append(_with_timing(bare, summaries[first.folder][NO_EXCHANGE]))
+    return merged
+
+
+def _with_timing(run: Run, timing: dict[str, Any]) -> Run:
+    results, predicted = run.results | timing["results"], run.predicted | timing["predicted"]
+    if notes := [note for part in (run.results, timing["results"]) for note in part.get("notes") or ()]:
+        results["notes"] = notes
+    return replace(run, results=results, predicted=predicted)
+
+
+def _root(folder: Path, kind: str) -> Path | None:
+    """The bench folder of the run KIND/METHOD/RUN."""
+    above = folder.parents
+    return above[2] if len(above) > 2 and above[1].name == kind else None
+
+
+def _bench_root(folder: Path, kind: str) -> Path | None:
+    root = _root(folder.resolve(), kind)
+    return root if root is not None and (root / "bench.json").is_file() else None
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    """Timings by method, from the bench that the run belongs to."""
+    root = _root(run.folder, "runs")
+    if root is None or not (root / SUMMARY).is_file():
+        return {}
+    try:
+        summary: dict[str, Any] = read_json(root / SUMMARY)["methods"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{root / SUMMARY}: not a summary of a bench; run the bench again") from None
+    return summary
+
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom.
+_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_NORMAL = 1.959964
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, half the width of its 95 % interval (None for a single value), and the number of values."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes 0.
+
+        >>> estimate([0.4, 0.5, 0.6]).significant, estimate([-0.4, 0.5, 0.6]).significant, estimate([0.5]).significant
+        (True, False, False)
+        """
+        return self.half is not None and abs(self.mean) > self.half
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of the values with its interval; None without values.
+
+    >>> estimate([93.0, 93.5, 94.0])
+    Estimate(mean=93.5, half=1.242..., count=3)
+    """
+    if not values:
+        return None
+    n = len(values)
+    half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return Estimate(statistics.fmean(values), half, n)
+
+
+def t_quantile(freedom: int) -> float:
+    """Half-width of the central 95 % of Student's t distribution, in standard errors.
+
+    >>> t_quantile(2), round(t_quantile(60), 3)
+    (4.3027, 2.0)
+    """
+    if freedom <= len(_STUDENT):
+        return _STUDENT[freedom - 1]
+    z = _NORMAL  # an expansion in 1 / freedom, accurate to four digits beyond the table
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def paired_differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """`ours - theirs` for every seed that both have.
+
+    >>> paired_differences({0: 3.0, 1: 5.0}, {1: 4.0, 2: 9.0})
+    [1.0]
+    """
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+
+
+def paired_speedup(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float | None:
+    """Median of `theirs / ours` over the seeds that both have: for seconds, the speedup.
+
+    >>> paired_speedup({0: 6.0, 1: 6.2}, {0: 3.0, 1: 2.0, 2: 9.0})
+    2.55
+    """
+    ratios = [theirs[seed] / ours[seed] for seed in ours.keys() & theirs.keys() if ours[seed]]
+    return statistics.median(ratios) if ratios else None
+
+
+def late_median(run: Run, name: str) -> float | None:
+    """Median of a metric over the second half of a run, after the start and the switch."""
+    values = [value for _, _, value in run.metrics.get(name, []) if math.isfinite(value)]
+    return statistics.median(values[len(values) // 2 :]) if values else None

@@ -1,8 +1,12 @@
 """Numbers as text, for tables and figures."""
 
-import math
+from __future__ import annotations
 
-from .seed_statistics import Estimate
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .comparison import Estimate
 
 
 def format_seconds(value: float) -> str:

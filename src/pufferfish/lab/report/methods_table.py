@@ -1,13 +1,13 @@
-"""`methods_parts`: what each compression method sends and saves, for `pufferfish methods`."""
+"""`methods_parts`: what the names of methods mean, and what compression sends and saves, for `pufferfish methods`."""
 
 from collections.abc import Sequence
 
 import torch
 
 from ...compression import Accordion, Engine, Meter, Method, NoCompression, PowerSGD, Settings
-from ...compression.parse_method import method_classes, parse_method
 from ...compression.simulated import OneWorker
 from ...planning.text import Table, track
+from ..method_name import LOCAL_STEPS, MODELS, RECIPE_OPTIONS, method_words, training_method, written
 
 SHAPE = (1024, 1024)
 #: Standard deviation of the gradients: 1 % of the elements exceed the default τ = 0.001 of Threshold.
@@ -18,34 +18,44 @@ Counted in one step, after a warm-up, for a {SHAPE[0]}×{SHAPE[1]} gradient of n
 numbers with σ = {SIGMA:.2g}. "bits per element" is what one of {{}} workers passes to the
 collectives. The columns on the right are compression ratios: bytes on the wire
 of an fp32 ring all-reduce divided by those of the method (below 1: the method
-sends more). The ratio of Threshold depends on the gradients, that of low-rank
-methods on the shape. Accordion is in its phase of light compression (`low`)."""
+sends more). The ratio of threshold depends on the gradients, that of low-rank
+methods on the shape. accordion is in its phase of light compression (`low`)."""
 
 
-def parse_methods(texts: Sequence[str]) -> list[Method]:
-    """The named methods; for an empty list, all methods of the package with their defaults.
-
-    >>> parse_methods(["PowerSGD(2)", "BFloat16"])
-    [PowerSGD(rank=2, start=0), BFloat16()]
-    """
-    example = Accordion(PowerSGD(4), PowerSGD(1), every=1000)  # has no defaults
-    everything = [example if kind is Accordion else kind() for kind in method_classes().values()]
-    return [parse_method(text) for text in texts] or everything
-
-
-def methods_parts(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)) -> list[str | Table]:
-    """A table with one row per method, and the note below it.
+def methods_parts(names: Sequence[str], workers: Sequence[int] = (2, 8, 64)) -> list[str | Table]:
+    """What the names of methods mean, and a table of their compression; of all methods without names.
 
     Args:
         workers: world sizes for which compression ratios are shown.
 
-    >>> print(methods_parts([PowerSGD(rank=4)], workers=[2, 64])[0])
-    method                     error feedback  bits per element   2 workers  64 workers
-    PowerSGD(rank=4, start=0)  yes             all-reduce 0.25          128         128
+    >>> for part in methods_parts(["powersgd(4)"], workers=[2, 64])[:2]:
+    ...     print(part)
+    powersgd(4)
+      model     dense: the task's own model
+      exchange  gradients, compressed by PowerSGD(rank=4, start=0, bf16=False)
+    method                                 error feedback  bits per element   2 workers  64 workers
+    powersgd(rank=4, start=0, bf16=False)  yes             all-reduce 0.25          128         128
     """
     for size in workers:
         if size < 2:
             raise ValueError(f"--workers {size}: one worker sends nothing; pass 2 or more")
+    if not names:
+        return [*_models(), compression_table(all_methods(), workers), NOTE.format(workers[0])]
+    parsed = [training_method(name) for name in names]
+    parts: list[str | Table] = ["\n  ".join([method.name, *method.meaning()]) for method in parsed]
+    if methods := [method.compress for method in parsed if method.compress is not None]:
+        parts += [compression_table(methods, workers), NOTE.format(workers[0])]
+    return parts
+
+
+def all_methods() -> list[Method]:
+    """All compression methods of the package with their defaults."""
+    example = Accordion(PowerSGD(4), PowerSGD(1), every=1000)  # has no defaults
+    return [example if kind is Accordion else kind() for kind in method_words().values()]
+
+
+def compression_table(methods: Sequence[Method], workers: Sequence[int]) -> Table:
+    """A table with one row per compression method."""
     rows = [["method", "error feedback", "bits per element", *(f"{size} workers" for size in workers)]]
     for method in track(methods, "compressing a gradient"):
         meters = [step_traffic(method, size) for size in workers]
@@ -53,9 +63,16 @@ def methods_parts(methods: Sequence[Method], workers: Sequence[int] = (2, 8, 64)
         feedback = "yes" if Settings(method).has_error_feedback(method) else "no"
         feedback = "own" if method.kind == "own" else feedback
         bits = _bits_per_element(meters[0], workers[0])
-        rows.append([repr(method), feedback, bits, *(f"{x:.3g}" for x in ratios)])
-    table = Table(rows, left=(0, 1, 2), spare=("bits per element",))
-    return [table, NOTE.format(workers[0])]
+        rows.append([written(method), feedback, bits, *(f"{x:.3g}" for x in ratios)])
+    return Table(rows, left=(0, 1, 2), spare=("bits per element",))
+
+
+def _models() -> list[str | Table]:
+    rows = [["model", "its options"]]
+    rows += [[name, ", ".join(options) or "–"] for name, options in MODELS.items()]
+    steps = [["local steps", "meaning"], *([name, text] for name, text in LOCAL_STEPS.items())]
+    more = f"Every model also takes {', '.join(RECIPE_OPTIONS[:-1])} and {RECIPE_OPTIONS[-1]}, a factor of the recipe's."
+    return [Table(rows, left=(0, 1)), more, Table(steps, left=(0, 1))]
 
 
 def step_traffic(method: Method, size: int, shape: tuple[int, int] = SHAPE) -> Meter:

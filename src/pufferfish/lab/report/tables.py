@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from ...measure import Run
 from ...measure.breakdown import PARTS
-from .comparison import Comparison, MethodRuns, as_text, is_number, recorded_layers
-from .curves import late_median
+from .comparison import Comparison, MethodRuns, as_text, is_number, late_median, recorded_layers
 from .formatting import format_bytes, format_seconds
 
 #: Parts of a layer's record that have a column of their own.

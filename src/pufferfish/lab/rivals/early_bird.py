@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ...distributed.ddp import Job, check_rewrap
 from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
 from ...lowrank.rewrite import commit
-from .norm_scales import L1Penalty, channel_scores, prunable_groups
-from .remove_channels import check_optimizer_state, remove_channels_
+from .channels import L1Penalty, channel_scores, check_optimizer_state, prunable_groups, remove_channels_
 
 #: Weight of the penalty on γ.
 L1 = 1e-4

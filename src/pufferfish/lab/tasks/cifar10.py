@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from ..data.batches import Splits, hold_out
 from ..data.cifar10 import DATASET, read_images
 from ..data.dataset import read_files
-from ..data.splits import Splits, hold_out
 from ..models import REFERENCES
 from .image_classification import ImageClassification
 from .recipe import Recipe

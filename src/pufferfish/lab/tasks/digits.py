@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import Splits, hold_out
 from ..data.digits import digits
-from ..data.splits import Splits, hold_out
 from ..models.scaled import scaled
 from .image_classification import ImageClassification
 from .recipe import Recipe

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..data.dataset import read_files
 from ..data.enwik8 import DATASET, MD5, check_md5
-from ..data.text_splits import TextSplits, split_bytes
+from ..data.text import TextSplits, split_bytes
 from .gpt_task import GPTTask
 from .recipe import Recipe
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batch_order import BatchOrder, Device
-from ..data.rows import Rows
+from ..data.batches import BatchOrder, Device, Rows
 from .recipe import Recipe
 from .task import Batch, Task, eval_mode
 from .user_file import UserFile

@@ -6,10 +6,9 @@ import difflib
 from importlib import import_module
 from typing import Any
 
-from ...compression.parse_method import import_path
 from .file_task import FileTask
 from .task import Task
-from .user_file import UserFile
+from .user_file import UserFile, import_path
 
 #: Module and class of each task, imported on demand.
 TASKS = {

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
-from ..data.splits import Splits
-from ..data.text_splits import TextSplits
-from ..data.token_windows import to_windows
+from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch, uniform
+from ..data.text import TextSplits, to_windows
 from ..models import GPT, REFERENCES, Llama
 from .recipe import Recipe
 from .task import Batch, Task, check_choice, eval_mode

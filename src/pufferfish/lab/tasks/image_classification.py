@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batch_order import BatchOrder, Device, steps_per_epoch, uniform
-from ..data.image_ops import cut_out_, normalize, shift_and_flip
+from ..data.batches import BatchOrder, Device, cut_out_, normalize, shift_and_flip, steps_per_epoch, uniform
 from .recipe import Recipe
 from .task import Batch, Task, eval_mode
 

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.batch_order import BatchOrder, steps_per_epoch, uniform
+from ..data.batches import BatchOrder, hold_out, normalize, steps_per_epoch, uniform
 from ..data.dataset import data_folder
-from ..data.image_ops import normalize
-from ..data.splits import hold_out
 from ..models import REFERENCES, resnet50
 from .image_classification import ImageClassification
 from .recipe import Recipe

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.batch_order import BatchOrder, Device, steps_per_epoch
+from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch
 from ..data.bpe import BEGIN, BPE, END, PADDING
 from ..data.dataset import read_files
 from ..data.multi30k import DATASET, read_sentences
-from ..data.splits import Splits
 from ..models import REFERENCES, Transformer
 from .beam_search import beam_search
 from .bleu import bleu, require_sacrebleu

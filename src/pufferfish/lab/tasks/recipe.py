@@ -9,6 +9,9 @@ from typing import Any
 SCHEDULES = ("linear", "cosine", "steps", "inverse-sqrt", "plateau")
 OPTIMIZERS = ("sgd", "adam", "adamw", "muon", "lars", "lamb", "sam")
 
+#: Optimizers that use the same learning rates as another one.
+_SAME_RATES = {"sam": "sgd", "adamw": "adam", "muon": "adam"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -90,7 +93,29 @@ class Recipe:
         values |= {name: value for name, value in given.items() if value is not None}
         if self.switch_at and "epochs" in values:
             values.setdefault("switch_at", max(round(self.switch_at * values["epochs"] / self.epochs), 1))
+        if "optimizer" in values:
+            values["lr"] = self.with_optimizer(values["optimizer"], values.get("lr")).lr
         return replace(self, **values)
+
+    def with_optimizer(self, name: str, lr: float | None = None) -> Recipe:
+        """Return the recipe with another optimizer and learning rate.
+
+        Args:
+            lr: required if the recipe's learning rate does not fit the optimizer.
+
+        >>> Recipe(epochs=1, batch=1, lr=0.1).with_optimizer("sam").lr
+        0.1
+        >>> Recipe(epochs=1, batch=1, lr=0.1).with_optimizer("lars")
+        Traceback (most recent call last):
+        ValueError: optimizer lars: give its lr, too, as in dense(optimizer=lars,lr=1.6); the recipe's 0.1 is for sgd, ...
+        """
+        changed = replace(self, optimizer=name, lr=self.lr if lr is None else lr)
+        if lr is None and _SAME_RATES.get(name, name) != _SAME_RATES.get(self.optimizer, self.optimizer):
+            raise ValueError(
+                f"optimizer {name}: give its lr, too, as in dense(optimizer={name},lr=1.6); the recipe's {self.lr:g} is for "
+                f"{self.optimizer}, whose rates have another scale"
+            )
+        return changed
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of update `step`, counted from 0, in a run of `steps` updates."""

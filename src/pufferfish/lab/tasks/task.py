@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.names import unwrap
-from ..data.batch_order import BatchOrder, Device
+from ..data.batches import BatchOrder, Device
 from ..data.dataset import Dataset
 from .recipe import Recipe
 

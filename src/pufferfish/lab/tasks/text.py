@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.dataset import DATA_VARIABLE, data_folder
-from ..data.text_splits import TextSplits, split_bytes
-from ..data.tokenized_text import tokenize, vocabulary_size
+from ..data.text import TextSplits, split_bytes, tokenize, vocabulary_size
 from .gpt_task import GPTTask
 
 #: The tokenizer without a file: each byte is a token.

@@ -1,16 +1,20 @@
 """`UserFile`: a user's file with `build()` and `data()`, for all commands. Errors in its code name the file and the line."""
 
 import hashlib
+import importlib
+import importlib.util
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...compression.parse_method import import_path
-from ..data.rows import Rows
+from ..data.batches import Rows
 
 _DATA = "`def data(): return (inputs, targets), (inputs, targets)`, for training and validation"
 _ROW = "return tensors (inputs, targets), or a Dataset whose rows are (input, target)"
@@ -129,3 +133,32 @@ class UserFile:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same random split on all workers, and after a restart
             return self.call(f"{name}()", getattr(self.module, name))
+
+
+def import_path(place: str) -> ModuleType:
+    """Import `file.py` or `package.module`, once. The file's folder, or the current one, is added to `sys.path`."""
+    path = Path(place).resolve()
+    if place.endswith(".py") and not path.is_file():
+        raise ValueError(f"{place}: there is no such file")
+    folder = str(path.parent) if place.endswith(".py") else os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # so that it can import its neighbours
+    try:
+        return _file(path) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        raise ValueError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _file(path: Path) -> ModuleType:
+    name = str(path)  # no other module can have it; dataclasses look their module up by name
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers.names import unwrap
-from ..data.batch_order import BatchOrder, Device, steps_per_epoch
+from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch
 from ..data.dataset import read_files
-from ..data.splits import Splits
-from ..data.token_windows import to_columns
+from ..data.text import to_columns
 from ..data.wikitext2 import DATASET, VOCABULARY, read_tokens
 from ..models import REFERENCES, LSTMLanguageModel
 from .gpt_task import GPTTask, loss_and_perplexity

@@ -1,7 +1,7 @@
 """One training loop for all tasks: in one process, on several workers, or with simulated workers. It resumes by itself."""
 
-from .build_optimizer import build_optimizer
-from .run_settings import RunSettings
-from .train import train
+from .optimizers import build_optimizer
+from .settings import RunSettings
+from .trainer import train
 
 __all__ = ["RunSettings", "build_optimizer", "train"]

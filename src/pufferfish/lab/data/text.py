@@ -1,0 +1,224 @@
+"""Text as tokens: bytes, a tokenizer, windows and columns."""
+
+import hashlib
+import importlib
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .batches import Splits
+
+#: Where each split begins, in per cent of the text.
+STARTS = {"train": 0, "valid": 90, "test": 95}
+
+
+class TextSplits(Splits):
+    """One sequence of tokens per split, with the size in bytes of the text that it stands for.
+
+    >>> data = TextSplits({"test": torch.tensor([7, 300])}, {"test": 8})
+    >>> data.bits_per_byte("test", loss=8 * math.log(2))
+    2.0
+    """
+
+    def __init__(self, tokens: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        super().__init__({split: (x,) for split, x in tokens.items()})
+        self.sizes = dict(sizes)
+
+    def bits_per_byte(self, split: str, loss: float) -> float:
+        """Convert a loss in nats per token to bits per byte, which do not depend on the tokenizer."""
+        return loss / math.log(2) * self.size(split) / self.sizes[split]
+
+
+def split_bytes(text: bytes) -> TextSplits:
+    """Split a text by position; each byte is a token.
+
+    >>> [split_bytes(bytes(200)).size(split) for split in STARTS]
+    [180, 10, 10]
+    """
+    tokens = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+    parts = dict(zip(STARTS, tokens.tensor_split(_cuts(len(text))), strict=True))
+    return TextSplits(parts, {split: len(x) for split, x in parts.items()})
+
+
+def split_characters(text: bytes) -> dict[str, bytes]:
+    """Split a UTF-8 text at the positions of `split_bytes`, or at the next beginning of a character.
+
+    >>> [len(part) for part in split_characters("ä".encode() * 50).values()]
+    [90, 6, 4]
+    """
+    cuts = [0, *_cuts(len(text)), len(text)]
+    for i, cut in enumerate(cuts):
+        while cut < len(text) and text[cut] & 0b1100_0000 == 0b1000_0000:  # a continuation byte
+            cut += 1
+        cuts[i] = cut
+    return {split: text[cuts[i] : cuts[i + 1]] for i, split in enumerate(STARTS)}
+
+
+def _cuts(size: int) -> list[int]:
+    return [size * start // 100 for start in STARTS.values() if start]
+
+
+#: Version of the way from a text to its tokens; another one does not use the cached tokens.
+_FORMAT = 1
+#: Characters that are encoded at once, up to the end of a line, and parts that are encoded in parallel.
+_PART, _PARTS = 1 << 20, 16
+#: Characters that are decoded again, to see whether the tokenizer loses something.
+_SAMPLE = 100_000
+
+
+def vocabulary_size(path: Path) -> int:
+    """Number of token ids of a `tokenizer.json`, those of added tokens included."""
+    return _read_tokenizer(path).size
+
+
+def tokenize(text: bytes, path: Path, source: str) -> TextSplits:
+    """Split a text by position and encode each split with the `tokenizer.json` at `path`.
+
+    Special tokens are not added, and a truncation or padding that the file asks for is turned off.
+
+    Args:
+        source: of the text, for errors.
+    """
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: not UTF-8 text (invalid byte {error.start:,})") from None
+    tokenizer = _read_tokenizer(path)
+    texts = split_characters(text)
+    _warn_if_lossy(tokenizer.encoder, texts["train"][:_SAMPLE].decode(errors="ignore"), path)
+    key = f"{_FORMAT} {tokenizer.digest} {hashlib.sha256(text).hexdigest()} {_package().__version__}"
+    cached = _cache_folder() / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+    tokens = _read_cached(cached)
+    if tokens is None:
+        tokens = {split: _encode(tokenizer, part.decode()) for split, part in texts.items()}
+        _write_cached(cached, tokens)
+    return TextSplits(tokens, {split: len(part) for split, part in texts.items()})
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError:
+        raise ImportError(
+            "the option tokenizer of the text task needs tokenizers: pip install tokenizers"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    encoder: Any  # a tokenizers.Tokenizer
+    size: int  # of its vocabulary
+    digest: str  # of its file
+
+
+def _read_tokenizer(path: Path) -> _Tokenizer:
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer {path}: no such file; give the path of a tokenizer.json, or tokenizer=bytes"
+        )
+    try:
+        return _parse_tokenizer(path.read_bytes())
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # tokenizers raises plain exceptions
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"tokenizer {path}: not a usable tokenizer.json ({line})") from None
+
+
+@lru_cache(maxsize=1)  # the same file is read each time that a model is built
+def _parse_tokenizer(data: bytes) -> _Tokenizer:
+    encoder = _package().Tokenizer.from_buffer(data)
+    encoder.no_truncation()
+    encoder.no_padding()
+    ids = encoder.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise ValueError("it has no tokens; train it first")
+    return _Tokenizer(encoder, 1 + max(ids), hashlib.sha256(data).hexdigest())  # ids may have gaps
+
+
+def _encode(tokenizer: _Tokenizer, text: str) -> Tensor:
+    dtype = next(d for d in (np.uint8, np.int16, np.int32) if tokenizer.size <= np.iinfo(d).max + 1)
+    parts, ids = list(_parts(text)), []
+    for i in range(0, len(parts), _PARTS):
+        encodings = tokenizer.encoder.encode_batch_fast(parts[i : i + _PARTS], add_special_tokens=False)
+        ids += [np.array(encoding.ids, dtype) for encoding in encodings]
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *ids]))
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PART) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def _warn_if_lossy(encoder: Any, sample: str, path: Path) -> None:
+    ids = encoder.encode(sample, add_special_tokens=False).ids
+    # Some tokenizers add a space in front, or write line ends as spaces.
+    if encoder.decode(ids, skip_special_tokens=False).split() != sample.split():
+        warnings.warn(
+            f"tokenizer {path}: decoding its tokens does not give the text back, so its bits per byte are too low "
+            "to be compared with those of other tokenizers",
+            stacklevel=2,
+        )
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pufferfish"
+
+
+def _read_cached(path: Path) -> dict[str, Tensor] | None:
+    """The tokens in a file of the cache; None if it does not exist or is damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError):
+        return None
+
+
+def _write_cached(path: Path, tokens: dict[str, Tensor]) -> None:
+    """Write a file of the cache by atomic replacement: several workers may do so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            save_file(tokens, Path(folder) / path.name)
+            (Path(folder) / path.name).replace(path)
+    except (OSError, SafetensorError):
+        pass  # without a cache, the text is encoded again
+
+
+def to_columns(tokens: Tensor, n: int) -> Tensor:
+    """Reshape a sequence to `n` columns of equal length (time, n); the remainder is dropped.
+
+    >>> import torch
+    >>> to_columns(torch.arange(7), 2).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    rows = len(tokens) // n
+    if rows < 2:
+        raise ValueError(f"a text of {len(tokens):,} tokens is too short for {n} columns")
+    return tokens[: rows * n].view(n, rows).t().contiguous()
+
+
+def to_windows(tokens: Tensor, length: int, first: int = 0) -> Tensor:
+    """View of consecutive windows of `length` tokens, each with the token that follows it, starting at `first`.
+
+    >>> import torch
+    >>> to_windows(torch.arange(8), 3).tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    if len(tokens) - first <= length:
+        raise ValueError(f"a text of {len(tokens):,} tokens is too short for windows of {length:,}")
+    return tokens[first:].unfold(0, length + 1, length)
