@@ -21,6 +21,7 @@ from .method import Method, StepContext
 from .methods.changed import Changed, Counts, as_integers, decode, encode, sizes
 from .methods.quantized import BlockInt8, Blocks, Int4
 from .methods.sums import BFloat16, NoCompression
+from .settings import Settings
 
 #: What compresses gradients, and what compresses parameters.
 GRADIENTS = (BlockInt8, Int4, BFloat16, NoCompression)
@@ -33,7 +34,7 @@ _CHECK_EVERY = 64
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def compress_sharded(model: nn.Module, method: Any, parameters: Any) -> ShardedHook:
+def compress_sharded(model: nn.Module, method: Any, parameters: Any, settings: Settings) -> ShardedHook:
     """Compress what FSDP2 sends between the workers of the mesh dimension it shards over. Call it on all workers, once.
 
     Each gather of a module's parameters and each reduction of its gradients stays one message. Gradients are sent
@@ -46,11 +47,16 @@ def compress_sharded(model: nn.Module, method: Any, parameters: Any) -> ShardedH
         method: Of the gradients: `BlockInt8`, `Int4` or `BFloat16`; `NoCompression` leaves FSDP2's reduction. None: `BlockInt8()`.
         parameters: `Changed`, without loss; `BlockInt8` or `BFloat16`, which round what all workers compute with;
             `NoCompression`. None: `Changed()`.
+        settings: The defaults; there is no error feedback or order of messages to set.
 
-    >>> compress_sharded(nn.Linear(2, 2), None, None)
+    >>> compress_sharded(nn.Linear(2, 2), None, None, Settings())
     Traceback (most recent call last):
     TypeError: compress: a Linear is not sharded; apply fully_shard first, with a 1-D mesh
     """
+    if settings != Settings():
+        raise ValueError(
+            "compress: a model that is sharded over all machines takes no settings; they are for replicas="
+        )
     hook = ShardedHook(
         BlockInt8() if method is None else method, Changed() if parameters is None else parameters
     )
@@ -304,10 +310,10 @@ class GradientScatter(_Collective):
         hook.meter.gradient_bytes += input_tensor.nbytes
         hook.meter.plain_wire_bytes += input_tensor.nbytes * (1 - 1 / transport.size)
         if isinstance(method, NoCompression):
-            hook.meter.sent(
-                "all_to_all", input_tensor.nbytes, transport.size
-            )  # as many as an efficient reduction
-            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            # Counted as an efficient reduction; that of gloo sends twice as much.
+            hook.meter.sent("all_to_all", input_tensor.nbytes, transport.size)
+            with hook.meter.working(), hook.meter.waiting():
+                _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
             return
         with hook.meter.working():
             n = len(output_tensor)
@@ -317,9 +323,7 @@ class GradientScatter(_Collective):
                 total += from_bytes(method, received, n, torch.float32)
             if op == dist.ReduceOp.AVG:
                 total /= transport.size
-            elif (
-                op == dist.ReduceOp.PREMUL_SUM
-            ):  # of `set_gradient_divide_factor`; its factor is in its state
+            elif op == dist.ReduceOp.PREMUL_SUM:  # of `set_gradient_divide_factor`
                 total *= op.__getstate__()[1]
             elif op != dist.ReduceOp.SUM:
                 raise ValueError(f"compress: gradients cannot be reduced by {op}")
