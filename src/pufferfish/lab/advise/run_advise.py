@@ -21,8 +21,7 @@ from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.workers import WorkersUnreachable, process_group, worker_device
 from .advice import Advice
-from .advisor import METHODS, advise, check, exchange_method
-from .workload import Workload, load_workload
+from .advisor import METHODS, Workload, advise, check, exchange_method, load_workload
 
 
 def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = print) -> None:

@@ -22,9 +22,8 @@ from ..train import build_optimizer
 from ..train.console import Console
 from ..train.record import check_same_task
 from ..train.workers import check_gpu_count, launch_workers
-from .bench_settings import BenchSettings, is_finished
+from .bench_settings import BenchSettings, bench_runs, choose_rate, is_finished, untried_runs
 from .bench_worker import FAILED, TIMING, BenchWorker, failed_runs
-from .rates import bench_runs, choose_rate, untried_runs
 from .timing import untimed_methods, write_summary
 
 PAGE = "report.html"

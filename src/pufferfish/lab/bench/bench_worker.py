@@ -29,8 +29,15 @@ from ..train import train
 from ..train.console import Console
 from ..train.timing import steps_per_round, timing_rounds
 from ..train.workers import launch_info, process_group, worker_device
-from .bench_settings import BenchRun, is_finished, load_settings, write_json
-from .rates import bench_runs, choose_rate, untried_runs
+from .bench_settings import (
+    BenchRun,
+    bench_runs,
+    choose_rate,
+    is_finished,
+    load_settings,
+    untried_runs,
+    write_json,
+)
 from .timing import models_to_time, predictions, read_rounds, untimed_methods
 
 #: In the folder of a run that has failed: why. The timed rounds count as a run.

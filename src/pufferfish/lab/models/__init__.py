@@ -2,9 +2,8 @@
 
 from .convnets import VGG19, resnet18, resnet50, wide_resnet50_2
 from .decoders import GPT, Llama
-from .lstm import LSTMLanguageModel
 from .reference import REFERENCES, Reference
-from .transformer import Transformer
+from .sequences import LSTMLanguageModel, Transformer
 
 __all__ = [
     "GPT",

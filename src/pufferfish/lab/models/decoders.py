@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .scaled import scaled
-from .transformer import MultiHeadAttention
+from .sequences import MultiHeadAttention
 
 
 class Block(nn.Module):

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .convnets import VGG19, resnet18, resnet50, wide_resnet50_2
 from .decoders import GPT, Llama
-from .lstm import LSTMLanguageModel
-from .transformer import Transformer
+from .sequences import LSTMLanguageModel, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

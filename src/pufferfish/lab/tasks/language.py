@@ -1,4 +1,4 @@
-"""Next-token prediction with a GPT or a Llama: `GPTTask`, and the tasks `enwik8` and `text`."""
+"""Language models: `wikitext2` with an LSTM, and next-token prediction with a GPT or a Llama for `wikitext2`, `enwik8` and `text`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...layers.names import unwrap
 from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch, uniform
 from ..data.dataset import DATA_VARIABLE, DataFile, Dataset, Download, data_folder, read_files
-from ..data.text import TextSplits, split_bytes, to_windows, tokenize, vocabulary_size
-from ..models import GPT, REFERENCES, Llama
+from ..data.text import TextSplits, split_bytes, to_columns, to_windows, tokenize, vocabulary_size
+from ..models import GPT, REFERENCES, Llama, LSTMLanguageModel
 from .task import Batch, Recipe, Task, check_choice, eval_mode
 
-DATASET = Dataset(
+ENWIK8 = Dataset(
     name="enwik8",
     files={"enwik8": ("enwik8", "enwik8.gz")},
     archives=("enwik8.zip",),
@@ -155,7 +157,7 @@ class Enwik8(GPTTask):
 
     name = "enwik8"
     metric = "bits_per_byte"
-    dataset = DATASET
+    dataset = ENWIK8
     vocabulary = 256
     recipes: ClassVar[Mapping[str, Recipe]] = {"short": replace(GPTTask.recipes["short"], warm_up=0.05)}
     #: Checksum of the file that `load` accepts.
@@ -169,7 +171,7 @@ class Enwik8(GPTTask):
     epoch_tokens: int = 10_000_000
 
     def load(self, folder: Path | None) -> TextSplits:
-        return split_bytes(check_md5(read_files(DATASET, folder)["enwik8"], self.md5))
+        return split_bytes(check_md5(read_files(ENWIK8, folder)["enwik8"], self.md5))
 
 
 #: The tokenizer without a file: each byte is a token.
@@ -257,3 +259,142 @@ def check_md5(file: DataFile, expected: str) -> bytes:
             "download it again, or use the task text for another file"
         )
     return file.data
+
+
+WIKITEXT2 = Dataset(
+    name="wikitext2",
+    files={f"{split}.txt": (f"{split}.txt", f"wiki.{split}.tokens") for split in ("train", "valid", "test")},
+    archives=("wikitext-2-v1.zip", "wikitext-2.tar.xz"),
+    downloads=(
+        Download(
+            url="https://wikitext.smerity.com/wikitext-2-v1.zip",
+            file="wikitext-2-v1.zip",
+            sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        ),
+    ),
+    folders=("wikitext-2",),
+)
+VOCABULARY = 33_278
+
+#: Columns in evaluation: as many as in the paper's code, so that figures are comparable.
+COLUMNS = 10
+
+
+@dataclass(frozen=True)
+class Wikitext2(Task):
+    """WikiText-2 with an LSTM, the paper's language task.
+
+    The text is arranged in one column per row of a batch. A batch is (tokens, targets, h, c): the next `bptt` words of
+    each column, and the LSTM's state, which `loss` updates for the next batch.
+
+    >>> Wikitext2().recipe("paper").lr
+    20.0
+    """
+
+    name = "wikitext2"
+    metric = "perplexity"
+    higher_is_better = False
+    dataset = WIKITEXT2
+    carried_tensors = 2
+    keep = REFERENCES["lstm"].keep
+    recipes: ClassVar[Mapping[str, Recipe]] = {
+        "paper": Recipe(
+            epochs=40, batch=20, lr=20.0, schedule="plateau", plateau=0.25, momentum=0.0, clip=0.25,
+            switch_at=10, switch_lr=0.5,
+        ),
+        "short": Recipe(epochs=12, batch=80, lr=20.0, momentum=0.0, clip=0.25, switch_at=4),
+    }  # fmt: skip
+
+    d: int = 1500
+    layers: int = 2
+    dropout: float = 0.65
+    bptt: int = 35  # number of words for truncated backpropagation through time
+
+    def build(self, width: float = 1.0) -> nn.Module:
+        return LSTMLanguageModel(
+            vocabulary=VOCABULARY, d=self.d, layers=self.layers, dropout=self.dropout, width=width
+        )
+
+    def load(self, folder: Path | None) -> Splits:
+        return read_tokens(read_files(WIKITEXT2, folder))
+
+    def steps(self, data: Splits, batch: int) -> int:
+        rows = data.size("train") // batch
+        return steps_per_epoch(rows - 1, self.bptt, f"words to predict in each of {batch} columns")
+
+    def epoch(self, data: Any, order: BatchOrder) -> Iterator[Batch]:
+        (text,) = data.on(order.split, order.device)
+        width = order.batch if order.training else COLUMNS
+        columns = to_columns(text, width)[:, order.shard_slice(width)]
+        # Training batches have the same size; in evaluation the last one may be shorter.
+        last = self.bptt * self.steps(data, order.batch) if order.training else len(columns) - 1
+        h, c = (torch.zeros(self.layers, columns.shape[1], self.d, device=order.device) for _ in range(2))
+        for i in range(order.start * self.bptt, last, self.bptt):
+            end = min(i + self.bptt, last)
+            yield columns[i:end], columns[i + 1 : end + 1], h, c
+
+    def loss(self, model: nn.Module, batch: Batch, recipe: Recipe) -> Tensor:
+        text, targets, h, c = batch
+        lstm: Any = unwrap(model).lstm
+        h, c = (x[..., : lstm.hidden_size] for x in (h, c))  # a narrower model uses only a part
+        logits, state = model(text, (h.clone(), c.clone()))  # backward needs them unchanged
+        if model.training:
+            for old, new in zip((h, c), state, strict=True):
+                old.copy_(new.detach())
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), label_smoothing=recipe.label_smoothing
+        )
+
+    def evaluate(
+        self, model: nn.Module, data: Any, split: str, *, device: Device = "cpu", batch: int = COLUMNS
+    ) -> dict[str, float]:
+        """`batch` has no effect: evaluation always uses the same columns."""
+        loss, count = torch.zeros((), device=device), 0
+        state: Any = None
+        with eval_mode(model) as module:
+            for text, targets, *_ in self.batches(data, split, batch, device=device):
+                logits, state = module(text, state)
+                loss += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+                count += targets.numel()
+        return loss_and_perplexity(float(loss), count)
+
+
+@dataclass(frozen=True)
+class Wikitext2GPT(GPTTask):
+    """WikiText-2 with a small GPT or Llama: `wikitext2:gpt`, `wikitext2:llama`."""
+
+    name = "wikitext2"
+    metric = "perplexity"
+    dataset = WIKITEXT2
+    vocabulary = VOCABULARY
+    recipes: ClassVar[Mapping[str, Recipe]] = {
+        "short": replace(GPTTask.recipes["short"], epochs=12, warm_up=0.05, switch_at=4)
+    }
+
+    context: int = 128
+
+    def load(self, folder: Path | None) -> Splits:
+        return read_tokens(read_files(WIKITEXT2, folder))
+
+
+def read_tokens(files: dict[str, DataFile]) -> Splits:
+    """Token ids of each split; words are numbered in the order of their first occurrence in the training text."""
+    ids: dict[str, int] = {}
+    splits: dict[str, tuple[Tensor]] = {}
+    for split in ("train", "valid", "test"):
+        file = files[f"{split}.txt"]
+        words = file.text().rstrip("\n").replace("\n", " <eos> ").split() + ["<eos>"]
+        if split == "train":
+            for word in words:
+                ids.setdefault(word, len(ids))
+            if len(ids) > VOCABULARY:
+                raise ValueError(
+                    f"{file.path}: {len(ids):,} different words, but WikiText-2 has {VOCABULARY:,}"
+                )
+            unknown = ids.get("<unk>")
+        tokens = [ids.get(word, unknown) for word in words]
+        if None in tokens:
+            word = words[tokens.index(None)]
+            raise ValueError(f"{file.path}: neither {word!r} nor <unk> is in the training text")
+        splits[split] = (torch.from_numpy(np.array(tokens, dtype=np.int64)),)
+    return Splits(splits)

@@ -21,9 +21,8 @@ from ...local.local_steps import LocalSteps
 from ..method_name import TrainingMethod
 from ..model_change import ModelChange
 from ..tasks import Batch, Task
-from .narrow import build_model
 from .optimizers import SAM, build_optimizer
-from .settings import RunSettings
+from .settings import RunSettings, build_model
 from .workers import move_to_device
 
 #: Of a model and a batch.

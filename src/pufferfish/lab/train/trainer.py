@@ -21,7 +21,6 @@ from ..model_change import build_model_change
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
 from .console import Console
-from .narrow import find_width
 from .record import (
     ByteCounter,
     StepTimer,
@@ -33,7 +32,7 @@ from .record import (
     peak_memory,
     reset_peak_memory,
 )
-from .settings import RunSettings
+from .settings import RunSettings, find_width
 from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
 from .step import StepRunner, build_components
 from .timing import log_predicted_step
