@@ -37,8 +37,8 @@ import pufferfish as pf
 from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
-from pufferfish.lowrank.carry import whole
 from pufferfish.lowrank.factors import shared_spectra
+from pufferfish.lowrank.rewrite import whole
 from pufferfish.switching.fsdp2 import ShardedJob, local, outline, parameters, rebuild
 
 
