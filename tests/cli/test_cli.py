@@ -220,7 +220,10 @@ def test_methods_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     lines = capsys.readouterr().out.partition("\n\nmethod")[2].splitlines()
     assert lines[0].split()[-4:] == ["2", "workers", "16", "workers"]
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["threshold(tau=0.1)", "Mine(rank=2, start=0)"]
+    assert [line.split("  ")[0] for line in lines[1:3]] == [
+        "threshold(tau=0.1)",
+        "Mine(rank=2, start=0, bf16=False)",
+    ]
     assert main(["methods", "topkk"]) == 2
     assert "did you mean topk?" in capsys.readouterr().err
 
