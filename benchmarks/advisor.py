@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.lab.advise import advise, check, load_workload
-from pufferfish.lab.advise.workload import Workload
+from pufferfish.lab.advise.advisor import Workload
 from pufferfish.lab.models import GPT, REFERENCES, LSTMLanguageModel
 from pufferfish.lab.network import Network
 from pufferfish.planning.text import Table

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.compression import BFloat16, Method, PowerSGD, Settings
-from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
+from pufferfish.lab.tasks import multi30k
 from pufferfish.lab.train.simulated import SimulatedDDP
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

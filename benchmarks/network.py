@@ -31,7 +31,7 @@ import pufferfish as pf
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.models import GPT, REFERENCES
 from pufferfish.lab.network import Network
-from pufferfish.lab.train.narrow import closest_width
+from pufferfish.lab.train.settings import closest_width
 from pufferfish.lab.train.timing import Round, TimedModel, speedups, steps_per_round, timing_rounds
 from pufferfish.planning.text import Table
 

@@ -32,11 +32,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pufferfish as pf
 from pufferfish.compression import BFloat16, BlockInt8, Changed, Int4, Method, NoCompression
-from pufferfish.lab.data import enwik8
 from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.models import GPT
 from pufferfish.lab.network.hosts import Hosts
+from pufferfish.lab.tasks.language import ENWIK8
 
 #: Methods of the gradients and of the parameters.
 ARMS: dict[str, tuple[Method, Method | Changed]] = {
@@ -56,9 +56,7 @@ class Enwik8:
     context, rows = 256, 16
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        data = torch.frombuffer(
-            bytearray(read_files(enwik8.DATASET, given.DATA)["enwik8"].data), dtype=torch.uint8
-        )
+        data = torch.frombuffer(bytearray(read_files(ENWIK8, given.DATA)["enwik8"].data), dtype=torch.uint8)
         self.train, self.validation, self.test = data.split([90_000_000, 5_000_000, 5_000_000])
         self.updates = settings["updates"]
         self.model: nn.Module = GPT(vocabulary=256, d=256, layers=4, heads=4, context=self.context)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.lab.models import REFERENCES, Llama
-from pufferfish.lab.models.gpt import GPT
+from pufferfish.lab.models.decoders import GPT
 from pufferfish.planning.text import Table
 from pufferfish.planning.timing import capture_cuda_graph
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 STEPS, BATCH = 400, 32
 

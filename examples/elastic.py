@@ -12,7 +12,7 @@ from torch import nn
 
 import pufferfish as pf
 from pufferfish.integrations.torchft import ElasticLocalSteps, Replicas
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 UPDATES, H = int(os.environ.get("UPDATES", 9000)), 20
 LIGHTHOUSE = os.environ.get("TORCHFT_LIGHTHOUSE", "http://localhost:29510")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pufferfish as pf
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 EPOCHS = int(os.environ.get("EPOCHS", 10))
 torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 EPOCHS, FILE = int(os.environ.get("EPOCHS", 8)), Path(os.environ.get("FILE", "own_checkpoint.pt"))
 torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pufferfish as pf
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 EPOCHS, WARM_UP = int(os.environ.get("EPOCHS", 12)), 3
 

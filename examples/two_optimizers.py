@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pufferfish as pf
-from pufferfish.lab.data.digits import digits
+from pufferfish.lab.tasks.digits import digits
 
 EPOCHS = int(os.environ.get("EPOCHS", 10))
 torch.manual_seed(0)

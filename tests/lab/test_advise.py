@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import pufferfish as pf
+from pufferfish.cli import Parser
 from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, advisor, load_workload, nominal_link
 from pufferfish.lab.advise.advice import is_stable, median_interval
@@ -93,7 +93,7 @@ def files(tmp_path: Path) -> Path:
 
 def run_command(*words: str) -> None:
     """Run `pufferfish advise`."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     command.add_arguments(parser)
     command.run(parser.parse_args(words))
 

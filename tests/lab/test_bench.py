@@ -21,8 +21,16 @@ import torch
 from pufferfish.cli import main
 from pufferfish.lab.bench import BenchSettings, bench
 from pufferfish.lab.bench.bench import terminal_table
-from pufferfish.lab.bench.bench_settings import TUNE_SEED, BenchRun, is_finished, load_settings
-from pufferfish.lab.bench.rates import TunedRate, best_rate, rate_grid, untried_rates
+from pufferfish.lab.bench.bench_settings import (
+    TUNE_SEED,
+    BenchRun,
+    TunedRate,
+    best_rate,
+    is_finished,
+    load_settings,
+    rate_grid,
+    untried_rates,
+)
 from pufferfish.lab.bench.timing import to_final_model, write_summary
 from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report

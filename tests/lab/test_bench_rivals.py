@@ -11,8 +11,7 @@ import torch
 
 from pufferfish.cli import main
 from pufferfish.lab.bench import BenchSettings, bench
-from pufferfish.lab.bench.bench_settings import BenchRun, load_settings
-from pufferfish.lab.bench.rates import bench_runs, rate_grid
+from pufferfish.lab.bench.bench_settings import BenchRun, bench_runs, load_settings, rate_grid
 from pufferfish.lab.bench.timing import models_to_time
 from pufferfish.lab.report import report
 from pufferfish.lab.train.timing import TimedModel

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, Download, fetch, read_files
+from pufferfish.lab.tasks import cifar10, language, multi30k
 from pufferfish.planning.text import display_progress
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,7 +191,7 @@ def test_no_network(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset", [cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, enwik8.DATASET], ids=lambda d: d.name
+    "dataset", [cifar10.DATASET, language.WIKITEXT2, multi30k.DATASET, language.ENWIK8], ids=lambda d: d.name
 )
 def test_downloads_can_be_read(dataset: Dataset) -> None:
     readable = {*dataset.archives, *(name for names in dataset.files.values() for name in names)}

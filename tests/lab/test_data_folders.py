@@ -12,9 +12,8 @@ import pytest
 import tiny
 import torch
 
-from pufferfish.lab.data import cifar10, enwik8, multi30k, wikitext2
 from pufferfish.lab.data.dataset import Dataset, read_files
-from pufferfish.lab.tasks import find_task
+from pufferfish.lab.tasks import cifar10, find_task, language, multi30k
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ WRITE = {
     "multi30k": tiny.multi30k,
     "enwik8": tiny.enwik8,
 }
-DATASETS = {d.name: d for d in (cifar10.DATASET, wikitext2.DATASET, multi30k.DATASET, enwik8.DATASET)}
+DATASETS = {d.name: d for d in (cifar10.DATASET, language.WIKITEXT2, multi30k.DATASET, language.ENWIK8)}
 
 
 def problem(dataset: Dataset, folder: Path | None) -> str:
@@ -74,9 +73,9 @@ def test_every_place_and_form(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_other_names_of_the_files(tmp_path: Path) -> None:
     tiny.multi30k(tmp_path)
     expected = multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path))
-    for language in ("de", "en"):
-        plain = tmp_path / f"test2016.{language}"
-        (tmp_path / f"test_2016_flickr.{language}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
+    for words in ("de", "en"):
+        plain = tmp_path / f"test2016.{words}"
+        (tmp_path / f"test_2016_flickr.{words}.gz").write_bytes(gzip.compress(plain.read_bytes() + b"\n"))
         plain.unlink()
     assert multi30k.read_sentences(read_files(multi30k.DATASET, tmp_path)) == expected
 
@@ -113,11 +112,11 @@ def test_broken_archives(kind: str, tmp_path: Path) -> None:
     whole = archive.read_bytes()
     for broken in (whole[: len(whole) // 2], b"not an archive", b""):
         archive.write_bytes(broken)
-        assert str(archive) in problem(wikitext2.DATASET, tmp_path)
+        assert str(archive) in problem(language.WIKITEXT2, tmp_path)
     flipped = bytearray(whole)
     flipped[len(whole) // 3] ^= 0xFF
     archive.write_bytes(flipped)
-    assert str(archive) in problem(wikitext2.DATASET, tmp_path)
+    assert str(archive) in problem(language.WIKITEXT2, tmp_path)
 
 
 def test_an_archive_without_a_file(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_an_archive_without_a_file(tmp_path: Path) -> None:
         file.write(tmp_path / "train.txt", "train.txt")
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").unlink()
-    assert problem(wikitext2.DATASET, tmp_path).endswith(
+    assert problem(language.WIKITEXT2, tmp_path).endswith(
         f"valid.txt, test.txt missing in {tmp_path}/wikitext-2-v1.zip"
     )
 
@@ -216,7 +215,7 @@ def test_the_file_of_enwik8(tmp_path: Path) -> None:
     assert "1,800 bytes with MD5" in broken("enwik8", tmp_path, "enwik8")
     (tmp_path / "enwik8").unlink()
     assert f"put enwik8 or enwik8.zip there, or run `pufferfish fetch enwik8 --data {tmp_path}`" in problem(
-        enwik8.DATASET, tmp_path
+        language.ENWIK8, tmp_path
     )
 
 
@@ -234,7 +233,7 @@ def test_cifar10_images_are_the_records(tmp_path: Path) -> None:
 def test_wikitext2_words_are_numbered_as_they_appear(tmp_path: Path) -> None:
     for split, text in (("train", " \n = A = \n \n b <unk> A \n"), ("valid", " b new \n"), ("test", "A\n")):
         (tmp_path / f"{split}.txt").write_text(text)
-    data = wikitext2.read_tokens(read_files(wikitext2.DATASET, tmp_path))
+    data = language.read_tokens(read_files(language.WIKITEXT2, tmp_path))
     # <eos> = A b <unk>
     assert data.on("train", "cpu")[0].tolist() == [0, 1, 2, 1, 0, 0, 3, 4, 2, 0]
     assert data.on("valid", "cpu")[0].tolist() == [3, 4, 0]

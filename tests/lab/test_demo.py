@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pufferfish.cli import main
-from pufferfish.lab.bench import demo, run_on_hosts
+from pufferfish.lab.bench import demo
 from pufferfish.lab.network import unavailable_reason
+from pufferfish.lab.train import workers
 from pufferfish.measure import read_run
 
 REASON = unavailable_reason()
@@ -37,7 +38,7 @@ def test_on_an_emulated_network(
 def test_without_a_network_steps_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_on_hosts, "unavailable_reason", lambda: "namespaces are not allowed here")
+    monkeypatch.setattr(workers, "unavailable_reason", lambda: "namespaces are not allowed here")
     shown = run_small_demo(tmp_path, monkeypatch, capsys)
     assert f"{demo.LINK}: namespaces are not allowed here. Using the unshaped loopback" in shown.err
     rows = [line for line in shown.out.splitlines() if line.startswith(("dense ", "bf16 ", "pufferfish "))]

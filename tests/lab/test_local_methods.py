@@ -20,7 +20,7 @@ from processes import in_processes
 from pufferfish.checkpoint import Checkpoint
 from pufferfish.compression import Int4, SparseLoCo
 from pufferfish.lab.method_name import LocalMethod, training_method
-from pufferfish.lab.tasks.text import Text
+from pufferfish.lab.tasks.language import Text
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.simulated import SimulatedLocalSteps
 from pufferfish.measure import read_run

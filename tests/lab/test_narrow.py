@@ -20,7 +20,7 @@ from pufferfish.lab.report import report
 from pufferfish.lab.tasks import Task, find_task
 from pufferfish.lab.tasks.digits import Digits
 from pufferfish.lab.train import RunSettings, train
-from pufferfish.lab.train.narrow import NarrowWidth, closest_width, find_width
+from pufferfish.lab.train.settings import NarrowWidth, closest_width, find_width
 from pufferfish.measure import read_run
 
 TASK = "digits:mlp,width=16"

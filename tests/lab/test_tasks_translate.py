@@ -13,9 +13,8 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from pufferfish.lab.data.bpe import BPE, UNKNOWN
-from pufferfish.lab.tasks.beam_search import beam_search
-from pufferfish.lab.tasks.bleu import bleu
+from pufferfish.lab.data.text import BPE, UNKNOWN
+from pufferfish.lab.tasks.multi30k import beam_search, bleu
 
 BEGIN, END = 1, 2
 

@@ -24,7 +24,7 @@ from pufferfish.lab.method_name import training_method
 from pufferfish.lab.report import report
 from pufferfish.lab.tasks import find_task
 from pufferfish.lab.tasks.digits import Digits
-from pufferfish.lab.tasks.wikitext2 import Wikitext2
+from pufferfish.lab.tasks.language import Wikitext2
 from pufferfish.lab.train import RunSettings, train
 from pufferfish.lab.train.workers import check_gpu_count
 from pufferfish.measure import Run, read_run

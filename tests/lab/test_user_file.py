@@ -21,7 +21,7 @@ from processes import as_torchrun, forked, free_port
 from pufferfish.checkpoint.folder import list_checkpoints
 from pufferfish.cli import main
 from pufferfish.lab.tasks import Task, find_task
-from pufferfish.lab.tasks.file_task import FileTask
+from pufferfish.lab.tasks.find_task import FileTask
 from pufferfish.measure import read_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "quick_start.md"

@@ -13,7 +13,7 @@ from torch import nn
 
 from pufferfish.lab.models import VGG19, resnet18, resnet50
 from pufferfish.lab.tasks import Task, find_task
-from pufferfish.lab.tasks.enwik8 import Enwik8
+from pufferfish.lab.tasks.language import Enwik8
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from ..distributed.ddp import (
     register_hook,
 )
 from ..distributed.workers import Workers
-from ..layers.names import own_name, trainable_parameters
+from ..layers import own_name
+from ..layers.names import trainable_parameters
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter

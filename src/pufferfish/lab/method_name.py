@@ -26,12 +26,12 @@ from ..compression import Method, NoCompression, Settings, SparseLoCo
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
 from ..lowrank.rewrite import check_plan
-from ..planning.plan import Plan
-from ..planning.plan import plan as make_plan
+from ..planning import Plan
+from ..planning import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
 from ..switching.switch import Switch
-from .tasks.recipe import OPTIMIZERS, Recipe
-from .tasks.user_file import import_path
+from .tasks.find_task import import_path
+from .tasks.task import OPTIMIZERS, Recipe
 
 #: Models and their options.
 MODELS: dict[str, tuple[str, ...]] = {

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..layers import LowRank, Matrix
-from ..layers.names import local_part, named_modules, rebuilt
+from ..layers import LowRank, Matrix, local_part, named_modules, rebuilt
 from .carry import whole
 from .optimizers import Optimizers, as_list, check_optimizers
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..layers import LowRankEmbedding
-from ..layers.names import local_part
+from ..layers import LowRankEmbedding, local_part
 
 Matrices = list[tuple[Tensor, Tensor, Tensor]]  # parameter, gradient and momentum
 

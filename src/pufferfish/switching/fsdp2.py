@@ -19,14 +19,13 @@ from ..compression.fsdp2_hook import find_fsdp2_hook
 from ..compression.sharded import find_sharded_hook
 from ..distributed.ddp import Job, reshard
 from ..distributed.workers import Workers
-from ..layers import FactorMap
-from ..layers.names import REBUILT, local_part, named_modules, own_name, unwrap
+from ..layers import FactorMap, local_part, named_modules, own_name, unwrap
+from ..layers.names import REBUILT
 from ..lowrank.carry import Carrier, check_accepted, placed, whole
 from ..lowrank.factors import broadcast_factors, by_weight, group_cost, owners, svd_of
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from ..lowrank.rewrite import reshape_, set_parameter
-from ..planning.entries import Entry
-from ..planning.plan import Plan, matrix_spectrum
+from ..planning import Entry, Plan, matrix_spectrum
 from ..planning.svd import NOT_FINITE
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import pufferfish as pf
 from processes import in_processes, same_everywhere
 from pufferfish.lab.models import VGG19, resnet18
 from pufferfish.lab.rivals.channels import L1Penalty, prunable_groups
-from pufferfish.lab.rivals.early_bird import EarlyBird
+from pufferfish.lab.rivals.pruning import EarlyBird
 from pufferfish.lab.tasks.digits import Digits
 
 

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ...measure import AlphaBeta, Link
-from ...planning.plan import plan
+from ...planning import plan
 from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.workers import WorkersUnreachable, process_group, worker_device
 from .advice import Advice
-from .advisor import METHODS, advise, check, exchange_method
-from .workload import Workload, load_workload
+from .advisor import METHODS, Workload, advise, check, exchange_method, load_workload
 
 
 def run_advise(settings: AdviseSettings, show: Callable[[Advice], object] = print) -> None:

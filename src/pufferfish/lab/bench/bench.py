@@ -15,17 +15,15 @@ from ..method_name import training_method
 from ..report import report, write
 from ..report.comparison import Comparison, compare_runs, find_runs
 from ..report.formatting import format_bytes
-from ..report.headline import headline
+from ..report.tables import headline
 from ..rivals.pruning import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import build_optimizer
 from ..train.console import Console
 from ..train.record import check_same_task
-from ..train.workers import check_gpu_count
-from .bench_settings import BenchSettings, is_finished
-from .bench_worker import BenchWorker
-from .rates import bench_runs, choose_rate, untried_runs
-from .run_on_hosts import EventDisplay, run_on_hosts
+from ..train.workers import check_gpu_count, launch_workers
+from .bench_settings import BenchSettings, bench_runs, choose_rate, is_finished, untried_runs
+from .bench_worker import FAILED, TIMING, BenchWorker, failed_runs
 from .timing import untimed_methods, write_summary
 
 PAGE = "report.html"
@@ -54,15 +52,35 @@ def bench(settings: BenchSettings, root: Path, *, data: Path | None = None) -> l
     settings.save(root)
     failed: list[str] = []
     if has_work(settings, root):
-        display = EventDisplay(Console())
+        for name in failed_runs(root):  # are tried again
+            (root / name / FAILED).unlink()
         if settings.workers > 1 and not settings.simulate:
-            run_on_hosts(settings, root, {"data": data and str(data.resolve())}, display)
-        elif not BenchWorker(root, data=data, on_event=display.show).run():
+            run_job(settings, root, data)
+        elif not BenchWorker(root, data=data).run():
             raise KeyboardInterrupt
-        display.console.progress("")  # clears the line
-        failed = display.failed
+        Console().progress("")  # clears the line
+        failed = failed_runs(root)
     write_results(settings, root)
     return failed
+
+
+def run_job(settings: BenchSettings, root: Path, data: Path | None) -> None:
+    """Start the workers, and after a failed run again without it, until all runs are finished or failed."""
+    command = ["-m", "pufferfish.lab.bench.bench_worker", str(root)]
+    command += ["--data", str(data.resolve())] if data else []
+    while True:
+        before = failed_runs(root)
+        code = launch_workers(
+            command, network=settings.network, hosts=settings.nodes, per_host=settings.per_node
+        )
+        if code == 130:
+            raise KeyboardInterrupt
+        failed = failed_runs(root)
+        if not code or TIMING in failed:
+            return
+        if failed == before:
+            raise OSError(f"the workers failed with exit code {code}")
+        Console().info("continuing with the other runs")
 
 
 def run_bench(settings: BenchSettings, root: Path, **arguments: Any) -> int:

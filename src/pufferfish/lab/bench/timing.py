@@ -34,12 +34,11 @@ from ..report.comparison import NO_EXCHANGE, SUMMARY
 from ..rivals.pruning import build_pruning_change
 from ..tasks import Recipe, Task
 from ..train import RunSettings, build_optimizer
-from ..train.narrow import build_model, find_width
 from ..train.optimizers import SAM
+from ..train.settings import build_model, find_width
 from ..train.timing import Round, TimedModel, quartiles, speedups
 from ..train.workers import move_to_device
-from .bench_settings import REFERENCES, BenchRun, BenchSettings, is_finished, write_json
-from .rates import TunedRate
+from .bench_settings import REFERENCES, BenchRun, BenchSettings, TunedRate, is_finished, write_json
 
 Transform = Callable[[nn.Module, torch.optim.Optimizer], object]
 

@@ -1,12 +1,9 @@
 """The paper's models, a GPT and a Llama; `REFERENCES` has each by name."""
 
-from .gpt import GPT
-from .llama import Llama
-from .lstm import LSTMLanguageModel
+from .convnets import VGG19, resnet18, resnet50, wide_resnet50_2
+from .decoders import GPT, Llama
 from .reference import REFERENCES, Reference
-from .resnet import resnet18, resnet50, wide_resnet50_2
-from .transformer import Transformer
-from .vgg import VGG19
+from .sequences import LSTMLanguageModel, Transformer
 
 __all__ = [
     "GPT",

@@ -7,12 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .gpt import GPT
-from .llama import Llama
-from .lstm import LSTMLanguageModel
-from .resnet import resnet18, resnet50, wide_resnet50_2
-from .transformer import Transformer
-from .vgg import VGG19
+from .convnets import VGG19, resnet18, resnet50, wide_resnet50_2
+from .decoders import GPT, Llama
+from .sequences import LSTMLanguageModel, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

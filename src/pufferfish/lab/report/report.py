@@ -10,8 +10,7 @@ from string import Template
 from ...planning.json_file import write_text
 from .charts import Charts, curve_spec, method_colour, step_bars
 from .comparison import NO_EXCHANGE, Comparison, compare_runs, find_runs
-from .headline import headline, verdict
-from .tables import Cell, Table, all_results, breakdown, predicted, ranks, settings, setup
+from .tables import Cell, Table, all_results, breakdown, headline, predicted, ranks, settings, setup, verdict
 
 
 def report(

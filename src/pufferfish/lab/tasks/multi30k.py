@@ -1,9 +1,12 @@
-"""`Multi30k`: German to English with the paper's Transformer."""
+"""`Multi30k`: German to English with the paper's Transformer, scored by BLEU of a beam search."""
 
+from __future__ import annotations
+
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +14,37 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch
-from ..data.bpe import BEGIN, BPE, END, PADDING
-from ..data.dataset import read_files
-from ..data.multi30k import DATASET, read_sentences
+from ..data.dataset import DataFile, Dataset, Download, read_files
+from ..data.text import BEGIN, BPE, END, PADDING
 from ..models import REFERENCES, Transformer
-from .beam_search import beam_search
-from .bleu import bleu, require_sacrebleu
-from .gpt_task import loss_and_perplexity
-from .recipe import Recipe
-from .task import Batch, Task, eval_mode
+from .language import loss_and_perplexity
+from .task import Batch, Recipe, Task, eval_mode
+
+#: Original file names by split, and SHA-256 of the text by original file.
+_STEMS = {"train": "train", "val": "val", "test2016": "test_2016_flickr"}
+_URL = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"
+_CHECKSUMS = {
+    "train.de": "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
+    "train.en": "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
+    "val.de": "660e09eb7e1da2f856ea13ee5ad3cf6d36b3d5b0b733c857e94c5747a3dfc660",
+    "val.en": "1f2a23d992769b5b3d209b0a10dd0b77c08cceb1f20dfb97ed0aafa49d107227",
+    "test_2016_flickr.de": "4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16",
+    "test_2016_flickr.en": "399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182",
+}
+
+DATASET = Dataset(
+    name="multi30k",
+    files={
+        f"{split}.{language}": (f"{split}.{language}", f"{stem}.{language}", f"{stem}.{language}.gz")
+        for split, stem in _STEMS.items()
+        for language in ("de", "en")
+    },
+    archives=("multi30k.tar.xz", "multi30k.tar.gz"),
+    downloads=tuple(
+        Download(url=f"{_URL}/{file}.gz", file=f"{file}.gz", content_sha256=checksum)
+        for file, checksum in _CHECKSUMS.items()
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -143,3 +168,95 @@ class Multi30k(Task):
                 targets = beam_search(module, source, width=self.beam, max_length=max_length, **special)
                 translations += [data.bpe.decode(row) for row in targets.tolist()]
         return translations
+
+
+def read_sentences(files: dict[str, DataFile]) -> dict[str, tuple[list[str], list[str]]]:
+    """Sentences of each split, German and English, aligned."""
+    splits = {}
+    for split, name in (("train", "train"), ("valid", "val"), ("test", "test2016")):
+        german, english = (files[f"{name}.{language}"] for language in ("de", "en"))
+        source, target = (
+            [" ".join(s.split()) for s in f.text().rstrip("\n").split("\n")] for f in (german, english)
+        )
+        if len(source) != len(target):
+            raise ValueError(
+                f"{german.path} has {len(source):,} lines and {english.path} has {len(target):,}; "
+                "they must be translations line by line"
+            )
+        for file, lines in ((german, source), (english, target)):
+            if "" in lines:
+                raise ValueError(f"{file.path}: line {lines.index('') + 1:,} is empty")
+        splits[split] = (source, target)
+    return splits
+
+
+class EncoderDecoder(Protocol):
+    """Model that `beam_search` can use."""
+
+    def encode(self, source: Tensor) -> Tensor: ...
+
+    def decode(self, target: Tensor, memory: Tensor, source: Tensor) -> Tensor: ...
+
+
+def beam_search(
+    model: EncoderDecoder,
+    source: Tensor,
+    *,
+    width: int,
+    max_length: int,
+    begin: int,
+    end: int,
+    padding: int = 0,
+    alpha: float = 0.7,
+) -> Tensor:
+    """Translate a batch by beam search.
+
+    Keeps `width` candidates per sentence, ranked by log-likelihood / ((5 + length) / 6)^alpha, because the
+    plain likelihood favors short ones.
+
+    Returns:
+        Target tokens (n, time) of source tokens (n, time), beginning with `begin`, padded after `end`.
+    """
+    n = len(source)
+    memory = model.encode(source).repeat_interleave(width, 0)
+    source = source.repeat_interleave(width, 0)
+    targets = torch.full((n * width, 1), begin, device=source.device)
+    scores = torch.full((n, width), -torch.inf, device=source.device)
+    scores[:, 0] = 0.0  # all candidates are the same at first, so only one may be extended
+    lengths = torch.zeros(n, width, device=source.device)
+    done = torch.zeros(n, width, dtype=torch.bool, device=source.device)
+    first = torch.arange(n, device=source.device)[:, None] * width
+    for _ in range(max_length):
+        logits = model.decode(targets, memory, source)[:, -1]
+        log_probs = logits.float().log_softmax(-1).view(n, width, -1)
+        vocabulary = log_probs.shape[-1]
+        pad_only = torch.full((vocabulary,), -torch.inf, device=source.device)
+        pad_only[padding] = 0.0  # finished candidates are only padded
+        totals = scores[..., None] + torch.where(done[..., None], pad_only, log_probs)
+        new_lengths = (lengths + ~done)[..., None]
+        chosen = (totals / ((5 + new_lengths) / 6) ** alpha).flatten(1).topk(width).indices
+        rows, tokens = chosen // vocabulary, chosen % vocabulary
+        scores = totals.flatten(1).gather(1, chosen)
+        lengths = new_lengths[..., 0].gather(1, rows)
+        done = done.gather(1, rows) | (tokens == end)
+        targets = torch.cat((targets[(first + rows).flatten()], tokens.view(-1, 1)), 1)
+        if done.all():
+            break
+    return targets.view(n, width, -1)[:, 0]  # topk sorts: the best candidate is first
+
+
+def bleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Corpus BLEU, from 0 to 100, with one reference per translation.
+
+    >>> bleu(["a man sleeps on a green sofa ."], ["a man sleeps on a red sofa ."])
+    59.46
+    """
+    return float(require_sacrebleu().corpus_bleu(list(translations), [list(references)]).score)
+
+
+def require_sacrebleu() -> Any:
+    """Import sacrebleu, or say how to install it."""
+    try:
+        return importlib.import_module("sacrebleu")
+    except ImportError:
+        raise ImportError("multi30k is scored by the package sacrebleu: pip install sacrebleu") from None

@@ -15,7 +15,7 @@ from ...planning.profile import Example, run_example
 from ...planning.rules import Fixed, RankLike, Rule, as_rule
 from ...planning.timing import Mode
 from ..models import REFERENCES
-from .user_file import UserFile
+from .find_task import UserFile
 
 
 def plan_by_name(

@@ -20,14 +20,15 @@ class Console:
 
     Args:
         silent: write nothing.
+        brief: lines replace one another, after this text, instead of staying.
 
     >>> Console(silent=True).info("not shown")
     >>> Console().result("dense: accuracy 97.50 %")
     dense: accuracy 97.50 %
     """
 
-    def __init__(self, silent: bool = False) -> None:
-        self.silent = silent
+    def __init__(self, silent: bool = False, brief: str = "") -> None:
+        self.silent, self.brief = silent, brief
         self._relayed = RELAYED in os.environ
         self._width = 0  # characters in the progress line
         self._last_progress = 0.0
@@ -68,6 +69,8 @@ class Console:
         """Write a message of one of the kinds above."""
         if self.silent:
             return
+        if self.brief and kind in ("info", "progress"):
+            kind, text = "progress", self.brief + text
         if kind == "progress":
             self._last_progress = time.monotonic()
         if self._relayed:

@@ -22,7 +22,7 @@ from ...lowrank.optimizers import Optimizers, as_list
 from ..method_name import LocalMethod
 from ..model_change import ModelChange
 from ..tasks import Batch
-from .step import RunComponents, StepRunner
+from .step import RunComponents, StepRunner, finish_update
 
 
 class SimulatedStepRunner(StepRunner):
@@ -47,27 +47,20 @@ class SimulatedStepRunner(StepRunner):
         super().load_state_dict(state)
         self.ddp.generators.load_state_dict(state["streams"])
 
-    def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
-        gradients, loss = self._all_gradients(inputs, carried)
-        self.ddp.average(gradients)
-        self._optimizer_step()
-        return loss
+    def _update(self, batches: Sequence[Sequence[Batch]]) -> Tensor:
+        total = torch.zeros((), device=self.components.device)  # of the first worker
 
-    def _all_gradients(
-        self, inputs: Sequence[Tensor], carried: Sequence[Tensor]
-    ) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """Return the gradients of every worker and the loss of the first one."""
-        total = torch.zeros((), device=self.components.device)
-
-        def losses(worker: int, batches: list[Batch]) -> Iterator[Tensor]:
-            for batch in batches:
-                loss = self._loss(batch) / len(batches)
+        def losses(worker: int) -> Iterator[Tensor]:
+            for batch in batches[worker]:
+                loss = self.loss(self.model, batch) / len(batches[worker])
                 if worker == 0:
                     total.add_(loss.detach())
                 yield loss
 
-        parts = [(worker, self._worker_batches(worker, inputs, carried)) for worker in self.workers]
-        return self.ddp.gradients(losses, parts), total
+        self.ddp.average(self.ddp.gradients(losses, [(worker,) for worker in self.workers]))
+        c = self.components
+        finish_update(c.module, c.optimizer, c.settings.recipe.clip)
+        return total
 
 
 def worker_seed(seed: int, worker: int) -> int:
@@ -241,7 +234,8 @@ class SimulatedLocalRunner(StepRunner):
         c, seed, size = components, components.settings.seed, components.world_size
         assert c.settings.method.local is not None
         self.components = components
-        self.local = SimulatedLocalSteps(c.settings.method.local, size)
+        self.local = None  # of one worker
+        self.steps = SimulatedLocalSteps(c.settings.method.local, size)
         self._generators = WorkerGenerators([worker_seed(seed, worker) for worker in range(size)], c.device)
         self._loaded: Mapping[str, Any] | None = None
         self.model_changed()
@@ -256,11 +250,11 @@ class SimulatedLocalRunner(StepRunner):
             )
             for worker, (module, optimizer) in enumerate(pairs)
         ]
-        self.local.start(self._models)
+        self.steps.start(self._models)
 
     @property
     def wire_bytes(self) -> float:
-        return self.local.applied_bytes
+        return self.steps.applied_bytes
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         for worker in self._workers:
@@ -272,11 +266,11 @@ class SimulatedLocalRunner(StepRunner):
         for number, worker in enumerate(self._workers):
             with self._generators.use(number):
                 losses.append(worker.update(lr))
-        self.local.step(self._models)
+        self.steps.step(self._models)
         return losses[0]
 
     def sync(self) -> None:
-        self.local.sync(self._models)
+        self.steps.sync(self._models)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the models and optimizers of the other workers, and all carried tensors and random generators."""

@@ -1,8 +1,14 @@
-"""One training step: batches, forward and backward passes, exchange, clipping, the optimizer."""
+"""One training step: forward and backward passes, exchange, clipping, the optimizer.
+
+`update` is the step, in `train` by a `StepRunner`, which gives it the batches of an epoch, and in `bench` and `advise` by a
+`TimedModel`. `connect` says how workers exchange what they learn: DDP, with or without compression, or local steps.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,12 +18,86 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compression import Settings, compress
 from ...local.local_steps import LocalSteps
+from ..method_name import TrainingMethod
 from ..model_change import ModelChange
 from ..tasks import Batch, Task
-from .narrow import build_model
 from .optimizers import SAM, build_optimizer
-from .settings import RunSettings
+from .settings import RunSettings, build_model
 from .workers import move_to_device
+
+#: Of a model and a batch.
+Loss = Callable[[Any, Any], Tensor]
+
+
+def update(
+    model: Any,
+    optimizer: Any,
+    loss: Loss,
+    batches: Sequence[Any],
+    *,
+    clip: float | None = None,
+    carried: Sequence[Tensor] = (),
+) -> Tensor:
+    """Train on the batches of one update, one for each pass; return their mean loss, without synchronizing the device.
+
+    Args:
+        model: as forward passes call it: in DDP, or compiled.
+        clip: maximum norm of the gradients.
+        carried: tensors that the passes change for the next update, such as the state of an LSTM.
+    """
+    if isinstance(optimizer, SAM):
+        before = [x.clone() for x in carried]
+        with without_exchange(model):
+            mean = _backward(model, loss, batches)
+        for x, old in zip(carried, before, strict=True):
+            x.copy_(old)
+        with optimizer.perturbed(model):
+            _backward(model, loss, batches)
+    else:
+        mean = _backward(model, loss, batches)
+    finish_update(model, optimizer, clip)
+    return mean
+
+
+def _backward(model: Any, loss: Loss, batches: Sequence[Any]) -> Tensor:
+    """Run forward and backward passes on all batches; return their mean loss. DDP exchanges gradients in the last one."""
+    losses = []
+    for i, batch in enumerate(batches, start=1):
+        with contextlib.nullcontext() if i == len(batches) else without_exchange(model):
+            one = loss(model, batch) / len(batches)
+            one.backward()
+        losses.append(one.detach())
+    return sum(losses[1:], losses[0])
+
+
+def finish_update(model: Any, optimizer: Any, clip: float | None) -> None:
+    """Update the parameters from their gradients."""
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_exchange(model: Any) -> Any:
+    """A context in which DDP leaves the gradients of this worker as they are."""
+    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+
+def connect(method: TrainingMethod, module: nn.Module, optimizer: Any, size: int) -> tuple[Any, Any]:
+    """Connect this worker with the others of a job of `size`; call it on all workers.
+
+    Returns:
+        The model as forward passes call it, and the hook of its compression, its `LocalSteps`, or None.
+    """
+    if method.local is not None:
+        return module, method.local.build()
+    if size == 1:
+        return module, None
+    model = DistributedDataParallel(module)
+    if method.compress is None:
+        return model, None
+    settings = Settings(scope=method.scope, hierarchy=method.hierarchy)
+    return model, compress(model, method.compress, optimizer=optimizer, settings=settings)
 
 
 class Replica(NamedTuple):
@@ -77,26 +157,10 @@ def build_components(
     world_size = settings.simulate or processes
     if method.compress is not None and method.compress.has_momentum and world_size > 1:
         _remove_momentum(optimizer)
-    model: Any = DistributedDataParallel(module) if processes > 1 and method.local is None else module
-    hook: Any = None
-    if method.local is not None and not settings.simulate:
-        hook = method.local.build()
-    elif method.compress is not None and processes > 1:
-        compression = Settings(scope=method.scope, hierarchy=method.hierarchy)
-        hook = compress(model, method.compress, optimizer=optimizer, settings=compression)
+    model, hook = (module, None) if settings.simulate else connect(method, module, optimizer, processes)
     return RunComponents(
-        task,
-        settings,
-        data,
-        model,
-        module,
-        optimizer,
-        hook,
-        worker,
-        world_size,
-        device,
-        replicas,
-    )
+        task, settings, data, model, module, optimizer, hook, worker, world_size, device, replicas
+    )  # fmt: skip
 
 
 def _remove_momentum(optimizer: Any) -> None:
@@ -112,7 +176,7 @@ def _replica(task: Task, settings: RunSettings, device: torch.device, module: nn
 
 
 class StepRunner:
-    """Runs one update after the other.
+    """Runs one update after the other on the batches of an epoch, and the local steps of this worker.
 
     `state_dict` holds the tensors that a task passes from batch to batch, such as the state of an LSTM.
 
@@ -122,13 +186,14 @@ class StepRunner:
 
     def __init__(self, components: RunComponents) -> None:
         self.components = components
+        self.local = components.hook if isinstance(components.hook, LocalSteps) else None
         self.workers = [components.worker]  # those that compute in this process
         self._carried: list[Tensor] = []
         self._restored: list[Tensor] = []  # carried tensors of a checkpoint, for the next batch
         self.model_changed()
 
     def model_changed(self) -> None:
-        """Compile the model anew after its layers were replaced."""
+        """Compile the model anew after its layers were replaced; local steps start from its weights."""
         c = self.components
         self.model: Any = c.model
         if c.settings.compile:
@@ -136,26 +201,39 @@ class StepRunner:
             passes = c.world_size * c.settings.accumulate + isinstance(c.optimizer, SAM)
             graphs = c.device.type == "cuda" and passes == 1 and c.task.static_shapes
             self.model = torch.compile(c.model, mode="reduce-overhead" if graphs else None)
+        if self.local is not None:
+            self.local.start(c.module)
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that a worker has sent in local steps so far."""
-        return 0.0
+        return 0.0 if self.local is None else self.local.applied_bytes
 
     @property
     def waited(self) -> float:
         """Seconds that this worker has waited for averages of local steps so far."""
-        return 0.0
+        return 0.0 if self.local is None else self.local.waited
 
     def sync(self) -> None:
         """Make the models of all workers equal, if they have different ones."""
+        if self.local is not None:
+            self.local.sync(self.components.module)
 
     def resumed(self, change: ModelChange) -> None:
         """Call it after a checkpoint was restored, with the change of the model."""
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """Use the batches of an epoch, from its update `start` on."""
-        self._batches = [self._epoch_batches(epoch, start, worker) for worker in self.workers]
+        c, passes = self.components, self.components.settings.accumulate
+        seed = int.from_bytes(hashlib.sha256(f"{c.settings.seed} {epoch}".encode()).digest()[:7], "big")
+        self._batches = [
+            c.task.batches(
+                c.data, "train", c.settings.recipe.batch // passes, device=c.device,
+                generator=torch.Generator().manual_seed(seed), worker=worker, world_size=c.world_size,
+                start=start * passes,
+            )
+            for worker in self.workers
+        ]  # fmt: skip
         if not start:
             self._restored = []
 
@@ -163,7 +241,10 @@ class StepRunner:
         """Train on the next batch; return the loss of the first worker here, without synchronizing the device."""
         for group in self.components.optimizer.param_groups:
             group["lr"] = lr
-        return self._update(*self._next_batches())
+        loss = self._update(self._next_batches())
+        if self.local is not None:
+            self.local.step(self.components.module)
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that are carried to the next batch."""
@@ -173,110 +254,28 @@ class StepRunner:
         """Restore the tensors that are carried to the next batch."""
         self._restored = list(state["carried"])
 
-    def _epoch_batches(self, epoch: int, start: int, worker: int) -> Iterator[Batch]:
-        c, passes = self.components, self.components.settings.accumulate
-        generator = torch.Generator().manual_seed(_epoch_seed(c.settings.seed, epoch))
-        return c.task.batches(
-            c.data, "train", c.settings.recipe.batch // passes, device=c.device, generator=generator,
-            worker=worker, world_size=c.world_size, start=start * passes,
-        )  # fmt: skip
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """The training loss of a batch."""
+        c = self.components
+        with c.settings.autocast:
+            return c.task.loss(model, batch, c.settings.recipe)
 
-    def _next_batches(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of an update's batches, by worker and pass, and the carried tensors by worker."""
-        inputs: list[Tensor] = []
+    def _next_batches(self) -> list[list[Batch]]:
+        """The batches of the next update, by worker and pass. All passes of a worker share its carried tensors."""
         carries = self.components.task.carried_tensors
-        self._carried = []
+        found, self._carried = [], []
         for batches in self._batches:
-            for i in range(self.components.settings.accumulate):
-                batch = next(batches)
-                inputs += batch[: len(batch) - carries]
-                self._carried += batch[len(batch) - carries :] if i == 0 else ()  # all passes share them
+            passes = [next(batches) for _ in range(self.components.settings.accumulate)]
+            width = len(passes[0]) - carries
+            carried = passes[0][width:]
+            self._carried += carried
+            found.append([(*batch[:width], *carried) for batch in passes])
         for x, saved in zip(self._carried, self._restored, strict=False):
             x.copy_(saved)
         self._restored = []
-        return inputs, self._carried
+        return found
 
-    def _worker_batches(
-        self, worker: int, inputs: Sequence[Tensor], carried: Sequence[Tensor]
-    ) -> list[Batch]:
-        """Return one worker's batches out of the tensors of `_next_batches`."""
-        workers, passes = len(self.workers), self.components.settings.accumulate
-        width, carries = len(inputs) // (workers * passes), len(carried) // workers
-        own = carried[worker * carries : (worker + 1) * carries]
-        first = worker * passes
-        return [(*inputs[i * width : (i + 1) * width], *own) for i in range(first, first + passes)]
-
-    def _update(self, inputs: Sequence[Tensor], carried: Sequence[Tensor]) -> Tensor:
-        """Run an update on given batches."""
-        batches, optimizer = self._worker_batches(0, inputs, carried), self.components.optimizer
-        if isinstance(optimizer, SAM):
-            before = [x.clone() for x in carried]
-            with self._no_sync():
-                loss = self._backward(batches)
-            for x, old in zip(carried, before, strict=True):
-                x.copy_(old)
-            with optimizer.perturbed(self.components.module):
-                self._backward(batches)
-        else:
-            loss = self._backward(batches)
-        self._optimizer_step()
-        return loss
-
-    def _backward(self, batches: Sequence[Batch]) -> Tensor:
-        """Run forward and backward passes on all batches; return their mean loss."""
-        total = torch.zeros((), device=self.components.device)
-        for i, batch in enumerate(batches, start=1):
-            with contextlib.nullcontext() if i == len(batches) else self._no_sync():
-                loss = self._loss(batch) / len(batches)
-                loss.backward()
-            total += loss.detach()
-        return total
-
-    def _loss(self, batch: Batch) -> Tensor:
+    def _update(self, batches: Sequence[Sequence[Batch]]) -> Tensor:
         c = self.components
-        with c.settings.autocast:
-            return c.task.loss(self.model, batch, c.settings.recipe)
-
-    def _no_sync(self) -> Any:
-        model = self.components.model
-        return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
-
-    def _optimizer_step(self) -> None:
-        c = self.components
-        if c.settings.recipe.clip is not None:
-            nn.utils.clip_grad_norm_(c.module.parameters(), c.settings.recipe.clip)
-        c.optimizer.step()
-        c.optimizer.zero_grad()
-
-
-def _epoch_seed(seed: int, epoch: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7], "big")
-
-
-class LocalStepRunner(StepRunner):
-    """Runs the updates of one worker, followed by its local steps, which are `components.hook`. Create it on all workers."""
-
-    def __init__(self, components: RunComponents) -> None:
-        assert isinstance(components.hook, LocalSteps)
-        self.local = components.hook
-        super().__init__(components)
-
-    @property
-    def wire_bytes(self) -> float:
-        return self.local.applied_bytes
-
-    @property
-    def waited(self) -> float:
-        return self.local.waited
-
-    def model_changed(self) -> None:
-        super().model_changed()
-        self.local.start(self.components.module)
-
-    def update(self, lr: float) -> Tensor:
-        loss = super().update(lr)
-        self.local.step(self.components.module)
-        return loss
-
-    def sync(self) -> None:
-        self.local.sync(self.components.module)
+        clip = c.settings.recipe.clip
+        return update(self.model, c.optimizer, self.loss, batches[0], clip=clip, carried=self._carried)

@@ -1,13 +1,15 @@
-"""`TimedModel`: a model that is trained with one method, a step at a time, and timed in turn with others."""
+"""`TimedModel`: a model that is trained with one method, a step at a time, and timed in turn with others; and predicted steps."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compression import DDPHook, Settings, compress
+from ...compression import DDPHook
+from ...layers.names import trainable_parameters
+from ...local.local_steps import LocalSteps
 from ...lowrank.rewrite import reshape_
-from ...measure import Breakdown
+from ...measure import Breakdown, CostModel, Link, Prediction, Work, dry_run
 from ...measure.breakdown import pause
-from ...measure.cost_model import built_buckets
-from ...planning.plan import Plan
+from ...measure.cost_model import built_buckets, measure_compute, with_ddp_messages, with_local_exchange
+from ...planning import Plan
 from ..method_name import TrainingMethod
-from .optimizers import SAM
+from ..network import LinkShape
+from ..network.network import LATENCY
+from ..report.formatting import format_seconds
+from ..tasks import Batch
+from .console import Console
+from .optimizers import build_optimizer
+from .record import TrainingLog
+from .step import RunComponents, connect, update
 
 
 class TimedModel:
@@ -47,18 +58,13 @@ class TimedModel:
         self.method, self.inner, self.loss, self.clip = method, model, loss, clip
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = next(model.parameters()).device
-        self.ddp = DistributedDataParallel(model) if self.size > 1 and method.local is None else None
-        self.model = self.ddp or model
         self.optimizer = optimizer(model)
-        self.hook: DDPHook | None = None
-        if self.ddp is not None and method.compress is not None:
-            settings = Settings(hierarchy=method.hierarchy, scope=method.scope)
-            hook = compress(self.ddp, method.compress, optimizer=self.optimizer, settings=settings)
-            assert isinstance(hook, DDPHook)
-            self.hook = hook
+        self.model, hook = connect(method, model, self.optimizer, self.size)
+        self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self.hook = hook if isinstance(hook, DDPHook) else None
         if transform is not None:
             transform(self.model, self.optimizer)
-        self.local = None if method.local is None else method.local.build()
+        self.local = hook if isinstance(hook, LocalSteps) else None
         if self.local is not None:
             self.local.start(model)
 
@@ -70,22 +76,9 @@ class TimedModel:
     def step(self, exchange: bool = True) -> None:
         """Make one update; without `exchange`, from the gradients of this worker only."""
         with self._gradient_sync(exchange):
-            self.optimizer.zero_grad()
-            if isinstance(self.optimizer, SAM):
-                with contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync():
-                    self._backward()
-                with self.optimizer.perturbed(self.inner):
-                    self._backward()
-            else:
-                self._backward()
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.inner.parameters(), self.clip)
-        self.optimizer.step()
+            update(self.model, self.optimizer, lambda model, batch: self.loss(model), [None], clip=self.clip)
         if exchange and self.local is not None:
             self.local.step(self.inner)
-
-    def _backward(self) -> None:
-        self.loss(self.model).backward()
 
     def time_parts(self, steps: int, exchange: bool = True) -> dict[str, float]:
         """Mean seconds of a step, as "step", and of its parts (see `Breakdown`)."""
@@ -250,7 +243,7 @@ def speedups(rounds: Sequence[Round], name: str, against: str) -> list[float]:
 def random_low_rank_(model: nn.Module, plan: Plan) -> nn.Module:
     """Give a model the low-rank structure of a plan, in place, without an SVD: random factors take as much time.
 
-    >>> from pufferfish.planning.plan import plan
+    >>> from pufferfish.planning import plan
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> random_low_rank_(model, plan(model, 0.25))(torch.ones(1, 64)).isfinite().all()
     tensor(True)
@@ -260,3 +253,68 @@ def random_low_rank_(model: nn.Module, plan: Plan) -> nn.Module:
         if torch.isnan(p.detach()).any():
             nn.init.normal_(p, std=0.02)
     return model
+
+
+def log_predicted_step(components: RunComponents, log: TrainingLog, console: Console, step: int) -> float:
+    """Predict a step of the current model, log it at update `step`, and return its seconds.
+
+    An earlier prediction, for the model before the switch, stays in run.json as "warm_up_seconds_a_step".
+    """
+    network = components.settings.network
+    prediction = predict_step(components, LinkShape.parse(network))
+    earlier = log.data["predicted"].get("seconds_a_step")
+    log.predict(
+        seconds_a_step=prediction.step,
+        utilisation=prediction.utilisation,
+        **({"warm_up_seconds_a_step": earlier} if earlier else {}),
+    )
+    log.log(step=step, **{"predicted/step": prediction.step, "predicted/exchange": prediction.exchange})
+    console.info(
+        f"predicted, not measured: {format_seconds(prediction.step)} per step with {components.world_size} workers on {network}, "
+        f"{format_seconds(prediction.exchange)} of it waiting for the exchange"
+    )
+    return prediction.step
+
+
+def predict_step(components: RunComponents, link: LinkShape) -> Prediction:
+    """Predict a step of one of the run's workers on such links; leaves the model and random state unchanged."""
+    work = _with_exchange(_measure_work(components), components)
+    bandwidth, latency = 1e6 * link.mbit, 1e-3 * link.delay_ms + LATENCY
+    model = CostModel(link=Link.nominal(bandwidth=bandwidth, latency=latency, size=components.world_size))
+    return model.predict(work.accumulated(components.settings.accumulate))
+
+
+def _measure_work(components: RunComponents) -> Work:
+    """Measure a forward and backward pass of one worker and an update, on a copy of the model."""
+    task, settings = components.task, components.settings
+    devices = [components.device] if components.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        model = copy.deepcopy(components.module).train()
+        optimizer = build_optimizer(model, settings.recipe)
+        batch = next(
+            task.batches(
+                components.data, "train", settings.recipe.batch // settings.accumulate, device=components.device,
+                generator=torch.Generator().manual_seed(0), world_size=components.world_size,
+            )
+        )  # fmt: skip
+
+        def loss(net: Any, batch: Batch) -> Tensor:
+            with settings.autocast:
+                return task.loss(net, batch, settings.recipe)
+
+        def step() -> None:
+            update(model, optimizer, loss, [batch])
+
+        return measure_compute(model, step, optimizer)
+
+
+def _with_exchange(work: Work, components: RunComponents) -> Work:
+    """Add the messages of the run's compression, and the time to encode and decode them."""
+    parameters = trainable_parameters(components.module)
+    method, local = components.settings.method.compress, components.settings.method.local
+    if local is not None:
+        size = components.world_size
+        return with_local_exchange(work, local.schedule, local.settings, parameters, size)
+    if method is None:
+        return with_ddp_messages(work, parameters)
+    return replace(work, **vars(dry_run(method, parameters, components.world_size)))

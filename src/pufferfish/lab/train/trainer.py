@@ -21,8 +21,6 @@ from ..model_change import build_model_change
 from ..report.formatting import format_bytes, format_score, format_seconds
 from ..tasks import Task
 from .console import Console
-from .narrow import find_width
-from .predict import log_predicted_step
 from .record import (
     ByteCounter,
     StepTimer,
@@ -34,9 +32,10 @@ from .record import (
     peak_memory,
     reset_peak_memory,
 )
-from .settings import RunSettings
+from .settings import RunSettings, find_width
 from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
-from .step import LocalStepRunner, StepRunner, build_components
+from .step import StepRunner, build_components
+from .timing import log_predicted_step
 from .workers import process_group, sigint_as_sigterm, worker_device
 
 
@@ -113,17 +112,17 @@ class TrainingRun:
     ) -> None:
         self.task, self.settings, self.recipe, self.link = task, settings, settings.recipe, link
         self.data, self.workers, self.device = data, workers, device
-        self.console = Console(silent=settings.quiet or workers.rank > 0)
+        self.console = Console(silent=settings.quiet or workers.rank > 0, brief=settings.brief)
         reset_peak_memory(device)
         c = self.components = build_components(task, settings, data, workers.rank, workers.size, device)
         self.model, self.module, self.optimizer = c.model, c.module, c.optimizer
         self.world_size, self.hook = c.world_size, c.hook
         self.runner: StepRunner
         if settings.simulate is None:
-            self.runner = LocalStepRunner(c) if settings.method.local else StepRunner(c)
+            self.runner = StepRunner(c)
         elif settings.method.local:
             self.runner = local_steps = SimulatedLocalRunner(c)
-            self.hook = local_steps.local
+            self.hook = local_steps.steps
         else:
             self.runner = steps = SimulatedStepRunner(c)
             self.hook = steps.ddp

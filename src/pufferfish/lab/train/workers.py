@@ -54,7 +54,8 @@ def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, p
                 link = asdict(measured)
                 console.info(f"link: {measured}")
             console.progress(f"starting {hosts * per_host} workers …")  # which import torch for some seconds
-            env = {RELAYED: json.dumps({"link": link, "hosts": hosts})}
+            launch = {"link": link, "hosts": hosts, "unshaped": network if reason else None}
+            env = {RELAYED: json.dumps(launch)}
             code = machines.launch(command, per_host=per_host, env=env, write=relay, grace=GRACE_SECONDS)
     except KeyboardInterrupt:
         return 130
@@ -69,7 +70,9 @@ def launch_workers(command: Sequence[str], *, network: str | None, hosts: int, p
 
 
 def launch_info() -> dict[str, Any]:
-    """Return what `launch_workers` passed to this worker: {"link", "hosts"}; empty for other workers.
+    """Return what `launch_workers` passed to this worker, {"link", "hosts", "unshaped"}; empty for other workers.
+
+    "unshaped" is a network that could not be emulated.
 
     >>> launch_info()
     {}
