@@ -38,8 +38,8 @@ from live import Live
 from processes import in_processes
 from pufferfish.distributed.workers import Workers
 from pufferfish.layers.names import local_part
-from pufferfish.lowrank.carry import whole
 from pufferfish.lowrank.factors import shared_spectra
+from pufferfish.lowrank.rewrite import whole
 from pufferfish.switching.fsdp2 import ShardedJob, outline, parameters, rebuild
 
 
