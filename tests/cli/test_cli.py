@@ -169,7 +169,7 @@ def test_a_module_and_the_budget_rule(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "resnet18", "--rank", "2.0"], "--rank=2.0: a share of the full rank is a float in"),
         (
             ["plan", "resnet18", "--rank", "1.5"],
-            "--rank=1.5: a float is a share of the full rank, in (0, 1)\n",
+            "--rank=1.5: a share of the full rank is a float in (0, 1), a fixed rank an int ≥ 1\n",
         ),
         (["plan", "resnet18", "--rank", "much"], "rank 'much'"),
         (["plan", "resnet18", "--embed", "8"], "embed: the model has no nn.Embedding"),

@@ -98,7 +98,7 @@ def train_settings(arguments: argparse.Namespace, nodes: int = 1) -> tuple[Task,
     """Return the task and the settings of a run whose workers are on `nodes` machines."""
     from ..lab.method_name import slug, training_method
     from ..lab.tasks import find_task
-    from ..lab.tasks.language import with_tokenizer
+    from ..lab.tasks.find_task import with_tokenizer
     from ..lab.train import RunSettings
 
     for name in ("nodes", "per_node"):
