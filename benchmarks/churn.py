@@ -111,7 +111,7 @@ class Observed(ElasticLocalSteps):
         self.special, self.made = "joining", 0
         self._status = os.open(folder / f"status-{number}", os.O_WRONLY)
         self._lines = os.open(folder / f"lines-{number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._last = time.monotonic()
+        self._stepped_at = time.monotonic()
 
     def note(self, otherwise: str = "training") -> None:
         """Write the phase, in one call, so that SIGKILL leaves a whole line."""
@@ -126,16 +126,16 @@ class Observed(ElasticLocalSteps):
     def step(self, model: nn.Module) -> bool:
         self.made += 1
         averaged, now = super().step(model), time.monotonic()
-        if now - self._last > 1:
-            self.write(pause=now - self._last)
-        self._last = now
+        if now - self._stepped_at > 1:
+            self.write(pause=now - self._stepped_at)
+        self._stepped_at = now
         self.note()
         return averaged
 
     def wait_for(self, file: Path) -> None:
         while not file.exists():
             time.sleep(0.02)
-        self._last = time.monotonic()
+        self._stepped_at = time.monotonic()
 
     def _round(self, due: list[int]) -> None:
         self.note("exchange")

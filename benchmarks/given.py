@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from pufferfish.compression import BFloat16, Method, PowerSGD, Settings
-from pufferfish.compression.method import MessageGenerator, StepContext
 from pufferfish.lab.data.dataset import read_files
 from pufferfish.lab.harness import Job, Row, Study, main
 from pufferfish.lab.tasks import multi30k
@@ -46,14 +45,6 @@ import continue_lm  # noqa: E402
 
 DATA = Path(os.environ.get("DATA", "data"))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@dataclass(frozen=True)
-class Bf16Factors(PowerSGD):
-    """PowerSGD that sends its factors in bf16, as `PowerSGD` does for gradients in bf16."""
-
-    def compress(self, M: Tensor, ctx: StepContext) -> MessageGenerator:
-        return super().compress(M, replace(ctx, dtype=torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ ARMS = {
     "low rank 0.5, by the weights": (Arm(factorize="weights"), FULL),
     "low rank 0.5, by the inputs": (Arm(factorize="inputs"), FULL),
     "PowerSGD(16), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(16)}), FULL),
-    "PowerSGD(16), factors in bf16": (Arm(Bf16Factors(16)), FULL),
+    "PowerSGD(16), factors in bf16": (Arm(PowerSGD(16, bf16=True)), FULL),
     "PowerSGD(16), no error feedback": (Arm(PowerSGD(16), error_feedback=False), FULL),
     "PowerSGD(4), embeddings in bf16": (Arm({"*embed*": BFloat16(), "*": PowerSGD(4)}), FULL),
 }

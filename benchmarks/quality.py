@@ -91,6 +91,7 @@ METHODS = {
     "block int8": Arm(method=pf.compression.BlockInt8()),
     "LoCo, 4 bits": Arm(method=pf.compression.LoCo()),
     "PowerSGD(4)": Arm(method=PowerSGD(4)),
+    "PowerSGD(4), factors in bf16": Arm(method=PowerSGD(4, bf16=True)),
     "PowerSGD(1)": Arm(method=PowerSGD(1)),
     "sign SGD with error feedback": Arm(method=pf.compression.EFSignSGD()),
     "QSGD": Arm(method=pf.compression.QSGD()),

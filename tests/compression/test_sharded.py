@@ -40,6 +40,7 @@ class Config:
     frozen: bool = False
     replicas: bool = False
     spoil: bool = False
+    compiled: bool = False
     divide: float | None = None
     steps: int = 6
 
@@ -61,6 +62,7 @@ CONFIGS = {
     "fp32": Config(policy=MixedPrecisionPolicy()),
     "bf16 both ways": Config(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "NaN": Config(spoil=True),
+    "compiled": Config(compiled=True),
 }
 
 
@@ -115,6 +117,8 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
 def train(config: Config, *methods: Any) -> tuple[list[Tensor], Net, ShardedHook | None]:
     """Train a net, compressed by methods for gradients and parameters if there are any."""
     net = build(config)
+    if config.compiled:
+        net = torch.compile(net, backend="aot_eager")  # type: ignore[assignment]
     optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=config.rate)
     hook: Any = pf.compress(net, methods[0], parameters=methods[1], optimizer=optimizer) if methods else None
     seen = []
@@ -169,13 +173,12 @@ def over_meshes(rank: int, size: int) -> None:
             assert torch.equal(x, y), config
 
 
-def for_a_while(rank: int, size: int) -> None:
-    for rate in (1e-6, 1e-5, 1e-4, 3e-4):
-        config = Config(rate=rate, steps=200)
-        losses, net, _ = train(config)
-        same, compressed, _ = train(config, NoCompression(), Changed())
-        for x, y in zip(losses + shards(net), same + shards(compressed), strict=True):
-            assert torch.equal(x, y), rate
+def for_a_while(rank: int, size: int, rate: float) -> None:
+    config = Config(rate=rate, steps=200)
+    losses, net, _ = train(config)
+    same, compressed, _ = train(config, NoCompression(), Changed())
+    for x, y in zip(losses + shards(net), same + shards(compressed), strict=True):
+        assert torch.equal(x, y)
 
 
 def unchanged_parameters_cost_a_header(rank: int, size: int) -> None:
@@ -347,8 +350,8 @@ def refusals(rank: int, size: int) -> None:
     refused("is not for the gradients", {"blocks.0": BlockInt8()})
     refused(r"Int4.* is not for parameters=", parameters=Int4())
     refused("takes no settings", settings=pf.compression.Settings(smallest=0))
-    refused("leave parameters= out", replicas=dist.group.WORLD, parameters=Changed())
-    refused("leave them out for a DDP model", model=nn.Linear(2, 2), parameters=Changed())
+    refused("parameters= is for .* without replicas=", replicas=dist.group.WORLD, parameters=Changed())
+    refused("parameters= is for a model that FSDP2", model=nn.Linear(2, 2), parameters=Changed())
     refused("differ from rank 0 in", BFloat16() if rank else BlockInt8())
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     hybrid = nn.Linear(4, 4)
@@ -429,10 +432,11 @@ def test_the_bits_of_plain_fsdp2(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 3e-4])
 @pytest.mark.parametrize("size", [2, 4])
-def test_200_steps(size: int) -> None:
-    in_processes(for_a_while, size, limit=300)
+def test_200_steps(size: int, rate: float) -> None:
+    in_processes(for_a_while, size, rate)
 
 
 @pytest.mark.slow

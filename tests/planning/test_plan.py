@@ -292,8 +292,7 @@ def test_a_type_that_is_no_longer_registered() -> None:
     model = net(Special(64, 64))
     plan = pf.plan(net(nn.Linear(64, 64)))
     renamed = plan.replace(
-        pf.planning.entries.Entry(**{**vars(e), "type": "Special"}) if e.name == "1" else e
-        for e in plan.entries
+        pf.planning.Entry(**{**vars(e), "type": "Special"}) if e.name == "1" else e for e in plan.entries
     )
     with pytest.raises(
         ValueError, match=r"1: no low-rank form is registered for Special; call pufferfish\.register"

@@ -17,13 +17,12 @@ from torch import nn, optim
 from ..compression.ddp_hook import find_hook
 from ..distributed.ddp import find_ddp
 from ..distributed.workers import Workers
-from ..layers import meta_copy
-from ..layers.names import own_name, rebuilt, unwrap
+from ..layers import meta_copy, own_name, rebuilt, unwrap
 from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
 from ..lowrank.factors import nan_factors
 from ..lowrank.optimizers import Optimizers, as_list, check_wrapper_passed, factorized_weights
 from ..lowrank.rewrite import Rewrite, commit, plan_of, ranks_of, reshape_
-from ..planning.plan import Plan
+from ..planning import Plan
 from ..switching.switch import Switch
 from .files import (
     SavedCheckpoint,

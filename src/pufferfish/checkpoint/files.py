@@ -25,10 +25,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..layers.names import local_part, own_keys, own_name
+from ..layers import local_part, own_keys, own_name
 from ..lowrank.by_name import check_optimizer, group_names, names_by_id
-from ..planning.json_file import file_record, read_json, sync, write_text
-from ..planning.plan import Plan
+from ..planning import Plan, read_json, write_text
+from ..planning.json_file import file_record, sync
 from .folder import read_manifest
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -21,7 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..planning.json_file import check_file, errors_name, read_json, sync, write_text
+from ..planning import errors_name, read_json, write_text
+from ..planning.json_file import check_file, sync
 
 #: The file that is locked. Its text names the process that took the folder last.
 OWNER = ".owner"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..planning.plan import Plan
+    from ..planning import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> "Plan":
     from ..lab.tasks.plan_by_name import parse_rank
-    from ..planning.plan import Plan, plan
+    from ..planning import Plan, plan
 
     if arguments.plan:
         if arguments.keep:

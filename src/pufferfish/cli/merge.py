@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ..integrations.convert import merge
-    from ..planning.plan import Plan
+    from ..planning import Plan
 
     plan = arguments.plan and Plan.load(arguments.plan)
     plan = merge(arguments.checkpoint, arguments.out, plan)

@@ -24,7 +24,8 @@ from ..distributed.ddp import (
     register_hook,
 )
 from ..distributed.workers import Workers
-from ..layers.names import own_name, trainable_parameters
+from ..layers import own_name
+from ..layers.names import trainable_parameters
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from .engine import Engine, Step, make_batches
 from .exchange import Meter
@@ -54,20 +55,17 @@ def compress(
     Args:
         model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 over
             all machines (see `compress_sharded`), or inside each of the `replicas` (see `compress_fsdp2`).
-        method: One method, or a mapping name pattern → method; `BFloat16()` by default, and `BlockInt8()` for a model
-            that is sharded over all machines.
+        method: One, or a mapping name pattern → method; default `BFloat16()`, sharded over all machines `BlockInt8()`.
         parameters: How FSDP2 gathers parameters between machines: `Changed()` by default, which loses nothing.
-        optimizer: One or several that train the model. Under SGD, error feedback is in the units of the update: when the
-            learning rate changes, the part that was left over at the old rate is rescaled. Other optimizers, and subclasses
-            of SGD with their own `step` (LARS), make no difference.
+        optimizer: One or several that train the model. When the learning rate of SGD changes, error feedback, which is in
+            gradient units, is rescaled; not for others and for subclasses with their own `step` (LARS).
         replicas: For FSDP2: process group of the workers that hold the same shard.
-        settings: What only experts change: error feedback, hierarchy, seed, a `GradScaler` … The method is not among it.
+        settings: What only experts change: error feedback, hierarchy, seed, a `GradScaler` and others; without the method.
 
     >>> compress(nn.Linear(2, 2))
     Traceback (most recent call last):
     TypeError: compress: the Linear is not wrapped in DistributedDataParallel; wrap it first
     """
-
     given = settings or Settings()
 
     def with_method() -> Settings:
@@ -75,23 +73,19 @@ def compress(
             raise ValueError("compress: pass the method as the second argument, not in settings=")
         return replace(given, method=BFloat16() if method is None else method)
 
-    if any(isinstance(m, FSDPModule) for m in model.modules()):
+    sharded = any(isinstance(m, FSDPModule) for m in model.modules())
+    if sharded:
         check_optimizer(model, optimizer)
         if replicas is None:
-            if given != Settings():
-                raise ValueError(
-                    "compress: a model that is sharded over all machines takes no settings; they are for replicas="
-                )
-            return compress_sharded(model, method, parameters)
-        if parameters is not None:
-            raise ValueError(
-                "compress: with replicas= parameters are gathered inside a replica, uncompressed; leave parameters= out"
-            )
-        return compress_fsdp2(model, with_method, replicas, optimizer=optimizer)
-    if replicas is not None or parameters is not None:
+            return compress_sharded(model, method, parameters, given)
+    if parameters is not None:
         raise ValueError(
-            "compress: parameters= and replicas= are for models sharded by FSDP2; leave them out for a DDP model"
+            "compress: parameters= is for a model that FSDP2 shards over all machines, without replicas=; leave it out"
         )
+    if sharded:
+        return compress_fsdp2(model, with_method, replicas, optimizer=optimizer)
+    if replicas is not None:
+        raise ValueError("compress: replicas= is for models sharded by FSDP2; leave it out for a DDP model")
     ddp = ddp_of(model, "compress")
     workers = Workers(ddp.process_group, next(ddp.module.parameters()).device, "compress")
     named = trainable_parameters(ddp.module)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.workers import Workers
-from ..layers.names import join_name, own_name, unwrap
+from ..layers import matches, own_name, unwrap
 from ..lowrank.optimizers import Optimizers, as_list
 from .engine import Engine, Step, make_batches
 from .exchange import Group, Meter
 from .method import Method
-from .settings import Methods, Settings, matches
+from .settings import Methods, Settings
 from .state import updates_by_rate
 
 T = TypeVar("T")
@@ -470,7 +470,7 @@ class Rows:
         self._padded: dict[str, tuple[int, ...]] = {}
         trainable = [p for p in group_of(module).fsdp_params if p.sharded_param.requires_grad]
         for p in trainable:
-            key = join_name(paths[id(p._module_info.module)], p._module_info.param_name) + place
+            key = own_name(paths[id(p._module_info.module)], p._module_info.param_name) + place
             if p.sharded_size.numel():
                 rows[key] = _Place(self.numel, p.sharded_size, [p])
             self._padded[key] = p.padded_sharded_param_size

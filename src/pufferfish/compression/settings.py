@@ -1,7 +1,6 @@
 """`Settings`: what experts choose about compression, checked where it is built, and which method a name gets."""
 
 import dataclasses
-import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..layers import matches
 from .method import Method
 from .methods.sums import NoCompression
 
@@ -130,7 +130,7 @@ class Settings:
         >>> from pufferfish.compression import PowerSGD, TopK
         >>> settings = Settings({"embed": TopK(), "*": PowerSGD(2)})
         >>> settings.choose(["embed.weight", "fc.weight"])["fc.weight"]
-        PowerSGD(rank=2, start=0)
+        PowerSGD(rank=2, start=0, bf16=False)
         """
         patterns = self.by_pattern
         return {
@@ -173,16 +173,6 @@ class Settings:
                     f"smallest={self.smallest} elements or would not become smaller, and are sent uncompressed",
                     stacklevel=stacklevel,
                 )
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a parameter's name or that of a module around it.
-
-    >>> [matches("block.fc.weight", pattern) for pattern in ("block.fc.weight", "*.fc", "block", "fc")]
-    [True, True, True, False]
-    """
-    parts = name.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
 def make_buckets(gradients: Mapping[str, Tensor], nbytes: int | None) -> list[list[str]]:

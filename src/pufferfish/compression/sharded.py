@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from ..distributed.workers import Workers, workers_text
@@ -20,6 +21,7 @@ from .method import Method, StepContext
 from .methods.changed import Changed, Counts, as_integers, decode, encode, sizes
 from .methods.quantized import BlockInt8, Blocks, Int4
 from .methods.sums import BFloat16, NoCompression
+from .settings import Settings
 
 #: What compresses gradients, and what compresses parameters.
 GRADIENTS = (BlockInt8, Int4, BFloat16, NoCompression)
@@ -32,7 +34,7 @@ _CHECK_EVERY = 64
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def compress_sharded(model: nn.Module, method: Any, parameters: Any) -> ShardedHook:
+def compress_sharded(model: nn.Module, method: Any, parameters: Any, settings: Settings) -> ShardedHook:
     """Compress what FSDP2 sends between the workers of the mesh dimension it shards over. Call it on all workers, once.
 
     Each gather of a module's parameters and each reduction of its gradients stays one message. Gradients are sent
@@ -45,11 +47,16 @@ def compress_sharded(model: nn.Module, method: Any, parameters: Any) -> ShardedH
         method: Of the gradients: `BlockInt8`, `Int4` or `BFloat16`; `NoCompression` leaves FSDP2's reduction. None: `BlockInt8()`.
         parameters: `Changed`, without loss; `BlockInt8` or `BFloat16`, which round what all workers compute with;
             `NoCompression`. None: `Changed()`.
+        settings: The defaults; there is no error feedback or order of messages to set.
 
-    >>> compress_sharded(nn.Linear(2, 2), None, None)
+    >>> compress_sharded(nn.Linear(2, 2), None, None, Settings())
     Traceback (most recent call last):
     TypeError: compress: a Linear is not sharded; apply fully_shard first, with a 1-D mesh
     """
+    if settings != Settings():
+        raise ValueError(
+            "compress: a model that is sharded over all machines takes no settings; they are for replicas="
+        )
     hook = ShardedHook(
         BlockInt8() if method is None else method, Changed() if parameters is None else parameters
     )
@@ -63,7 +70,7 @@ def find_sharded_hook(model: nn.Module) -> ShardedHook | None:
     >>> find_sharded_hook(nn.Linear(2, 2))
     """
     for module in model.modules():
-        group = group_of(module) if hasattr(module, "_get_fsdp_state") else None
+        group = group_of(module) if isinstance(module, FSDPModule) else None
         if group is not None and isinstance(group._all_gather_comm, ParameterGather):
             return group._all_gather_comm.hook
     return None
@@ -157,7 +164,7 @@ class ParameterGather(_Collective):
     group: dist.ProcessGroup  # of the whole mesh dimension; others are inside a machine
     held: Tensor | None = None  # what was gathered last, (workers, elements) as integers; None: nothing
     gathers: int = 0
-    expected: Expected = field(default_factory=lambda: Expected())
+    expected: Expected = field(default_factory=lambda: Expected())  # defined below
 
     @torch.no_grad()
     def __call__(
@@ -191,8 +198,9 @@ class ParameterGather(_Collective):
         size = self.expected.size(mine.nbytes)
         headers, received = self._exchange(self._base(held), counts, code.view(torch.uint8), size, transport)
         self.gathers += 1
-        if held is None or any(base != headers[0][1] or base == 0 for _, base, *_ in headers):
-            if held is not None and all(base for _, base, *_ in headers):
+        bases = {base for _, base, *_ in headers}
+        if held is None or len(bases) > 1:
+            if 0 not in bases:
                 warnings.warn(
                     f"{transport.operation}: the workers' held copies differ, and are gathered again",
                     stacklevel=2,
@@ -302,10 +310,10 @@ class GradientScatter(_Collective):
         hook.meter.gradient_bytes += input_tensor.nbytes
         hook.meter.plain_wire_bytes += input_tensor.nbytes * (1 - 1 / transport.size)
         if isinstance(method, NoCompression):
-            hook.meter.sent(
-                "all_to_all", input_tensor.nbytes, transport.size
-            )  # as many as an efficient reduction
-            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            # Counted as an efficient reduction; that of gloo sends twice as much.
+            hook.meter.sent("all_to_all", input_tensor.nbytes, transport.size)
+            with hook.meter.working(), hook.meter.waiting():
+                _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
             return
         with hook.meter.working():
             n = len(output_tensor)
@@ -315,9 +323,7 @@ class GradientScatter(_Collective):
                 total += from_bytes(method, received, n, torch.float32)
             if op == dist.ReduceOp.AVG:
                 total /= transport.size
-            elif (
-                op == dist.ReduceOp.PREMUL_SUM
-            ):  # of `set_gradient_divide_factor`; its factor is in its state
+            elif op == dist.ReduceOp.PREMUL_SUM:  # of `set_gradient_divide_factor`
                 total *= op.__getstate__()[1]
             elif op != dist.ReduceOp.SUM:
                 raise ValueError(f"compress: gradients cannot be reduced by {op}")

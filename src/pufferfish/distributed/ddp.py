@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..layers import inside, own_name, unwrap
 from ..layers.base import CALL_HOOKS
-from ..layers.names import inside, own_name, unwrap
-from ..planning.entries import Entry
-from ..planning.plan import matrix_spectrum
+from ..planning import Entry, matrix_spectrum
 from .workers import Workers, workers_text
 
 T = TypeVar("T")

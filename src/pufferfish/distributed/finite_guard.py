@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.names import local_part, own_name, rebuilt, unwrap
+from ..layers import local_part, own_name, rebuilt, unwrap
 from .ddp import Job
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..lowrank.optimizers import Optimizers
-from ..planning.json_file import read_json, write_text
+from ..planning import read_json, write_text
 from ..switching.switch import Switch
 
 _FILE = "switch.json"

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ..lowrank.state_dict import LazyTensor, Source, together
-from ..planning.json_file import read_json
+from ..planning import read_json
 from .pretrained import build_on_meta, find_class
 
 try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from ..layers.names import own_keys, own_name
+from ..layers import own_keys, own_name
 from ..lowrank.carry import Carrier, check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
@@ -37,9 +37,8 @@ from ..lowrank.state_dict import (
     write_safetensors,
     write_weights,
 )
-from ..planning.json_file import errors_name, new_file, read_json, write_text
-from ..planning.plan import Plan, check_is_plan
-from ..planning.text import track
+from ..planning import Plan, check_is_plan, errors_name, read_json, track, write_text
+from ..planning.json_file import new_file
 from .model_card import add_notice, remove_notice
 
 Saved = dict[str, Any]  # an optimizer's `state_dict()`

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from ..planning.json_file import read_json, write_text
-from ..planning.plan import Plan
+from ..planning import Plan, read_json, write_text
 
 MODEL_CARD = "README.md"
 _BEGIN, _END = "<!-- pufferfish: begin -->", "<!-- pufferfish: end -->"

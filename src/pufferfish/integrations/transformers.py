@@ -18,7 +18,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..distributed.ddp import find_ddp
 from ..lowrank.rewrite import ranks_of
-from ..planning.json_file import read_json
+from ..planning import read_json
 from ..switching.moments import moment_text
 from ..switching.switch import Switch
 from .pretrained import from_pretrained as from_pretrained

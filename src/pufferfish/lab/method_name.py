@@ -26,8 +26,8 @@ from ..compression import Method, NoCompression, Settings, SparseLoCo
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
 from ..lowrank.rewrite import check_plan
-from ..planning.plan import Plan
-from ..planning.plan import plan as make_plan
+from ..planning import Plan
+from ..planning import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction
 from ..switching.switch import Switch
 from .tasks.find_task import import_path
@@ -146,7 +146,7 @@ class TrainingMethod:
 
         >>> print(*training_method("pufferfish(rank=0.5,at=0.1)+powersgd(8)").meaning(), sep="\\n")
         model     low rank (rank=0.5, at=0.1): after a full-rank warm-up, the weights become two factors by SVD
-        exchange  gradients, compressed by PowerSGD(rank=8, start=0)
+        exchange  gradients, compressed by PowerSGD(rank=8, start=0, bf16=False)
         """
         models = {
             "dense": "dense: the task's own model",
@@ -408,7 +408,7 @@ def compression_method(text: str) -> Method:
     """Parse a compression method. Text is never evaluated; a file or module that it names is imported.
 
     >>> compression_method("accordion(powersgd(4), topk(0.1), every=500)").low
-    PowerSGD(rank=4, start=0)
+    PowerSGD(rank=4, start=0, bf16=False)
     """
     return _method(text, method_words())
 
@@ -417,7 +417,7 @@ def written(method: Method) -> str:
     """A compression method of this package in the grammar of names.
 
     >>> written(compression_method("powersgd(4)"))
-    'powersgd(rank=4, start=0)'
+    'powersgd(rank=4, start=0, bf16=False)'
     """
     words = {kind: word for word, kind in method_words().items()}
     values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}

@@ -8,7 +8,7 @@ from .experts import LowRankExperts
 from .grouped import GroupedLinear, Routing
 from .linear import LowRankConv1D, LowRankLinear
 from .matrix import FactorMap, Matrix, Part
-from .names import inside, matches, named_modules, own_keys, own_name, rebuilt, unwrap
+from .names import inside, local_part, matches, named_modules, own_keys, own_name, rebuilt, unwrap
 from .recurrent import GateFactors, LowRankGRU, LowRankLSTM, LowRankRNN
 from .shared_input import SharedInput
 
@@ -32,6 +32,7 @@ __all__ = [
     "Routing",
     "SharedInput",
     "inside",
+    "local_part",
     "low_rank_type",
     "matches",
     "meta_copy",

@@ -22,9 +22,6 @@ def own_name(*parts: str) -> str:
     return ".".join(part for part in ".".join(parts).split(".") if part and part not in _MARKERS)
 
 
-join_name = own_name
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern (`fnmatch`) matches the name of a layer or tensor, or that of a module around it.
 

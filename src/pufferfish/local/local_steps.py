@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compression import Group, Meter, Methods, NoCompression, Settings, Transport
 from ..distributed.ddp import reshard
 from ..distributed.workers import Workers
-from ..layers.names import local_part, own_name, trainable_parameters, unwrap
+from ..layers import local_part, own_name, unwrap
+from ..layers.names import trainable_parameters
 from .fragments import (
     Anchor,
     Flight,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
-from ..layers.names import own_name, unwrap
+from ..layers import own_name, unwrap
 
 
 def names_by_id(model: nn.Module) -> dict[int, str]:

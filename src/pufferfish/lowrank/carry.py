@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..layers import FactorMap
-from ..layers.matrix import Part, at_least_fp32
+from ..layers import FactorMap, Part
+from ..layers.matrix import at_least_fp32
 from .optimizers import CARRIED, KINDS, SUPPORTED, State, can_carry, type_name
 
 

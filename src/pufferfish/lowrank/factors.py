@@ -7,12 +7,9 @@ from torch import Tensor, nn
 
 from ..distributed.ddp import Job
 from ..distributed.workers import Workers, balance
-from ..layers import Matrix
+from ..layers import Matrix, named_modules, own_name, unwrap
 from ..layers.matrix import at_least_fp32
-from ..layers.names import named_modules, own_name, unwrap
-from ..planning import svd
-from ..planning.entries import Entry
-from ..planning.plan import Plan, factorizable
+from ..planning import Entry, Plan, factorizable, svd
 
 #: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -71,7 +68,7 @@ def in_basis_of(factors: Fill) -> Fill:
 
 def shared_factors(job: Job, plan: Plan) -> Fill:
     """The factors of a resolved plan. Each worker computes its share of the SVDs and broadcasts the results."""
-    entries = [e for e in plan if e.rank is not None]
+    entries = [e for e in plan.entries if e.rank is not None]
     owner, workers = owners(entries, job.workers.size), job.workers
     layers = {name: module for name, _, module in named_modules(job.inner)}
     weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
@@ -86,7 +83,7 @@ def shared_factors(job: Job, plan: Plan) -> Fill:
 
 
 def shared_spectra(job: Job, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Singular values by entry name, as `pufferfish.spectra` returns them; each computed by one worker.
+    """Singular values by entry name, as `pufferfish.planning.spectra` returns them; each computed by one worker.
 
     Args:
         names: entries to compute, if not all.

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..layers import LowRank, meta_copy
-from ..layers.names import own_keys, unwrap
-from ..planning.json_file import check_file, file_record, read_json, sync, write_text
-from ..planning.plan import Plan
+from ..layers import LowRank, meta_copy, own_keys, unwrap
+from ..planning import Plan, read_json, write_text
+from ..planning.json_file import check_file, file_record, sync
 from .factors import nan_factors
 from .optimizers import warn_of_other_optimizers
 from .rewrite import Rewrite, check_not_sharded, commit, plan_of, reshape_, set_parameter

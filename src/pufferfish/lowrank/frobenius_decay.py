@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..layers import LowRank, Matrix
-from ..layers.names import named_modules, rebuilt
+from ..layers import LowRank, Matrix, local_part, named_modules, rebuilt
 from .carry import whole
 from .optimizers import Optimizers, as_list, check_optimizers
 
@@ -162,7 +161,7 @@ class FrobeniusDecay:
             if group is not None:
                 tensors = params if self._is_decoupled(optimizer, group) else [p.grad for p in params]
                 parts = change.to(params[0].dtype).chunk(len(params))
-                targets += [_local(t) for t in tensors if t is not None]
+                targets += [local_part(t) for t in tensors if t is not None]
                 changes += [_local_part(part, p) for part, p in zip(parts, params, strict=True)]
         torch._foreach_add_(targets, changes)
 
@@ -227,10 +226,6 @@ def _concatenate(factors: Sequence[Tensor]) -> Tensor:
 
 
 # Under FSDP2 every parameter is a DTensor: the products need the whole tensor, the update the local shard.
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _local_part(full: Tensor, like: Tensor) -> Tensor:

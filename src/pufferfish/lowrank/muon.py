@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..layers import LowRankEmbedding
+from ..layers import LowRankEmbedding, local_part
 
 Matrices = list[tuple[Tensor, Tensor, Tensor]]  # parameter, gradient and momentum
 
@@ -106,7 +106,7 @@ def _batches(matrices: Matrices) -> Iterator[Matrices]:
 
 def _update(group: dict[str, Any], batch: Matrices) -> None:
     like = batch[0][0]
-    params, grads, means = ([_local(x) for x in column] for column in zip(*batch, strict=True))
+    params, grads, means = ([local_part(x) for x in column] for column in zip(*batch, strict=True))
     torch._foreach_lerp_(means, grads, 1 - group["momentum"])
     directions = torch._foreach_lerp(grads, means, group["momentum"]) if group["nesterov"] else means
     G = torch.empty(len(batch), *params[0].shape, dtype=torch.bfloat16, device=params[0].device)
@@ -147,7 +147,3 @@ def _shards(p: Tensor) -> int:
         return 1
     sizes = zip(p.device_mesh.shape, p.placements, strict=True)
     return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

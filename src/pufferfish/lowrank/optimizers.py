@@ -9,8 +9,8 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..layers.names import named_modules
-from ..planning.plan import Plan
+from ..layers import named_modules
+from ..planning import Plan
 
 T = TypeVar("T")
 State = dict[str, Any]

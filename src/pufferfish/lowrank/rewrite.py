@@ -31,18 +31,19 @@ from ..layers import (
     LowRankEmbedding,
     LowRankLinear,
     Matrix,
+    Part,
     SharedInput,
     low_rank_type,
     meta_copy,
+    named_modules,
+    own_name,
+    unwrap,
 )
 from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
-from ..layers.matrix import Part, product
-from ..layers.names import join_name, named_modules, own_name, unwrap
-from ..planning.plan import Plan, check_is_plan, resolve
-from ..planning.plan import plan as make_plan
-from ..planning.rules import apply_rules
+from ..layers.matrix import product
+from ..planning import Plan, apply_rules, check_is_plan, resolve, track
+from ..planning import plan as make_plan
 from ..planning.svd import check_values
-from ..planning.text import track
 from .carry import Carrier, check_accepted
 from .factors import Fill, nan_factors, shared_factors, shared_spectra, svd_factors
 from .optimizers import Optimizers, as_list, check_optimizers, warn_of_other_optimizers
@@ -279,7 +280,7 @@ class Rewrite:
         for layer, low_rank in track(structures.items(), "factorizing layers"):
 
             def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
-                e = entries[join_name(layer, part.matrix.name)]
+                e = entries[own_name(layer, part.matrix.name)]
                 U, V, errors[e.name] = fill(e, W)
                 return U, V
 

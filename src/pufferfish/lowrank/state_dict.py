@@ -22,13 +22,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..layers.matrix import Part, product
-from ..layers.names import join_name, own_keys
-from ..planning import svd
-from ..planning.json_file import errors_name, read_json, write_text
-from ..planning.plan import Plan, check_is_plan, matrix_spectrum
-from ..planning.rules import apply_rules
-from ..planning.text import progress, track
+from ..layers import Part, own_keys, own_name
+from ..layers.matrix import product
+from ..planning import (
+    Plan,
+    apply_rules,
+    check_is_plan,
+    errors_name,
+    matrix_spectrum,
+    progress,
+    read_json,
+    svd,
+    track,
+    write_text,
+)
 
 Get = Callable[[str], Tensor]
 
@@ -115,7 +122,7 @@ def resolve(source: Source, plan: Plan) -> Plan:
         [e for e in plan.entries if e.rule is not None and e.matrix is not None], "choosing ranks"
     ):
         assert e.matrix is not None
-        name = join_name(e.layer, e.matrix.weight)
+        name = own_name(e.layer, e.matrix.weight)
         if name not in keys:
             raise ValueError(f"{e.name}: the checkpoint has no tensor {name!r}; pass the plan of this model")
         spectra[e.name] = matrix_spectrum(e, source.get(keys[name]))

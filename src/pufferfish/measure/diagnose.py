@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
 from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
+from ..layers import unwrap
 from ..layers.base import autocast_dtype
-from ..layers.names import trainable_parameters, unwrap
+from ..layers.names import trainable_parameters
 from ..lowrank.optimizers import Optimizers
 from ..lowrank.rewrite import low_rank_shapes
-from ..planning.plan import Plan, plan
-from ..planning.profile import autocast_context
+from ..planning import Plan, autocast_context, plan
 from .breakdown import Breakdown, GradientTimeline
 from .cost_model import (
     COMPUTE_PARTS,

@@ -13,9 +13,7 @@ from torch import nn
 from ..compression import BFloat16, Method, Methods
 from ..layers.names import trainable_parameters
 from ..lowrank.rewrite import low_rank_shapes
-from ..planning.entries import Entry
-from ..planning.plan import Plan
-from ..planning.text import Table
+from ..planning import Entry, Plan, Table
 from .cost_model import CostModel, Work, wire_bytes, with_compression, with_ddp_messages
 
 RANK_RATIO = 0.25  # rank as a fraction of the full rank, as in the Pufferfish paper

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..planning.json_file import errors_name, new_file, read_json, write_text
+from ..planning import errors_name, read_json, write_text
+from ..planning.json_file import new_file
 
 RUN_FILE, METRICS_FILE = "run.json", "metrics.csv"
 VERSION = 1

@@ -3,7 +3,7 @@
 from . import svd
 from .entries import LITTLE, Entry, Plan, Totals, check_is_plan
 from .json_file import errors_name, read_json, write_text
-from .plan import as_patterns, factorizable, matrix_spectrum, plan, resolve, spectra, totals
+from .planner import as_patterns, factorizable, matrix_spectrum, plan, resolve, spectra, totals
 from .profile import Example, Profile, autocast_context, profile, run_example
 from .rules import (
     Budget,

@@ -182,9 +182,7 @@ def _decide(group: Sequence[Entry], ranks: Mapping[str, int], ms: Times, link: f
 
 def _waits_for_others(model: nn.Module) -> bool:
     """Whether a layer may wait for other workers, which need not measure as many steps."""
-    if any(type(p) not in (Tensor, nn.Parameter) for p in model.parameters()):
-        return True
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _several_workers() or any(type(p) not in (Tensor, nn.Parameter) for p in model.parameters())
 
 
 def measure_layer(

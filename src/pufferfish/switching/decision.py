@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.ddp import Job
-from ..layers.names import named_modules
+from ..layers import named_modules
 from ..lowrank.factors import shared_spectra
-from ..planning.plan import LITTLE, Plan
-from ..planning.rules import apply_rules
+from ..planning import LITTLE, Plan, apply_rules
 
 
 def choose_ranks(
@@ -29,13 +28,11 @@ def choose_ranks(
     """
     unresolved = job.workers.run_on_first(lambda: [e.name for e in plan.entries if e.rule is not None])
     spectra = shared_spectra(job, unresolved) if unresolved else None
-
-    def resolved() -> Any:
-        done = plan if spectra is None else apply_rules(plan, spectra)
-        return dataclasses.replace(done, shared_inputs=shared or plan.shared_inputs).as_data()
-
+    plan = dataclasses.replace(plan, shared_inputs=shared or plan.shared_inputs)
     # Of rank 0, since measured times may differ between workers.
-    chosen = Plan.from_data(job.workers.run_on_first(resolved))
+    chosen = Plan.from_data(
+        job.workers.run_on_first(lambda: (plan if spectra is None else apply_rules(plan, spectra)).as_data())
+    )
     little = _saves_little(chosen) if unresolved else ""
     if little and automatic:
         chosen = chosen.replace(e.keep_dense(little) if e.rank else e for e in chosen)

@@ -19,14 +19,13 @@ from ..compression.fsdp2_hook import find_fsdp2_hook
 from ..compression.sharded import find_sharded_hook
 from ..distributed.ddp import Job, reshard
 from ..distributed.workers import Workers
-from ..layers import FactorMap
-from ..layers.names import REBUILT, named_modules, own_name, unwrap
+from ..layers import FactorMap, local_part, named_modules, own_name, unwrap
+from ..layers.names import REBUILT
 from ..lowrank.carry import Carrier, check_accepted, placed, whole
 from ..lowrank.factors import broadcast_factors, by_weight, group_cost, owners, svd_of
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from ..lowrank.rewrite import reshape_, set_parameter
-from ..planning.entries import Entry
-from ..planning.plan import Plan, matrix_spectrum
+from ..planning import Entry, Plan, matrix_spectrum
 from ..planning.svd import NOT_FINITE
 
 T = TypeVar("T")
@@ -122,16 +121,10 @@ def _kind(x: Tensor) -> str:
 
 def check_finite(weights: Mapping[str, Tensor], workers: Workers) -> None:
     """Raise ValueError on all workers if a shard of any of them is not finite."""
-    bad = [not torch.isfinite(local(weight)).all() for weight in weights.values()]
+    bad = [not torch.isfinite(local_part(weight.detach())).all() for weight in weights.values()]
     for name, is_bad in zip(weights, workers.max(torch.tensor(bad, dtype=torch.int32)), strict=True):
         if is_bad:
             raise ValueError(f"{name}: {NOT_FINITE}")
-
-
-def local(x: Tensor) -> Tensor:
-    """The shard of this worker, without gradient."""
-    x = x.detach()
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def in_rounds(
@@ -220,7 +213,7 @@ def rebuild(
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for e in groups[name]:
             U, V, errors[e.name] = broadcast_factors(
-                e, own.pop(e.name, None), local(weights[name]), workers, rank
+                e, own.pop(e.name, None), local_part(weights[name].detach()), workers, rank
             )
             factors[e.name] = U, V
         transfer(weights.pop(name), factor_map, name, factors, arrived, carrier)
@@ -345,7 +338,7 @@ def transfer(
         factor_map, name, old, {target: arrived.get(target) for target in factor_map.targets[name]}, kept
     )
     old.grad = None
-    local(old).untyped_storage().resize_(0)  # FSDP keeps a reference to the tensor
+    local_part(old.detach()).untyped_storage().resize_(0)  # FSDP keeps a reference to the tensor
 
 
 def _move_buffers(old: nn.Module, new: nn.Module) -> None:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lowrank.rewrite import factorize_
-from ..planning.entries import Entry
-from ..planning.plan import LITTLE, Plan
-from ..planning.text import Table, obstacles
+from ..planning import LITTLE, Entry, Plan, Table, obstacles
 from .moments import Position
 
 #: Returns the loss of a model on a held-out batch.

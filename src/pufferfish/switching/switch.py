@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import __version__
 from ..distributed.ddp import Job, check_rewrap, find_ddp
-from ..layers.names import named_modules, unwrap
+from ..layers import named_modules, unwrap
 from ..lowrank.factors import averaged_model, in_basis_of, nan_factors, shared_factors, shared_spectra
 from ..lowrank.optimizers import (
     Optimizers,
@@ -32,9 +32,8 @@ from ..lowrank.rewrite import (
     find_compiled,
     ranks_of,
 )
-from ..planning.plan import Plan, as_patterns, check_is_plan
-from ..planning.plan import plan as make_plan
-from ..planning.rules import RankLike, StableRank, as_rule, stable_rank
+from ..planning import Plan, RankLike, StableRank, as_patterns, as_rule, check_is_plan, stable_rank
+from ..planning import plan as make_plan
 from .decision import SharedInputs, choose_ranks
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, counts_steps, known_in_advance, moment_text
@@ -429,9 +428,8 @@ class Switch:
         plan = self._plan
 
         def check() -> None:
-            dense = job.dense
             _check(job, optimizers)
-            check_plan(dense, plan, finite=not job.sharded)
+            check_plan(job.dense, plan, finite=not job.sharded)
             for average in also:
                 check_plan(averaged_model(average, job.inner), plan, finite=True)
             check_optimizers_complete(job.inner, plan, optimizers)
@@ -577,6 +575,6 @@ def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None
 
 def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
     """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
-    check_rewrap(job.ddp)
     check_optimizers(optimizers, later)
     check_not_inference(job.workers.caller)
+    check_rewrap(job.ddp)

@@ -19,8 +19,6 @@ from pufferfish.lab.models import VGG19, resnet18
 from pufferfish.lab.rivals.channels import L1Penalty, prunable_groups
 from pufferfish.lab.rivals.pruning import EarlyBird
 from pufferfish.lab.tasks.digits import Digits
-from pufferfish.planning.plan import totals
-from pufferfish.planning.profile import profile
 
 
 def build() -> nn.Module:
@@ -105,13 +103,13 @@ def test_whole_multiples_are_left(net: Any) -> None:
     bird = EarlyBird(model, sgd(model), ratio=0.7, latest=1)
     for scale in scales(model).values():
         scale.data.uniform_(0, 1)
-    whole = totals(model, profile(model, torch.randn(1, 3, 32, 32)))
+    whole = pf.planning.totals(model, pf.planning.profile(model, torch.randn(1, 3, 32, 32)))
     assert bird.begin_epoch(1)
     assert bird.ticket is not None
     assert all(len(kept) % 8 == 0 and kept for kept in bird.ticket.kept.values())
     share = sum(map(len, bird.ticket.kept.values())) / sum(bird.ticket.sizes.values())
     assert 0.27 < share < 0.33
-    small = totals(model, profile(model, torch.randn(1, 3, 32, 32)))
+    small = pf.planning.totals(model, pf.planning.profile(model, torch.randn(1, 3, 32, 32)))
     assert bird.ticket.parameters == (whole.parameters, small.parameters)
     assert small.parameters < 0.3 * whole.parameters
     assert small.forward_macs < 0.3 * whole.forward_macs  # type: ignore[operator]

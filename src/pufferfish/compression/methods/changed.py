@@ -52,11 +52,11 @@ def encode(new: Tensor, old: Tensor) -> tuple[Counts, Tensor]:
     >>> counts, len(data)
     ((2, 2, 2, 1), 16)
     """
-    if torch.equal(new, old):
-        return (0, 0, 0, 0), new.new_empty(0, dtype=torch.uint8)
     n = len(new)
     mask = torch.zeros(_WORD * _words(n), dtype=torch.bool, device=new.device)
     torch.ne(new, old, out=mask[:n])
+    if not mask.any():
+        return (0, 0, 0, 0), new.new_empty(0, dtype=torch.uint8)
     at = mask.nonzero().squeeze(1)
     values = new[at]
     difference = values - old[at]
@@ -66,15 +66,15 @@ def encode(new: Tensor, old: Tensor) -> tuple[Counts, Tensor]:
     )
     codes = torch.zeros(8 * -(-len(at) // 8), dtype=torch.uint8, device=new.device)
     codes[: len(at)] = difference.bitwise_and_((1 << bits) - 1).masked_fill_(escaped, 0)
-    words = pack(mask, 1).view(-1, _WORD // 8)
-    kept = (words != 0).any(1)
+    words = pack(mask, 1).view(torch.int16)
+    kept = words != 0
     some = words[kept]
     escapes = values[escaped]
-    two_levels = some.numel() + len(words) // 8 < words.numel()
+    two_levels = some.nbytes + len(words) // 8 < words.nbytes
     counts = (bits, len(some) if two_levels else len(words), len(at), len(escapes))
     if sum(sizes(counts, new)) >= new.nbytes:
         return (0, 0, n, n), new.view(torch.uint8)
-    levels = [some.view(-1), pack(kept, 1)] if two_levels else [words.view(-1)]
+    levels = [some.view(torch.uint8), pack(kept, 1)] if two_levels else [words.view(torch.uint8)]
     return counts, torch.cat([escapes.view(torch.uint8), *levels, pack(codes, bits)])
 
 

@@ -43,12 +43,14 @@ class PowerSGD(TwoFactors):
         rank: Lower → fewer bytes. A matrix that does not become smaller, r (m + n) ≥ m n, is sent uncompressed.
         start: The first steps of the engine (averages, in local steps) that are sent uncompressed. More → fewer errors while
             gradients change fast.
+        bf16: Send the factors in bf16, whatever the gradients are in: half the bytes. Error feedback keeps what rounding loses.
 
     >>> PowerSGD(rank=2).fits((64, 3, 3, 3)), PowerSGD(rank=2).fits((2, 100))
     (True, False)
     """
 
     start: int = 0
+    bf16: bool = False
 
     state: ClassVar = {"Q": Kept("shared")}
 
@@ -68,9 +70,10 @@ class PowerSGD(TwoFactors):
         Q = Q.mT.contiguous()
         short = n < 1024 and M.device.type == "cpu"
         rows = torch.bmm(M, Q.mT).mT if short else torch.bmm(Q, M.mT)
-        P = yield Sum(rows.bfloat16() if ctx.dtype == torch.bfloat16 else rows)
+        dtype = torch.bfloat16 if self.bf16 or ctx.dtype == torch.bfloat16 else M.dtype
+        P = yield Sum(rows.to(dtype))
         P = orthonormal_rows(P.to(M.dtype), ctx.step)
-        Q = (yield Sum(_project_out(M, P, ctx))).to(M.dtype)
+        Q = (yield Sum(_project_out(M, P, dtype))).to(M.dtype)
         ctx.state["Q"] = Q.mT.clone(memory_format=torch.contiguous_format)
         return (P.mT, Q / ctx.size), M
 
@@ -99,20 +102,20 @@ class AlternatingPowerSGD(TwoFactors):
             shape = len(M), M.shape[2 if left else 1], self.rank
             B = torch.randn(shape, dtype=M.dtype, device=M.device, generator=ctx.shared_rng)
         B = orthonormal_rows(B.mT, ctx.step)
-        total = (yield Sum(_project_out(M, B, ctx, left))).to(M.dtype)
+        dtype = torch.bfloat16 if ctx.dtype == torch.bfloat16 else M.dtype
+        total = (yield Sum(_project_out(M, B, dtype, left))).to(M.dtype)
         ctx.state[wanted] = total.mT.clone(memory_format=torch.contiguous_format)
         P, Q = (total, B) if left else (B, total)
         return (P.mT, Q / ctx.size), M
 
 
-def _project_out(M: Tensor, B: Tensor, ctx: StepContext, right: bool = False) -> Tensor:
-    """Return B M (b, r, n), or M Bᵀ as rows (b, r, m) if `right`, and subtract its product with B from M in place.
+def _project_out(M: Tensor, B: Tensor, dtype: torch.dtype, right: bool = False) -> Tensor:
+    """Return B M (b, r, n), or M Bᵀ as rows (b, r, m) if `right`, as `dtype`, and subtract its product with B from M in place.
 
-    The result is in bf16 if the gradients are. On a CPU one large matrix or a few small ones at a time, so that the second
+    On a CPU one large matrix or a few small ones at a time, so that the second
     product finds them in the cache.
     """
     b, m, n = M.shape
-    dtype = torch.bfloat16 if ctx.dtype == torch.bfloat16 else M.dtype
     sent = torch.empty(b, B.shape[1], m if right else n, dtype=dtype, device=M.device)
     step = max(1, 2**17 // (m * n)) if M.device.type == "cpu" else b
     for some, known, own in zip(M.split(step), B.split(step), sent.split(step), strict=True):

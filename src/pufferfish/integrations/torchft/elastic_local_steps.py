@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compression import Methods, Step, Transport
-from ...layers.names import own_name, unwrap
+from ...layers import own_name, unwrap
 from ...local.fragments import Flight, Fragment, Means, Outer
 from ...local.local_steps import LocalSteps
 from .elastic_exchange import ElasticExchange

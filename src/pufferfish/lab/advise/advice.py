@@ -20,7 +20,7 @@ from ...measure.options import (
     format_hours,
     format_seconds,
 )
-from ...planning.plan import Plan
+from ...planning import Plan
 from ...planning.text import Table
 from ..method_name import in_hierarchy, training_method
 

@@ -32,7 +32,7 @@ from ...measure.cost_model import (
     with_local_exchange,
 )
 from ...measure.options import WARM_UP_FRACTION, OptionBuilder, TrainingOption, estimate, select_layers
-from ...planning.plan import Plan, plan
+from ...planning import Plan, plan
 from ...planning.text import progress, track
 from ..method_name import LOCAL_STEPS, TrainingMethod, in_hierarchy, simplicity, training_method
 from ..tasks import Batch, Task, find_task

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...measure import AlphaBeta, Link
-from ...planning.plan import plan
+from ...planning import plan
 from ...planning.text import progress
 from ..network import LinkShape, Network, unavailable_reason
 from ..train.workers import WorkersUnreachable, process_group, worker_device

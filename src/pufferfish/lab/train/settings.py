@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ...planning.plan import plan
+from ...planning import plan
 from ..method_name import TrainingMethod
 from ..network import LinkShape
 from ..tasks import Recipe, Task

@@ -24,7 +24,7 @@ from ...lowrank.rewrite import reshape_
 from ...measure import Breakdown, CostModel, Link, Prediction, Work, dry_run
 from ...measure.breakdown import pause
 from ...measure.cost_model import built_buckets, measure_compute, with_ddp_messages, with_local_exchange
-from ...planning.plan import Plan
+from ...planning import Plan
 from ..method_name import TrainingMethod
 from ..network import LinkShape
 from ..network.network import LATENCY
@@ -243,7 +243,7 @@ def speedups(rounds: Sequence[Round], name: str, against: str) -> list[float]:
 def random_low_rank_(model: nn.Module, plan: Plan) -> nn.Module:
     """Give a model the low-rank structure of a plan, in place, without an SVD: random factors take as much time.
 
-    >>> from pufferfish.planning.plan import plan
+    >>> from pufferfish.planning import plan
     >>> model = nn.Sequential(nn.Linear(64, 64))
     >>> random_low_rank_(model, plan(model, 0.25))(torch.ones(1, 64)).isfinite().all()
     tensor(True)

@@ -11,15 +11,11 @@ from torch.nn.parameter import is_lazy
 from ..layers import LowRank, LowRankLinear, Matrix, low_rank_type, matches, named_modules, own_name, unwrap
 from ..layers.base import unfit_reason
 from . import svd
-from .entries import LITTLE, Entry, Plan, Totals, check_is_plan
-from .profile import Call, Example, Profile, profile
+from .entries import Entry, Plan, Totals, check_is_plan
+from .profile import Example, Profile, profile
 from .rules import Budget, RankLike, Rule, apply_rules, as_rule
 from .text import track
 from .timing import Mode, Timing, as_timing, with_measured_times
-
-__all__ = [
-    "LITTLE", "Plan", "as_patterns", "check_is_plan", "factorizable", "matrix_spectrum", "plan", "resolve", "spectra", "totals",
-]  # fmt: skip
 
 Owners = dict[int, list[str]]  # names of each parameter, by its id
 
@@ -84,14 +80,14 @@ def plan(
     timing = as_timing(measure, model, example) if measure or example is not None else None
     profiled = None if example is None else profile(model, example)
     entries, layers = candidates(model, profiled, embed=embed is not None)
-    before = totals(model, profiled)
+    before, shared_inputs = totals(model, profiled), _shared_inputs(profiled, layers)
     entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
     plan = Plan(
         entries=tuple(entries),
         before=before,
         parameters=tuple(own_name(name) for name, _ in unwrap(model).named_parameters()),
         functional=profiled.functional if profiled else {},
-        shared_inputs=_shared_inputs(profiled.calls, layers) if profiled else (),
+        shared_inputs=shared_inputs,
     )
     plan = apply_rules(plan, None)
     if timing is None or profiled is None or example is None:
@@ -114,12 +110,13 @@ def candidates(
     Args:
         embed: Whether embeddings can be factorized.
     """
+    modules = list(_uncovered_modules(model))
     owners: Owners = {}
     for tensor, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(own_name(tensor))
     entries: list[Entry] = []
     layers: dict[str, nn.Module] = {}
-    for name, module, reason in _uncovered_modules(model):
+    for name, module, reason in modules:
         kind = low_rank_type(type(module))
         if kind is not None:
             layers[name] = module
@@ -350,15 +347,18 @@ def _why_left_out(
         return "not matched by `only`"
     if not (e.trainable or named):
         return "frozen: training could not reduce its error; naming it in overrides= factorizes it"
-    kind = low_rank_type(type(layer))
-    slower = kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
-    if slower and not (only or named):
+    if not (only or named) and _slower_on_its_device(layer):
         return (
             "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
         )
     if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix and e.matrix.lookup:
         return "a lookup has no MACs to save"
     return ""
+
+
+def _slower_on_its_device(layer: nn.Module) -> bool:
+    kind = low_rank_type(type(layer))
+    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
@@ -375,12 +375,10 @@ def totals(model: nn.Module, profile: Profile | None = None) -> Totals:
     )
 
 
-def _shared_inputs(
-    calls: Mapping[str, Call], modules: Mapping[str, nn.Module]
-) -> tuple[tuple[str, ...], ...]:
+def _shared_inputs(profiled: Profile | None, modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
     """Groups of linear layers that were called with the same tensor."""
     groups: dict[int, list[str]] = {}
-    for name, call in calls.items():
+    for name, call in profiled.calls.items() if profiled else ():
         kind = low_rank_type(type(modules[name])) if name in modules else None
         if kind is not None and issubclass(kind, LowRankLinear) and call.args:
             groups.setdefault(id(call.args[0]), []).append(name)
