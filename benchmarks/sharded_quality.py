@@ -56,9 +56,7 @@ class Enwik8:
     context, rows = 256, 16
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        data = torch.frombuffer(
-            bytearray(read_files(ENWIK8, given.DATA)["enwik8"].data), dtype=torch.uint8
-        )
+        data = torch.frombuffer(bytearray(read_files(ENWIK8, given.DATA)["enwik8"].data), dtype=torch.uint8)
         self.train, self.validation, self.test = data.split([90_000_000, 5_000_000, 5_000_000])
         self.updates = settings["updates"]
         self.model: nn.Module = GPT(vocabulary=256, d=256, layers=4, heads=4, context=self.context)

@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import check_output_file, default_device, settings_from
+from . import check_output_file, default_device, settings_from
 from .terminal import show
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_device, add_workers, check_output_folder, default_device, settings_from
+from . import add_device, add_workers, check_output_folder, default_device, settings_from
 
 if TYPE_CHECKING:
     import argparse

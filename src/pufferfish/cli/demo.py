@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import check_output_folder
+from . import check_output_folder
 
 if TYPE_CHECKING:
     from ..lab.bench import BenchSettings

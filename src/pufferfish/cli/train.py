@@ -46,7 +46,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_device, add_workers, check_output_folder, default_device, settings_from
+from . import add_device, add_workers, check_output_folder, default_device, settings_from
 
 if TYPE_CHECKING:
     import argparse

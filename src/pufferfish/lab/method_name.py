@@ -146,7 +146,7 @@ class TrainingMethod:
 
         >>> print(*training_method("pufferfish(rank=0.5,at=0.1)+powersgd(8)").meaning(), sep="\\n")
         model     low rank (rank=0.5, at=0.1): after a full-rank warm-up, the weights become two factors by SVD
-        exchange  gradients, compressed by PowerSGD(rank=8, start=0, bf16=False)
+        exchange  gradients, compressed by powersgd(rank=8)
         """
         models = {
             "dense": "dense: the task's own model",
@@ -167,7 +167,7 @@ class TrainingMethod:
         elif self.compress is not None:
             scope = ", chosen among all tensors" if self.scope == "global" else ""
             node = ", within each machine first" if self.hierarchy == "node" else ""
-            lines.append(f"exchange  gradients, compressed by {self.compress}{scope}{node}")
+            lines.append(f"exchange  gradients, compressed by {written(self.compress)}{scope}{node}")
         else:
             lines.append("exchange  gradients in fp32, by DDP")
         changes = {"optimizer": self.optimizer, "lr": self.lr, "epochs ×": self.epochs != 1 and self.epochs}
@@ -414,14 +414,17 @@ def compression_method(text: str) -> Method:
 
 
 def written(method: Method) -> str:
-    """A compression method of this package in the grammar of names.
+    """A compression method of this package in the grammar of names: its first setting, and those that are not the defaults.
 
     >>> written(compression_method("powersgd(4)"))
-    'powersgd(rank=4, start=0, bf16=False)'
+    'powersgd(rank=4)'
     """
     words = {kind: word for word, kind in method_words().items()}
-    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}
-    shown = [f"{name}={written(x) if isinstance(x, Method) else repr(x)}" for name, x in values.items()]
+    shown = []
+    for i, f in enumerate(f for f in dataclasses.fields(method) if f.init):
+        value = getattr(method, f.name)
+        if i == 0 or value != f.default:
+            shown.append(f"{f.name}={written(value) if isinstance(value, Method) else repr(value)}")
     word = words.get(type(method), type(method).__name__)
     return f"{word}({', '.join(shown)})" if shown else word
 
