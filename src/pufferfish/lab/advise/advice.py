@@ -369,3 +369,17 @@ def busy_reason(seconds: Sequence[float]) -> str:
 
 def _is_local(estimate: SpeedupEstimate) -> bool:
     return training_method(estimate.name).local is not None
+
+
+def simplicity(name: str) -> tuple[int, bool]:
+    """Sort key: dense, bf16, low rank, then larger compression errors, then local steps; each without a hierarchy first.
+
+    >>> sorted(["diloco(30)", "int8", "pufferfish", "bf16(hierarchy=node)", "bf16", "dense"], key=simplicity)
+    ['dense', 'bf16', 'bf16(hierarchy=node)', 'pufferfish', 'int8', 'diloco(30)']
+    """
+    method = training_method(name)
+    simple = ["dense", "bf16", "pufferfish", "pufferfish+bf16"]
+    plain = [in_hierarchy(each) for each in simple]
+    last = len(simple) + (method.local is not None)
+    place = simple.index(name) if name in simple else plain.index(name) if name in plain else last
+    return place, method.hierarchy == "node"
