@@ -344,20 +344,6 @@ class LocalMethod:
         return f"pf.LocalSteps({', '.join([str(self.h), *given])}, outer=lambda p: torch.optim.SGD(p, lr={self.lr}{momentum}))"
 
 
-def in_hierarchy(name: str) -> str:
-    """The name of a method with averages within each machine first.
-
-    >>> [in_hierarchy(name) for name in ("dense", "pufferfish", "pufferfish+powersgd(4)")]
-    ['none(hierarchy=node)', 'pufferfish+none(hierarchy=node)', 'pufferfish+powersgd(4,hierarchy=node)']
-    """
-    method = training_method(name)
-    exchange = method.exchange or "none"
-    node = f"{exchange[:-1]},hierarchy=node)" if exchange.endswith(")") else f"{exchange}(hierarchy=node)"
-    return (
-        node if method.name in ("dense", method.exchange) else f"{name.removesuffix('+' + exchange)}+{node}"
-    )
-
-
 def slug(name: str) -> str:
     """The name of a method or a task as the name of a folder.
 
@@ -473,17 +459,7 @@ def _options(model: str, arguments: Sequence[str]) -> dict[str, Any]:
 def _exchange(word: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Fields of a `TrainingMethod` for an exchange: local steps, or a compression method with its scope and hierarchy."""
     if word in ("diloco", "streaming") or (word == "sparseloco" and arguments):
-        given = _named(arguments, _LOCAL_OPTIONS, word)
-        if "h" not in given or (word == "streaming" and "fragments" not in given):
-            example = next(each for each in LOCAL_STEPS if each.startswith(word))
-            raise ValueError(f"write it like {example}: {LOCAL_STEPS[example]}")
-        settings = {name: _value(value, method_words()) for name, value in given.items()}
-        if word == "sparseloco":
-            settings = {"lr": 1.0, "momentum": 0.0, "method": SparseLoCo()} | settings
-        elif word == "streaming" and settings["fragments"]:
-            delay = max(min(settings["h"] // settings["fragments"], settings["h"] - 1), 0)
-            settings = {"delay": delay} | settings
-        return {"local": LocalMethod(compress=settings.pop("method", None), **settings)}
+        return {"local": _local_steps(word, arguments)}
     found: dict[str, Any] = {}
     rest = []
     for argument in arguments:
@@ -500,6 +476,20 @@ def _exchange(word: str, arguments: Sequence[str]) -> dict[str, Any]:
         method, **{name: x for name, x in found.items() if name == "scope"}
     )  # raises for methods without it
     return {"compress": method} | found
+
+
+def _local_steps(word: str, arguments: Sequence[str]) -> LocalMethod:
+    given = _named(arguments, _LOCAL_OPTIONS, word)
+    if "h" not in given or (word == "streaming" and "fragments" not in given):
+        example = next(each for each in LOCAL_STEPS if each.startswith(word))
+        raise ValueError(f"write it like {example}: {LOCAL_STEPS[example]}")
+    settings = {name: _value(value, method_words()) for name, value in given.items()}
+    if word == "sparseloco":
+        settings = {"lr": 1.0, "momentum": 0.0, "method": SparseLoCo()} | settings
+    elif word == "streaming" and settings["fragments"]:
+        delay = max(min(settings["h"] // settings["fragments"], settings["h"] - 1), 0)
+        settings = {"delay": delay} | settings
+    return LocalMethod(compress=settings.pop("method", None), **settings)
 
 
 def _method(text: str, names: Mapping[str, Any]) -> Method:

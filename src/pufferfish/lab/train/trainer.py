@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Resumed
 from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
@@ -153,29 +154,8 @@ class TrainingRun:
 
     def train(self) -> dict[str, Any] | None:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""
-        self.change.restore(self.checkpoint.folder)
-        with warnings.catch_warnings():
-            # Said below instead: warnings of workers that a command has started are not shown.
-            warnings.filterwarnings("ignore", ".*: not restored: ")
-            at = self.checkpoint.resume()
-        done = self.step = at.position["step"] if at else 0
-        if at:
-            self.runner.resumed(self.change)
-            for key, name in _POSITION.items():
-                setattr(self, name, at.position.get(key, getattr(self, name)))
-            self.bytes.load(at.position)
-            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
-            text = "resumed after update" if done < self.total_steps else "all updates are done:"
-            self.console.info(f"{text} {done} of {self.total_steps}{lost}")
-        elif has_unfinished_run(self.settings):
-            self.console.info("no checkpoint yet, starting over")
-        method = self.settings.method.compress
-        if self.world_size == 1 and method is not None:
-            self.console.info(f"one worker sends no gradients: {method} has no effect")
-        if self.world_size > 1 and method is not None and method.has_momentum:
-            self.console.info(f"{method} has its own momentum, so the optimizer's momentum is switched off")
-        if self.settings.narrow is not None:
-            self.console.info(self.settings.narrow.note)
+        at = self._resume()
+        done = self.step
         resume = done if at else None
         opened = self.workers.run_on_all(lambda: open_log(self.components, self.link, resume))
         with sigint_as_sigterm(), opened as log:
@@ -203,6 +183,33 @@ class TrainingRun:
             training_seconds = log.training_seconds
             with log.paused():
                 return self._results(log, training_seconds)
+
+    def _resume(self) -> Resumed | None:
+        """Continue from the last checkpoint, if there is one, and say with what the run starts."""
+        self.change.restore(self.checkpoint.folder)
+        with warnings.catch_warnings():
+            # Said below instead: warnings of workers that a command has started are not shown.
+            warnings.filterwarnings("ignore", ".*: not restored: ")
+            at = self.checkpoint.resume()
+        self.step = at.position["step"] if at else 0
+        if at:
+            self.runner.resumed(self.change)
+            for key, name in _POSITION.items():
+                setattr(self, name, at.position.get(key, getattr(self, name)))
+            self.bytes.load(at.position)
+            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
+            text = "resumed after update" if self.step < self.total_steps else "all updates are done:"
+            self.console.info(f"{text} {self.step} of {self.total_steps}{lost}")
+        elif has_unfinished_run(self.settings):
+            self.console.info("no checkpoint yet, starting over")
+        method = self.settings.method.compress
+        if self.world_size == 1 and method is not None:
+            self.console.info(f"one worker sends no gradients: {method} has no effect")
+        if self.world_size > 1 and method is not None and method.has_momentum:
+            self.console.info(f"{method} has its own momentum, so the optimizer's momentum is switched off")
+        if self.settings.narrow is not None:
+            self.console.info(self.settings.narrow.note)
+        return at
 
     def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
         """Train an epoch and log where its time went; not for a simulation."""
