@@ -79,7 +79,8 @@ def find_sharded_hook(model: nn.Module) -> ShardedHook | None:
 class ShardedHook:
     """Compression of what FSDP2 sends for a model, made by `compress`: read its meter, attach it to a rebuilt model.
 
-    It has no state to save: what was gathered last is gathered again after a restart.
+    Its methods are fixed: unlike the other hooks it has no `use`; start the job again with
+    others. It has no state to save: what was gathered last is gathered again after a restart.
 
     Attributes:
         method: That of the gradients.
