@@ -28,7 +28,7 @@ class Live(TorchDispatchMode):
     def add(self, values: Any) -> None:
         for x in tree_leaves(values):
             if isinstance(x, Tensor) and not x.is_meta:
-                self.storages.add(local_part(x).untyped_storage())
+                self.storages.add(local_part(x.detach()).untyped_storage())
 
     def now(self) -> int:
         return sum(storage.nbytes() for storage in self.storages)

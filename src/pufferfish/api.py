@@ -5,8 +5,8 @@ from .checkpoint import Checkpoint
 from .compression import compress
 from .layers import register
 from .local.local_steps import LocalSteps
+from .lowrank.factorize import factorize_, merge_, reshape_
 from .lowrank.files import load, save
-from .lowrank.rewrite import factorize_, merge_, reshape_
 from .measure import RunLog, diagnose
 from .planning import Budget, Energy, Fixed, Plan, Ratio, StableRank, plan, resolve
 from .switching.moments import AtEpoch, AtFraction, AtStep, RanksSettle

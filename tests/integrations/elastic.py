@@ -184,7 +184,7 @@ class Training:
             "position": self.exchange.position,
             "round": self.replicas.round,
             "size": self.replicas.size,
-            "ranks": {name: ranks[""] for name, ranks in pf.lowrank.rewrite.ranks_of(self.model).items()},
+            "ranks": {name: ranks[""] for name, ranks in pf.lowrank.factorize.ranks_of(self.model).items()},
             "anchor": {name: x.detach().tolist() for name, x in anchor.items()},
             "model": {name: x.tolist() for name, x in self.model.state_dict().items()},
             "optimizer": sorted({k for s in self.optimizer.state.values() for k in s}),

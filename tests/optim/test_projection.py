@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from optimizers import OPTIMIZERS, Net, plan, train
-from pufferfish.lowrank.carry import lift, project
+from pufferfish.lowrank.rewrite import lift, project
 
 
 def test_momentum_is_projected_by_the_factors() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pufferfish as pf
 from pufferfish.distributed.workers import Workers
-from pufferfish.lowrank.carry import whole
+from pufferfish.lowrank.rewrite import whole
 from pufferfish.switching.fsdp2 import parameters, rebuild
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

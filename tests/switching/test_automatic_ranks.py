@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from matrices import linear_with
 from processes import in_processes
-from pufferfish.lowrank.carry import whole
+from pufferfish.lowrank.rewrite import whole
 from pufferfish.switching.fsdp2 import parameters
 
 STEEP = torch.logspace(0, -3, 64, dtype=torch.float64)

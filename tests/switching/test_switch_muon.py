@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import pufferfish as pf
 from optimizers import Net, batch, muon_and_adamw
 from processes import in_processes, same_everywhere
-from pufferfish.lowrank.carry import whole
+from pufferfish.lowrank.rewrite import whole
 from pufferfish.switching.fsdp2 import parameters
 
 

@@ -19,9 +19,10 @@ from ..distributed.ddp import find_ddp
 from ..distributed.workers import Workers
 from ..layers import meta_copy, own_name, rebuilt, unwrap
 from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
+from ..lowrank.factorize import plan_of, ranks_of, reshape_
 from ..lowrank.factors import nan_factors
 from ..lowrank.optimizers import Optimizers, as_list, check_wrapper_passed, factorized_weights
-from ..lowrank.rewrite import Rewrite, commit, plan_of, ranks_of, reshape_
+from ..lowrank.rewrite import Rewrite, commit
 from ..planning import Plan
 from ..switching.switch import Switch
 from .files import (

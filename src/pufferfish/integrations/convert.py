@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..layers import own_keys, own_name
-from ..lowrank.carry import Carrier, check_accepted
 from ..lowrank.files import (
     DENSE_FILES,
     LOW_RANK,
@@ -25,6 +24,7 @@ from ..lowrank.files import (
     write_manifest,
 )
 from ..lowrank.optimizers import State
+from ..lowrank.rewrite import Carrier, check_accepted
 from ..lowrank.state_dict import (
     MAX_SHARD,
     LazyTensor,

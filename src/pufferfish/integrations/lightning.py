@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.ddp import find_ddp
-from ..lowrank.rewrite import merge_
+from ..lowrank.factorize import merge_
 from ..switching.moments import AtStep, RanksSettle, moment_text
 from ..switching.switch import Switch
 

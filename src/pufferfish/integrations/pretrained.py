@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..layers import unwrap
+from ..lowrank.factorize import plan_of, ranks_of, reshape_
 from ..lowrank.files import LOW_RANK, MANIFEST, load, move_files, read_manifest, write_manifest
-from ..lowrank.rewrite import plan_of, ranks_of, reshape_
 from ..lowrank.state_dict import index_name, open_weights
 from ..planning import Plan, read_json, write_text
 from .model_card import MODEL_CARD, add_notice

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..distributed.ddp import find_ddp
-from ..lowrank.rewrite import ranks_of
+from ..lowrank.factorize import ranks_of
 from ..planning import read_json
 from ..switching.moments import moment_text
 from ..switching.switch import Switch

@@ -25,7 +25,7 @@ from .. import compression
 from ..compression import Method, NoCompression, Settings, SparseLoCo
 from ..local.fragments import Schedule
 from ..local.local_steps import LocalSteps
-from ..lowrank.rewrite import check_plan
+from ..lowrank.factorize import check_plan
 from ..planning import Plan
 from ..planning import plan as make_plan
 from ..switching.moments import AtEpoch, AtFraction

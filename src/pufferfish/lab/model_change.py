@@ -13,8 +13,8 @@ from torch import nn
 
 from ..distributed.ddp import find_ddp
 from ..layers.names import unwrap
+from ..lowrank.factorize import merge_, ranks_of
 from ..lowrank.frobenius_decay import FrobeniusDecay
-from ..lowrank.rewrite import merge_, ranks_of
 from ..measure import RunLog
 from ..planning.profile import Example, profile
 from ..switching.moments import AtStep, RanksSettle

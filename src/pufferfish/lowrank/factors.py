@@ -1,6 +1,6 @@
 """Where the factors of a plan come from: an SVD, made here or shared by the workers; those of another model; NaN, to be loaded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,7 @@ from ..distributed.workers import Workers, balance
 from ..layers import Matrix, named_modules, own_name, unwrap
 from ..layers.matrix import at_least_fp32
 from ..planning import Entry, Plan, factorizable, svd
-
-#: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
-Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
-
-
-def svd_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
-    """Factors of one matrix by truncated SVD, and the relative error; without values on the meta device."""
-    if W.is_meta:
-        return (*empty_factors(e, W), None)
-    assert e.rank is not None
-    svd.check_values(e.name, W)
-    return svd.split(W, e.rank)
+from .rewrite import Fill
 
 
 def nan_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:

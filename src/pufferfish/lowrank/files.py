@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..layers import LowRank, meta_copy, own_keys, unwrap
 from ..planning import Plan, read_json, write_text
 from ..planning.json_file import check_file, file_record, sync
+from .factorize import check_not_sharded, plan_of, reshape_
 from .factors import nan_factors
 from .optimizers import warn_of_other_optimizers
-from .rewrite import Rewrite, check_not_sharded, commit, plan_of, reshape_, set_parameter
+from .rewrite import Rewrite, commit, set_parameter
 from .state_dict import LazyTensor, check_dtype, index_name, open_weights, write_safetensors
 
 WEIGHTS = "model.safetensors"

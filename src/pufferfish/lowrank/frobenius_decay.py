@@ -10,8 +10,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix, local_part, named_modules, rebuilt
-from .carry import whole
 from .optimizers import Optimizers, as_list, check_optimizers
+from .rewrite import whole
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
 Modules = tuple[Matrix, nn.Module, nn.Module]  # the matrix, the modules of `down.weight` and `up.weight`

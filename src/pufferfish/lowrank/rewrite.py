@@ -1,6 +1,8 @@
-"""`factorize_`, `reshape_` and `merge_`: make a model low-rank, and dense again, in place; `plan_of` a low-rank model.
+"""`Rewrite`: a change of a model's layers and of its optimizers, prepared beside them; `commit` assigns all of it, or nothing.
 
-New layers and optimizer state are prepared beside the old ones by a `Rewrite`; `commit` assigns all of them, or none.
+`Carrier` carries optimizer state from dense parameters to factors and back; if a part of it is unknown, all of it is reset.
+With W = U V the gradients are ∂U = G Vᵀ and ∂V = Uᵀ G. Optimizer state is computed from gradients, so it is carried by the same
+products, and squares by products with the squared factors.
 """
 
 import copy
@@ -10,245 +12,45 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ..distributed.ddp import Job, check_rewrap, find_ddp, rewrap_
+from ..distributed.ddp import rewrap_
 from ..distributed.workers import Workers
 from ..layers import (
     FactorMap,
     LowRank,
-    LowRankEmbedding,
     LowRankLinear,
-    Matrix,
     Part,
     SharedInput,
     low_rank_type,
-    meta_copy,
     named_modules,
     own_name,
-    unwrap,
 )
-from ..layers.base import CALL_HOOKS, HOOKS, unfit_reason
-from ..layers.matrix import product
-from ..planning import Plan, apply_rules, check_is_plan, resolve, track
-from ..planning import plan as make_plan
-from ..planning.svd import check_values
-from .carry import Carrier, check_accepted
-from .factors import Fill, nan_factors, shared_factors, shared_spectra, svd_factors
-from .optimizers import Optimizers, as_list, check_optimizers, warn_of_other_optimizers
+from ..layers.base import CALL_HOOKS, HOOKS
+from ..layers.matrix import at_least_fp32, product
+from ..planning import Entry, Plan
+from .optimizers import (
+    CARRIED,
+    KINDS,
+    SUPPORTED,
+    Optimizers,
+    State,
+    as_list,
+    can_carry,
+    check_optimizers,
+    type_name,
+)
 
-#: Share of ‖W‖² that the factors of a trained model must keep for it to work as before: rounding to 4 bits, which trained
-#: models survive, has a relative error of about 0.1 too.
-_KEPT = 0.99
-_REMEDY = "pass it as optimizer=, or create it afterwards"
-
-
-def factorize_(
-    model: nn.Module,
-    plan: Plan,
-    optimizer: Optimizers = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> Plan:
-    """Replace the planned layers by low-rank ones through a truncated SVD, in place.
-
-    All factors are computed before the first layer is replaced, so an error or ctrl-C leaves the model unchanged. On a newly
-    initialized model this is spectral initialization, for low-rank training without a warm-up. A trained model must be
-    trained further: a warning says so where the factors keep too little.
-
-    Args:
-        model: Model without wrappers: factorize it before DDP and `torch.compile`.
-        plan: From `pufferfish.plan`. Rank rules in it are resolved with the current weights.
-        optimizer: One or several. Their parameter groups and states are updated. New parameters go into the
-            group of the old one; those that Muon does not accept (stacks of factors, as in recurrent layers) go to another
-            optimizer.
-        group: Process group of the workers that train this model without DDP, averaging gradients themselves; call it
-            on all of them. Otherwise each computes its own factors, which the start of DDP makes equal, but nothing else.
-            Parameters that differ get the values of the first worker, with a warning, and its plan is used; see
-            `Switch.step` about optimizer state.
-
-    Returns:
-        The plan with all ranks and with the relative error ‖W − UV‖ / ‖W‖ of each layer, which `print` shows.
-
-    >>> import pufferfish as pf
-    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    >>> done = pf.factorize_(model, pf.plan(model, rank=0.25))
-    >>> model[0]
-    LowRankLinear(
-      rank=16
-      (down): Linear(in_features=64, out_features=16, bias=False)
-      (up): Linear(in_features=16, out_features=64, bias=True)
-    )
-    """
-    check_not_inference("factorize_")
-    check_unwrapped(model, "factorize_")
-    check_is_plan(plan, "factorize_")
-    fill: Fill = svd_factors
-    workers = None
-    if group is None:
-        check_plan(model, plan)
-        plan = plan if plan.resolved else resolve(plan, model)
-    else:
-        plan, fill, workers = _agreed(model, plan, optimizer, group)
-    plan.warn_if_little_changes()
-    change = Rewrite(model, optimizer)
-    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
-    # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
-    continues = any(x.state or x.defaults.get("momentum") == 0 for x in change.optimizers)
-    prepare = partial(change.factorize, plan, fill)
-    done = prepare() if workers is None else workers.run_on_all(prepare)
-    commit([change], workers)
-    change.carrier.warn_of_resets(stacklevel=3)
-    kept = [1 - e.error**2 for e in done.entries if e.error is not None]
-    if kept and sum(kept) < _KEPT * len(kept) and not continues and _is_trained(model):
-        warnings.warn(
-            f"factorize_: the factors keep {sum(kept) / len(kept):.1%} of the energy ‖W‖² on average, too little for this "
-            "trained model to work as before: evaluate it, and train it further before you use it; print(plan) of the "
-            "returned plan shows the error of each layer",
-            stacklevel=2,
-        )
-    return done
-
-
-def _is_trained(model: nn.Module) -> bool:
-    """Whether the scales of a normalization layer differ from each other: all start equal."""
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    known = [p for p in weights if not (is_lazy(p) or p.is_meta)]
-    return any(p.dim() == 1 and bool((p != p[:1]).any()) for p in known)
-
-
-def _agreed(
-    model: nn.Module, plan: Plan, optimizer: Optimizers, group: dist.ProcessGroup
-) -> tuple[Plan, Fill, Workers]:
-    """The plan of worker 0 with all ranks, checked on all workers, the factors that they compute together, and the workers."""
-    job = Job(model, "factorize_", group)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
-    plan = Plan.from_data(job.workers.run_on_first(plan.as_data))
-    job.workers.run_on_all(lambda: check_optimizers(as_list(optimizer)))
-    job.workers.run_on_all(lambda: check_plan(model, plan, finite=True))
-    job.repair()
-    if unresolved := [e.name for e in plan if e.rule is not None]:
-        plan = apply_rules(plan, shared_spectra(job, unresolved))
-    return plan, shared_factors(job, plan), job.workers
-
-
-def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan:
-    """Give a newly built dense model the low-rank structure of a plan, in place, without an SVD.
-
-    Use it before `load_state_dict` with a checkpoint of a low-rank model. The factors are NaN until they are
-    loaded, so a missing load is noticed. Works on the meta device.
-
-    Args:
-        model: Model without wrappers.
-        plan: With all ranks, as returned by `factorize_`.
-        optimizer: One or several. Their parameter groups are updated.
-
-    >>> import pufferfish as pf
-    >>> build = lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    >>> trained = build()
-    >>> done = pf.factorize_(trained, pf.plan(trained, rank=0.25))
-    >>> fresh = build()
-    >>> _ = pf.reshape_(fresh, done)
-    >>> fresh.load_state_dict(trained.state_dict())
-    <All keys matched successfully>
-    """
-    check_unwrapped(model, "reshape_")
-    check_is_plan(plan, "reshape_")
-    if not plan.resolved:
-        unresolved = next(e.name for e in plan.entries if e.rule is not None)
-        raise ValueError(
-            f"{unresolved}: the plan has a rule instead of a rank; pass the plan that factorize_ returned"
-        )
-    check_plan(model, plan)
-    change = Rewrite(model, optimizer)
-    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
-    done = change.factorize(plan, nan_factors)
-    commit([change])
-    change.carrier.warn_of_resets(stacklevel=3)
-    return done
-
-
-def low_rank_shapes(model: nn.Module, plan: Plan) -> nn.Module:
-    """Return a copy of a dense model after `plan`, with shapes but without values."""
-    copy = meta_copy(model)
-    if plan.ranks:
-        reshape_(copy, plan)
-    return copy
-
-
-def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
-    """Replace every low-rank layer by the dense layer with the product of its factors, in place.
-
-    Args:
-        model: Plain, DDP or compiled. To continue training under DDP, call it on every worker.
-        optimizer: One or several. Their parameter groups and states are updated.
-
-    >>> import pufferfish as pf
-    >>> model = nn.Sequential(nn.Linear(64, 64))
-    >>> _ = pf.factorize_(model, pf.plan(model))
-    >>> pf.merge_(model)
-    >>> model
-    Sequential(
-      (0): Linear(in_features=64, out_features=64, bias=True)
-    )
-    """
-    check_not_inference("merge_")
-    ddp = find_ddp(model)
-    check_rewrap(ddp)
-    change = Rewrite(unwrap(model), optimizer)
-    change.merge()
-    commit([change], wrappers=[ddp])  # on this worker: rank 0 may merge alone, for an export
-    change.carrier.warn_of_resets(stacklevel=3)
-
-
-def plan_of(model: nn.Module, dense: nn.Module | None = None) -> Plan:
-    """The plan that gives the dense model the ranks that this model has now.
-
-    Args:
-        dense: The dense model, which may be on the meta device. Needed for FSDP2 models only, which cannot be copied.
-
-    >>> import pufferfish as pf
-    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    >>> _ = pf.factorize_(model, pf.plan(model, rank=8, keep=["1"]))
-    >>> pf.lowrank.plan_of(model).ranks
-    {'0': {'': 8}}
-    """
-    ranks = ranks_of(model)
-    if dense is None:
-        dense = meta_copy(unwrap(model))
-        change = Rewrite(dense)
-        change.merge()
-        commit([change])
-    embed = 1 if any(isinstance(m, LowRankEmbedding) for m in model.modules()) else None
-    dense_plan = make_plan(dense, embed=embed)
-    entries = []
-    for e in dense_plan.entries:
-        rank = ranks.get(e.layer, {}).get(e.matrix.name) if e.matrix else None
-        reason = e.reason if e.matrix is None else "not factorized"
-        entries.append(e.with_rank(rank) if rank else e.keep_dense(reason))
-    layers = {e.layer for e in entries}  # not the projections inside of an attention layer
-    shared: dict[int, list[str]] = {}
-    for name, _, module in named_modules(model):
-        if isinstance(module, LowRankLinear) and module._shared_input is not None and name in layers:
-            shared.setdefault(id(module._shared_input), []).append(name)
-    return dataclasses.replace(dense_plan.replace(entries), shared_inputs=tuple(map(tuple, shared.values())))
-
-
-def ranks_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Ranks of all low-rank layers, by layer and matrix name."""
-    return {name: m.ranks for name, _, m in named_modules(model) if isinstance(m, LowRank)}
+#: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
+Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
 
 
 class Rewrite:
@@ -267,8 +69,14 @@ class Rewrite:
         self.carrier = Carrier(self.optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
-    def factorize(self, plan: Plan, fill: Fill) -> Plan:
-        """Prepare low-rank layers. Returns the plan with the errors that `fill` returned."""
+    def factorize(
+        self, plan: Plan, fill: Fill, advance: Callable[[float], None] = lambda amount: None
+    ) -> Plan:
+        """Prepare low-rank layers. Returns the plan with the errors that `fill` returned.
+
+        Args:
+            advance: called with 1 after each layer.
+        """
         paths = {name: path for name, path, _ in named_modules(self.model)}
         # All structures first, on the meta device: the constructor of a registered layer type may raise.
         uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
@@ -277,7 +85,7 @@ class Rewrite:
         }
         errors: dict[str, float | None] = {}
         entries = {e.name: e for e in plan.entries}
-        for layer, low_rank in track(structures.items(), "factorizing layers"):
+        for layer, low_rank in structures.items():
 
             def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
                 e = entries[own_name(layer, part.matrix.name)]
@@ -285,6 +93,7 @@ class Rewrite:
                 return U, V
 
             self._split(paths[layer], low_rank, factored)
+            advance(1)
         for names in plan.shared_inputs:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
             if len(layers) > 1:
@@ -292,9 +101,8 @@ class Rewrite:
         modules = {kind.__module__ for module in self.model.modules() for kind in type(module).__mro__}
         if any(x.startswith("transformers.") for x in modules):  # a model of it, or a part of one
             from ..integrations import pretrained  # noqa: F401  # extends the save_pretrained of its models
-        return plan.replace(
-            dataclasses.replace(e, error=errors[e.name]) if e.name in errors else e for e in plan.entries
-        )
+        done = (dataclasses.replace(e, error=errors.get(e.name, e.error)) for e in plan.entries)
+        return dataclasses.replace(plan, entries=tuple(done))
 
     def _structure(self, layer: str, path: str, ranks: dict[str, int], uses: Counter[int]) -> LowRank:
         """A low-rank layer without values, after a check that it can take the place of the dense one.
@@ -306,6 +114,7 @@ class Rewrite:
         kind = low_rank_type(type(dense))
         assert kind is not None
         low_rank = kind(dense, ranks)
+        check_structure(layer, dense, low_rank)
         replaced = low_rank.factor_map.replaced
         for name, targets in replaced.items():
             weight = dense.get_parameter(name)
@@ -336,7 +145,6 @@ class Rewrite:
 
     def merge(self) -> None:
         """Prepare dense layers with the products of all factors."""
-        check_not_sharded(self.model, "merge_")
         found: dict[str, LowRank] = {}
         for name, path, module in named_modules(self.model):
             if isinstance(module, LowRank) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -360,7 +168,12 @@ class Rewrite:
             old = {t: low_rank.get_parameter(t) for t in factor_map.targets.get(name, (name,))}
             new = next(iter(old.values()))  # renamed: the same object
             if len(old) > 1:
-                new = _dense_parameter(factor_map, name, old, meta)
+                *_, last = old.values()
+                out = torch.empty_like(
+                    meta, device=new.device, dtype=new.dtype
+                )  # in the memory format of `meta`
+                with torch.no_grad():
+                    new = _with_flags(factor_map.join(name, old.__getitem__, product, out), last)
                 self.carrier.join(factor_map, name, old, new)
             set_parameter(dense, name, new)
         if isinstance(dense, nn.RNNBase):
@@ -370,9 +183,7 @@ class Rewrite:
     def _put(self, path: str, old: nn.Module, new: nn.Module) -> None:
         """Note the layer that takes the place of `old`, with its training mode and call hooks."""
         new.train(old.training)
-        for hooks in CALL_HOOKS:
-            if hooks in vars(old):
-                vars(new)[hooks] = vars(old)[hooks]
+        vars(new).update({hooks: vars(old)[hooks] for hooks in CALL_HOOKS if hooks in vars(old)})
         self._layers[path] = new
 
     def assign(self, undo: ExitStack) -> None:
@@ -474,99 +285,35 @@ def _with_flags(value: Tensor, like: Tensor) -> nn.Parameter:
     return parameter
 
 
-@torch.no_grad()
-def _dense_parameter(
-    factor_map: FactorMap, name: str, old: Mapping[str, Tensor], meta: Tensor
-) -> nn.Parameter:
-    """One dense parameter, computed from several low-rank ones."""
-    first, *_, last = old.values()
-    out = torch.empty_like(meta, device=first.device, dtype=first.dtype)  # in the memory format of `meta`
-    return _with_flags(factor_map.join(name, old.__getitem__, product, out), last)
-
-
 def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Assign a parameter by its dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def check_unwrapped(model: nn.Module, function: str) -> None:
-    """Raise ValueError if the model is inside a wrapper such as DDP, or compiled."""
-    if unwrap(model) is not model:
-        raise ValueError(
-            f"{function}: the model is wrapped in {type(model).__name__}; call it on the inner model "
-            "(model.module under DDP), then wrap; pf.Switch changes a wrapped model in place"
-        )
-    if (module := find_compiled(model)) is not None:
-        raise ValueError(
-            f"{function}: {type(module).__name__} is already compiled; call it before torch.compile"
-        )
+def check_structure(layer: str, dense: nn.Module, low_rank: LowRank) -> None:
+    """Raise ValueError unless a low-rank layer has built its parameters in the shapes that its matrices give them."""
 
+    def empty(part: Part, W: Tensor) -> tuple[Tensor, Tensor]:
+        (blocks, m, n), r = W.shape, part.rank
+        assert r is not None
+        return W.new_empty(blocks, m, r), W.new_empty(blocks, r, n)
 
-def check_not_inference(function: str) -> None:
-    """Raise RuntimeError in `torch.inference_mode`, whose tensors can never be trained."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            f"{function}: parameters created in torch.inference_mode cannot be trained; call it outside of this mode"
-        )
-
-
-def check_not_sharded(model: nn.Module, function: str) -> None:
-    """Raise ValueError for an FSDP2 model."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            f"{function}: the model is sharded (FSDP2); load its full state dict (get_model_state_dict of "
-            "torch.distributed.checkpoint.state_dict) into a model with the same plan that is not sharded, and pass that"
-        )
-
-
-def find_compiled(model: nn.Module) -> nn.Module | None:
-    """The first compiled module in the model, if there is one."""
-    compiled = (m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None)
-    return next(compiled, None)
-
-
-def check_plan(model: nn.Module, plan: Plan, finite: bool = False) -> None:
-    """Raise ValueError unless the model has the plan's layers, with the same types and shapes.
-
-    Args:
-        finite: also check that the weights to factorize are finite.
-    """
-    layers = {name: module for name, _, module in named_modules(model)}
-    for e in plan.entries:
-        if e.matrix is None:
-            continue
-        module = layers.get(e.layer)
-        if module is None:
-            raise ValueError(f"{e.name}: the plan has this layer, but the model does not")
-        if type(module).__name__ != e.type:
-            hint = "; it is already low-rank" * isinstance(module, LowRank)
+    factor_map, kind = low_rank.factor_map, type(low_rank).__name__
+    built = {name: tuple(p.shape) for name, p in low_rank.named_parameters(remove_duplicate=False)}
+    expected = {name: tuple(p.shape) for name, p in dense.named_parameters() if name in built}
+    for name in factor_map.targets:
+        weight = torch.empty(dense.get_parameter(name).shape, device="meta")
+        try:
+            expected |= {target: tuple(x.shape) for target, x in factor_map.split(name, weight, empty)}
+        except RuntimeError as error:  # of reshape
+            raise ValueError(f"{layer}: the matrices of {kind} do not fit its {name}: {error}") from None
+    for name in expected | built:
+        here, there = built.get(name, "missing"), expected.get(name, "missing")
+        if here != there:
             raise ValueError(
-                f"{e.name}: the plan is for a {e.type}, the model has a {type(module).__name__}{hint}"
+                f"{layer}: {name} of {kind} is {here}, but {there} by its matrices; make them agree"
             )
-        kind = low_rank_type(type(module))
-        if kind is None:
-            raise ValueError(
-                f"{e.name}: no low-rank form is registered for {e.type}; call pufferfish.register first"
-            )
-        if reason := unfit_reason(module):
-            raise ValueError(f"{e.name}: {reason}")
-        matrix = {x.name: x for x in kind.matrices(module)}.get(e.matrix.name)
-        if matrix != e.matrix:
-            raise ValueError(f"{e.name}: the plan is for {_text(e.matrix)}, the model has {_text(matrix)}")
-        if e.rank is None and e.rule is None:
-            continue
-        if e.layer == "":
-            raise ValueError("the model itself is the layer to replace; wrap it in an nn.Sequential")
-        if finite:
-            check_values(e.name, module.get_parameter(e.matrix.weight))
-
-
-def _text(matrix: Matrix | None) -> str:
-    if matrix is None:
-        return "no such weight"
-    blocks = f" in {matrix.blocks} blocks" if matrix.blocks > 1 else ""
-    return f"a weight of {'×'.join(map(str, matrix.shape))}{blocks} with{'out' * (not matrix.bias)} a bias"
 
 
 def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
@@ -585,3 +332,294 @@ def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
             raise ValueError(
                 f"{name}.{label}: its gradient hooks cannot be moved to the new parameter; remove them"
             )
+
+
+class Carrier:
+    """Replaces parameters in the groups of optimizers and carries their state, layer by layer.
+
+    It works on copies of the groups and of the mappings from parameters to state, which `commit` assigns; with `stream`, on
+    the optimizers themselves, so that state that is no longer needed is freed at once.
+
+    New parameters go into the group of the old one. Those that its optimizer does not accept go without state into
+    another optimizer: into the first group with a matrix or filter, or else into the first one.
+
+    Args:
+        carry: without it, replaced parameters start without state.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[optim.Optimizer],
+        parameters: Iterable[Tensor],
+        carry: bool = True,
+        stream: bool = False,
+    ) -> None:
+        self.carry = carry
+        self._drafts = [_Draft(optimizer, stream) for optimizer in optimizers]
+        place = {id(p): i for i, p in enumerate(parameters)}
+        # state_dict() numbers parameters by their place in the group. A group in the model's order must be in
+        # the model's order afterwards too, or a checkpoint would load into the wrong parameters.
+        self._ordered = []
+        groups = [group for draft in self._drafts for group in draft.groups]
+        for group in groups:
+            places = [place.get(id(p), -1) for p in group["params"]]
+            if places == sorted(places) and -1 not in places:
+                self._ordered.append(group)
+        self._named = [group for group in groups if "param_names" in group]
+        self._names: dict[int, str] = {}
+        for group in self._named:
+            self._names |= zip(map(id, group["params"]), group["param_names"], strict=True)
+        self._reset: set[str] = set()  # optimizer types whose state was dropped
+
+    def split(
+        self,
+        factor_map: FactorMap,
+        name: str,
+        old: Tensor,
+        new: Mapping[str, Tensor],
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace the dense parameter `name` by low-rank ones.
+
+        Args:
+            new: by name.
+            factors: whole values of those among `new` that are factors, if `new` are shards or have no values.
+        """
+        if (home := self.replace([old], [*new.values()])) is None:
+            return
+        state = dict(home.state.pop(old, {}))
+        if not self.carries(home, state):
+            home.reset_state(new.values())
+            return
+        get = (new if factors is None else factors).__getitem__
+        kinds = state_kinds(state)
+        states: dict[str, State] = {target: {} for target in new}
+        for key in list(state):
+            value = state.pop(
+                key
+            )  # of a sharded model, one tensor is gathered at a time, and its shard is freed
+            if key not in kinds or value is None:
+                for carried in states.values():
+                    carried[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+
+            def projected(part: Part, M: Tensor, kind: str = kinds[key]) -> tuple[Tensor, Tensor]:
+                U, V = (at_least_fp32(x.detach()) for x in part.factors(get))
+                return project(kind, at_least_fp32(M), U, V)
+
+            value, dtype = whole(value), value.dtype
+            for target, piece in factor_map.split(name, value, projected):
+                states[target][key] = placed(piece, new[target], dtype)
+            del value, piece
+        for target, carried in states.items():
+            home.set_state(new[target], carried)
+
+    def join(
+        self,
+        factor_map: FactorMap,
+        name: str,
+        old: Mapping[str, Tensor],
+        new: Tensor,
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Replace the low-rank parameters `old`, by name, by the dense parameter `name`. Arguments as in `split`."""
+        if (home := self.replace([*old.values()], [new])) is None:
+            return
+        states = {target: home.state.pop(p, {}) for target, p in old.items()}
+        if not (all(states.values()) and all(self.carries(home, state) for state in states.values())):
+            home.reset_state([new])
+            return
+        get = (old if factors is None else factors).__getitem__
+        first = next(iter(states.values()))
+        kinds, joined = state_kinds(first), {}
+        for key, value in first.items():
+            if key not in kinds or value is None:
+                joined[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+
+            def lifted(part: Part, mU: Tensor, mV: Tensor, kind: str = kinds[key]) -> Tensor:
+                U, V = (at_least_fp32(x.detach()) for x in part.factors(get))
+                return lift(kind, at_least_fp32(mU), at_least_fp32(mV), U, V)
+
+            moments = {target: state[key] for target, state in states.items()}
+            out = torch.zeros_like(new, dtype=value.dtype, device=value.device, requires_grad=False)
+            joined[key] = factor_map.join(name, moments.__getitem__, lifted, out)
+        home.set_state(new, joined)
+
+    def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> "_Draft | None":
+        """Put `new` in the place of the first of `old` that an optimizer has, and remove the others of `old`.
+
+        Returns the draft of the optimizer that had it, with its state; None if no optimizer has one of `old`.
+        """
+        holders = [*dict.fromkeys(draft for p in old for draft in self._drafts if draft.has(p))]
+        if not holders:
+            return None
+        home = holders[0]
+        replace_parameters(home.groups, old, [p for p in new if accepts(home.optimizer, p)])
+        for other in holders[1:]:
+            replace_parameters(other.groups, old, [])
+            for p in old:
+                other.state.pop(p, None)
+        for p in new:
+            if not accepts(home.optimizer, p):
+                another = next(d for d in self._drafts if accepts(d.optimizer, p))  # see `check_accepted`
+                groups = another.groups
+                group = next((g for g in groups if any(x.dim() > 1 for x in g["params"])), groups[0])
+                group["params"] = [*group["params"], p]
+                another.reset_state([p])
+        return home
+
+    def carries(self, draft: "_Draft", state: State) -> bool:
+        """Whether the state of a replaced parameter is carried. `warn_of_resets` warns where it cannot be."""
+        if not (self.carry and state):
+            return False
+        supported = isinstance(draft.optimizer, SUPPORTED) and can_carry(state)
+        if not supported:
+            self._reset.add(type_name(draft.optimizer))
+        return supported
+
+    def warn_of_resets(self, stacklevel: int = 4) -> None:
+        """Warn about state that was not carried."""
+        for name in sorted(self._reset):
+            warnings.warn(
+                f"{name}: the state of replaced parameters was reset; {CARRIED}", stacklevel=stacklevel
+            )
+
+    def commit(self, undo: ExitStack, parameters: Mapping[str, Tensor]) -> None:
+        """Assign groups and state. `parameters`: of the changed model, by their own names, in its order."""
+        place = {id(p): i for i, p in enumerate(parameters.values())}
+        for group in self._ordered:
+            group["params"] = sorted(group["params"], key=lambda p: place[id(p)])
+        names = self._names | {id(p): name for name, p in parameters.items()}
+        for group in self._named:
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+        for draft in self._drafts:
+            draft.commit(undo)
+
+
+def check_accepted(
+    name: str, new: Tensor, old: Sequence[Tensor], optimizers: Sequence[optim.Optimizer]
+) -> None:
+    """Raise ValueError if an optimizer holds one of `old` and none accepts the parameter `name` that replaces it."""
+    if any(accepts(optimizer, new) for optimizer in optimizers):
+        return
+    ids = {id(p) for p in old}
+    for optimizer in optimizers:
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{name}: its shape is {'×'.join(map(str, new.shape))}, but {type(optimizer).__name__} takes matrices "
+                "only; pass a second optimizer, such as AdamW, in a list with it, or leave this layer unchanged"
+            )
+
+
+def accepts(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the optimizer can update a parameter of this shape: Muon takes matrices only."""
+    return parameter.dim() == 2 or not isinstance(optimizer, optim.Muon)
+
+
+class _Draft:
+    """Groups and state of an optimizer as they are going to be."""
+
+    def __init__(self, optimizer: optim.Optimizer, stream: bool) -> None:
+        self.optimizer = optimizer
+        self.groups = optimizer.param_groups if stream else [dict(group) for group in optimizer.param_groups]
+        self.state: dict[Tensor, State] = optimizer.state if stream else dict(optimizer.state)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the parameter is in a group."""
+        return any(p is parameter for group in self.groups for p in group["params"])
+
+    def set_state(self, parameter: Tensor, state: State) -> None:
+        """Set the state of a new parameter, unless it has gone to another optimizer."""
+        if accepts(self.optimizer, parameter):
+            self.state[parameter] = state
+
+    def reset_state(self, parameters: Iterable[Tensor]) -> None:
+        """Start parameters without state. Adagrad's must exist from its construction on."""
+        for p in parameters:
+            self.state.pop(p, None)
+            if isinstance(self.optimizer, optim.Adagrad):
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, start)}
+
+    def commit(self, undo: ExitStack) -> None:
+        for group, draft in zip(self.optimizer.param_groups, self.groups, strict=True):
+            undo.callback(group.update, dict(group))
+            group.update({key: draft[key] for key in ("params", "param_names") if key in group})
+        if self.state is not self.optimizer.state:
+            state = self.optimizer.state
+            undo.callback(state.update, dict(state))  # after the next one
+            undo.callback(state.clear)
+            state.clear()
+            state.update(self.state)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The gathered tensor, on every worker, without gradient."""
+    x = x.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def placed(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a whole tensor with the memory format and the sharding of `like`, which may be on the meta device."""
+    device = value.device
+    if isinstance(like, DTensor):
+        value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False).copy_(value)
+
+
+def state_kinds(state: State) -> dict[str, str]:
+    """Return the kind of each state tensor, for `project` and `lift`."""
+    # The momentum of RMSprop, which has `square_avg`, is that of normalised gradients.
+    return KINDS | {"momentum_buffer": "normalised"} if "square_avg" in state else KINDS
+
+
+def project(kind: str, M: Tensor, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the state tensors of U and V from the state tensor M (blocks, m, n) of W."""
+    if kind == "gradient":
+        return M @ V.mT, U.mT @ M
+    if kind == "square":
+        return M @ V.square().mT, U.square().mT @ M
+    assert kind == "normalised"
+    norm_U, norm_V = _norms(U, V)
+    return M @ (V / norm_V).mT, (U / norm_U).mT @ M
+
+
+def lift(kind: str, mU: Tensor, mV: Tensor, U: Tensor, V: Tensor) -> Tensor:
+    """Compute the state tensor M (blocks, m, n) of W whose `project` is closest to (mU, mV)."""
+    if kind == "gradient":
+        # M = mU V⁺ᵀ + U⁺ᵀ mV, minus the part that both contain.
+        right: Tensor = torch.linalg.pinv(V @ V.mT, hermitian=True) @ V
+        left: Tensor = U @ torch.linalg.pinv(U.mT @ U, hermitian=True)
+        both = (U.mT @ mU + mV @ V.mT) / 2
+        return mU @ right + left @ (mV - both @ right)
+    if kind == "square":
+        # Only the sums over rows and columns are known; the outer product has these sums.
+        rows = mU.sum(-1, keepdim=True) / V.square().sum((-2, -1), keepdim=True).clamp_min(1e-30)
+        columns = mV.sum(-2, keepdim=True) / U.square().sum((-2, -1), keepdim=True).clamp_min(1e-30)
+        mean = (rows.mean(-2, keepdim=True) + columns.mean(-1, keepdim=True)) / 2
+        return rows * columns / mean.clamp_min(1e-30)
+    assert kind == "normalised"
+    norm_U, norm_V = _norms(U, V)
+    return lift("gradient", mU * norm_V.mT, mV * norm_U.mT, U, V)
+
+
+def _norms(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of the columns of U (blocks, 1, r) and of the rows of V (blocks, r, 1)."""
+    return U.norm(dim=-2, keepdim=True).clamp_min(1e-30), V.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def replace_parameters(groups: list[dict[str, Any]], old: Sequence[Tensor], new: list[Tensor]) -> bool:
+    """Put `new` in the place of the first of `old` and remove the others. Returns False if none is present."""
+    old_ids = {id(p) for p in old}
+    replaced = False
+    for group in groups:
+        params: list[Tensor] = []
+        for p in group["params"]:
+            if id(p) not in old_ids:
+                params.append(p)
+            elif not replaced:
+                params += new
+                replaced = True
+        group["params"] = params
+    return replaced

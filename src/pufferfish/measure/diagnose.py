@@ -21,8 +21,8 @@ from ..distributed.workers import Workers
 from ..layers import unwrap
 from ..layers.base import autocast_dtype
 from ..layers.names import trainable_parameters
+from ..lowrank.factorize import low_rank_shapes
 from ..lowrank.optimizers import Optimizers
-from ..lowrank.rewrite import low_rank_shapes
 from ..planning import Plan, autocast_context, plan
 from .breakdown import Breakdown, GradientTimeline
 from .cost_model import (

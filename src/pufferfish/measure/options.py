@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compression import BFloat16, Method, Methods
 from ..layers.names import trainable_parameters
-from ..lowrank.rewrite import low_rank_shapes
+from ..lowrank.factorize import low_rank_shapes
 from ..planning import Entry, Plan, Table
 from .cost_model import CostModel, Work, wire_bytes, with_compression, with_ddp_messages
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..layers import LowRank, LowRankLinear, Matrix, low_rank_type, matches, named_modules, own_name, unwrap
+from ..layers import LowRank, LowRankLinear, Matrix, low_rank_type, named_modules, own_name, unwrap
 from ..layers.base import unfit_reason
 from . import svd
 from .entries import Entry, Plan, Totals, check_is_plan
 from .profile import Example, Profile, profile
-from .rules import Budget, RankLike, Rule, apply_rules, as_rule
+from .rules import RankLike, apply_rules, select
 from .text import track
 from .timing import Mode, Timing, as_timing, with_measured_times
 
@@ -71,9 +70,6 @@ def plan(
     memory, SGD momentum    820,344  427,128  1.92× smaller
     memory, Adam          1,093,792  569,504  1.92× smaller
     """
-    rule = as_rule(rank)
-    embed_rule = None if embed is None else as_rule(embed, "embed")
-    rules = {pattern: as_rule(value) for pattern, value in (overrides or {}).items()}
     if embed is not None and not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise ValueError("embed: the model has no nn.Embedding; remove embed=")
     keep, only = as_patterns("keep", keep), as_patterns("only", only)
@@ -81,7 +77,7 @@ def plan(
     profiled = None if example is None else profile(model, example)
     entries, layers = candidates(model, profiled, embed=embed is not None)
     before, shared_inputs = totals(model, profiled), _shared_inputs(profiled, layers)
-    entries = select(entries, layers, rule, embed=embed_rule, keep=keep, only=only, overrides=rules)
+    entries = select(entries, layers, rank, embed=embed, keep=keep, only=only, overrides=overrides or {})
     plan = Plan(
         entries=tuple(entries),
         before=before,
@@ -182,6 +178,8 @@ def _covered(
     for x in matrices:
         weight = module.get_parameter(x.weight)
         left_out = x.lookup and not embed  # a plan without embeddings fits models with another vocabulary too
+        # The MACs of an operator that the counter does not know are in no total, so none may be subtracted.
+        counted = call is not None and not left_out and (call.macs > 0 or x.lookup)
         entries.append(
             Entry(
                 name=own_name(layer, x.name),
@@ -193,7 +191,7 @@ def _covered(
                 held=_held(weight, own_name(layer, x.weight), owners),
                 itemsize=weight.element_size(),
                 trainable=weight.requires_grad,
-                positions=call.positions.get(x.name) if call and not left_out else None,
+                positions=call.positions.get(x.name) if call and counted else None,
                 grad_positions=call.grad_positions.get(x.name) if call else None,
             )
         )
@@ -302,63 +300,6 @@ def _register_line(module: nn.Module) -> str:
         f"{own}If {kind.__name__} computes the same as {base.__name__}{what}, register it: "
         f'pf.register("{kind.__module__}.{kind.__qualname__}", {place}.{form.__qualname__})'
     )
-
-
-def select(
-    entries: list[Entry],
-    layers: Mapping[str, nn.Module],
-    rule: Rule,
-    *,
-    embed: Rule | None,
-    keep: Iterable[str],
-    only: Iterable[str],
-    overrides: Mapping[str, Rule],
-) -> list[Entry]:
-    """Give the entries that become low-rank their rule, and the others a reason. For the arguments see `plan`."""
-    for option, patterns in {"keep": keep, "only": only, "overrides": overrides}.items():
-        for pattern in patterns:
-            if not any(matches(e.name, pattern) for e in entries):
-                names = ", ".join(e.name for e in entries[:6]) + ", …" * (len(entries) > 6)
-                raise ValueError(
-                    f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
-                )
-    selected = []
-    for e in entries:
-        if not e.reason:
-            assert e.matrix is not None
-            named = [own for pattern, own in overrides.items() if matches(e.name, pattern)]
-            chosen = named[-1] if named else (embed if e.matrix.lookup else None) or rule
-            if why := _why_left_out(e, layers[e.layer], chosen, bool(named), keep, only):
-                e = e.keep_dense(why)
-            else:
-                e = dataclasses.replace(e, rule=chosen, note=chosen.note(e.name))
-        selected.append(e)
-    return selected
-
-
-def _why_left_out(
-    e: Entry, layer: nn.Module, rule: Rule, named: bool, keep: Iterable[str], only: Iterable[str]
-) -> str:
-    """Reason why an entry stays dense by the arguments of `plan`; "" if it gets its rule. `named`: in `overrides`."""
-    for pattern in keep:
-        if matches(e.name, pattern):
-            return f"kept by pattern {pattern!r}"
-    if only and not any(matches(e.name, pattern) for pattern in only):
-        return "not matched by `only`"
-    if not (e.trainable or named):
-        return "frozen: training could not reduce its error; naming it in overrides= factorizes it"
-    if not (only or named) and _slower_on_its_device(layer):
-        return (
-            "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
-        )
-    if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix and e.matrix.lookup:
-        return "a lookup has no MACs to save"
-    return ""
-
-
-def _slower_on_its_device(layer: nn.Module) -> bool:
-    kind = low_rank_type(type(layer))
-    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
 
 
 def totals(model: nn.Module, profile: Profile | None = None) -> Totals:

@@ -1,19 +1,19 @@
-"""Which ranks: the rules that choose the rank of a matrix, and `apply_rules`, which applies those of a plan."""
+"""Which ranks: the rules that choose the rank of a matrix; `select` gives them to entries, `apply_rules` applies them."""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers import Matrix
+from ..layers import Matrix, low_rank_type, matches
 
 if TYPE_CHECKING:
     from .entries import Entry, Plan
@@ -206,6 +206,66 @@ class Budget(Rule):
 
 
 RankLike = int | float | Rule
+
+
+def select(
+    entries: list[Entry],
+    layers: Mapping[str, nn.Module],
+    rank: RankLike,
+    *,
+    embed: RankLike | None,
+    keep: Iterable[str],
+    only: Iterable[str],
+    overrides: Mapping[str, RankLike],
+) -> list[Entry]:
+    """Give the entries that become low-rank their rule, and the others a reason. For the arguments see `plan`."""
+    rule = as_rule(rank)
+    embed_rule = None if embed is None else as_rule(embed, "embed")
+    rules = {pattern: as_rule(value) for pattern, value in overrides.items()}
+    for option, patterns in {"keep": keep, "only": only, "overrides": overrides}.items():
+        for pattern in patterns:
+            if not any(matches(e.name, pattern) for e in entries):
+                names = ", ".join(e.name for e in entries[:6]) + ", …" * (len(entries) > 6)
+                raise ValueError(
+                    f"{option}: the pattern {pattern!r} matches no layer; the layers are {names}"
+                )
+    selected = []
+    for e in entries:
+        if not e.reason:
+            assert e.matrix is not None
+            named = [own for pattern, own in rules.items() if matches(e.name, pattern)]
+            chosen = named[-1] if named else (embed_rule if e.matrix.lookup else None) or rule
+            if why := _why_left_out(e, layers[e.layer], chosen, bool(named), keep, only):
+                e = e.keep_dense(why)
+            else:
+                e = dataclasses.replace(e, rule=chosen, note=chosen.note(e.name))
+        selected.append(e)
+    return selected
+
+
+def _why_left_out(
+    e: Entry, layer: nn.Module, rule: Rule, named: bool, keep: Iterable[str], only: Iterable[str]
+) -> str:
+    """Reason why an entry stays dense by the arguments of `plan`; "" if it gets its rule. `named`: in `overrides`."""
+    for pattern in keep:
+        if matches(e.name, pattern):
+            return f"kept by pattern {pattern!r}"
+    if only and not any(matches(e.name, pattern) for pattern in only):
+        return "not matched by `only`"
+    if not (e.trainable or named):
+        return "frozen: training could not reduce its error; naming it in overrides= factorizes it"
+    if not (only or named) and _slower_on_its_device(layer):
+        return (
+            "low rank is slower on CUDA here; naming it in only= or overrides= factorizes it, for fewer bytes"
+        )
+    if isinstance(rule, Budget) and rule.unit == "macs" and e.matrix and e.matrix.lookup:
+        return "a lookup has no MACs to save"
+    return ""
+
+
+def _slower_on_its_device(layer: nn.Module) -> bool:
+    kind = low_rank_type(type(layer))
+    return kind is not None and kind.slower_on_cuda and all(p.is_cuda for p in layer.parameters())
 
 
 def as_rule(rank: RankLike, option: str = "rank") -> Rule:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .entries import Entry
+
 #: Why a weight cannot be factorized, and what to do.
 NOT_FINITE = (
     "the weight contains inf or NaN; nothing was changed. If training has diverged, lower the learning rate, or skip "
@@ -16,6 +18,15 @@ def check_values(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name}: the weight is on the meta device and has no values")
     if not torch.isfinite(weight.detach()).all():
         raise ValueError(f"{name}: {NOT_FINITE}")
+
+
+def svd_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """`split` for the rank of an entry, after a check of the values; without values on the meta device."""
+    assert e.rank is not None
+    if W.is_meta:
+        return W.new_empty(*W.shape[:2], e.rank), W.new_empty(len(W), e.rank, W.shape[2]), None
+    check_values(e.name, W)
+    return split(W, e.rank)
 
 
 def split(W: Tensor, r: int) -> tuple[Tensor, Tensor, float]:

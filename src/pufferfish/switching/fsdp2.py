@@ -21,10 +21,10 @@ from ..distributed.ddp import Job, reshard
 from ..distributed.workers import Workers
 from ..layers import FactorMap, local_part, named_modules, own_name, unwrap
 from ..layers.names import REBUILT
-from ..lowrank.carry import Carrier, check_accepted, placed, whole
+from ..lowrank.factorize import reshape_
 from ..lowrank.factors import broadcast_factors, by_weight, group_cost, owners, svd_of
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
-from ..lowrank.rewrite import reshape_, set_parameter
+from ..lowrank.rewrite import Carrier, check_accepted, placed, set_parameter, whole
 from ..planning import Entry, Plan, matrix_spectrum
 from ..planning.svd import NOT_FINITE
 

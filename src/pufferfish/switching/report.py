@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lowrank.rewrite import factorize_
+from ..lowrank.factorize import factorize_
 from ..planning import LITTLE, Entry, Plan, Table, obstacles
 from .moments import Position
 

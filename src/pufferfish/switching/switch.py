@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .. import __version__
 from ..distributed.ddp import Job, check_rewrap, find_ddp
 from ..layers import named_modules, unwrap
+from ..lowrank.factorize import check_not_inference, check_plan, find_compiled, ranks_of
 from ..lowrank.factors import averaged_model, in_basis_of, nan_factors, shared_factors, shared_spectra
 from ..lowrank.optimizers import (
     Optimizers,
@@ -24,14 +25,7 @@ from ..lowrank.optimizers import (
     factorized_weights,
     warn_of_reset,
 )
-from ..lowrank.rewrite import (
-    Rewrite,
-    check_not_inference,
-    check_plan,
-    commit,
-    find_compiled,
-    ranks_of,
-)
+from ..lowrank.rewrite import Rewrite, commit
 from ..planning import Plan, RankLike, StableRank, as_patterns, as_rule, check_is_plan, stable_rank
 from ..planning import plan as make_plan
 from .decision import SharedInputs, choose_ranks

@@ -20,8 +20,8 @@ from ...checkpoint.files import load_model_state, model_state
 from ...compression import Settings
 from ...layers import own_name, unwrap
 from ...lowrank.by_name import check_optimizer, group_names, load_optimizer, names_by_id, optimizer_state
+from ...lowrank.factorize import merge_, ranks_of
 from ...lowrank.optimizers import Optimizers, as_list
-from ...lowrank.rewrite import merge_, ranks_of
 from ...planning import Plan
 from ...switching.switch import Switch
 from .replicas import Replicas

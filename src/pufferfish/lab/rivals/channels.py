@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...layers import LowRank, meta_copy
 from ...layers.names import unwrap
-from ...lowrank.carry import replace_parameters
 from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ...lowrank.rewrite import replace_parameters
 
 
 @torch.no_grad()

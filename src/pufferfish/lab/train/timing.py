@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compression import DDPHook
 from ...layers.names import trainable_parameters
 from ...local.local_steps import LocalSteps
-from ...lowrank.rewrite import reshape_
+from ...lowrank.factorize import reshape_
 from ...measure import Breakdown, CostModel, Link, Prediction, Work, dry_run
 from ...measure.breakdown import pause
 from ...measure.cost_model import built_buckets, measure_compute, with_ddp_messages, with_local_exchange
