@@ -64,7 +64,7 @@ def main() -> None:
         work(argparse.Namespace(**given.worker))
         return
     h = given.h
-    own = ["dense", f"diloco-{h}", f"streaming-{h}x{given.fragments}", f"sparseloco-{h}"]
+    own = ["dense", f"diloco({h})", f"streaming({h},fragments={given.fragments})", f"sparseloco({h})"]
     low_rank = ["pufferfish", *(f"pufferfish+{name}" for name in own[1:])]
     given.methods = given.methods or [*own, *low_rank]
     model = build(given)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pufferfish.switching.fsdp2 import local
+from pufferfish.layers.names import local_part
 
 
 class Live(TorchDispatchMode):
@@ -28,7 +28,7 @@ class Live(TorchDispatchMode):
     def add(self, values: Any) -> None:
         for x in tree_leaves(values):
             if isinstance(x, Tensor) and not x.is_meta:
-                self.storages.add(local(x).untyped_storage())
+                self.storages.add(local_part(x.detach()).untyped_storage())
 
     def now(self) -> int:
         return sum(storage.nbytes() for storage in self.storages)

@@ -57,7 +57,9 @@ def forked(
     work: Callable[..., None], size: int, args: tuple[object, ...], *, limit: float = LIMIT, name: str
 ) -> None:
     """Call `work(rank, *args)` in `size` new processes; re-raise the first error here."""
-    workers = mp.start_processes(_forked, (work, args), nprocs=size, join=False, start_method="forkserver")
+    # A process with CUDA cannot be forked.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    workers = mp.start_processes(_forked, (work, args), nprocs=size, join=False, start_method=method)
     assert workers is not None
     end = time.monotonic() + limit
     try:

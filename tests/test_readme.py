@@ -19,7 +19,6 @@ README = Path(__file__).parents[1] / "README.md"
 if not README.exists():
     pytest.skip("README.md is not beside the tests", allow_module_level=True)
 GUIDE = README.parent / "docs" / "lab.md"
-RESULTS = README.parent / "docs" / "results.md"
 
 
 def blocks(kind: str, file: Path = README) -> list[str]:
@@ -44,8 +43,8 @@ def test_the_labs_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def quick_start() -> str:
-    """The code after the diff."""
-    (diff,) = blocks("diff")
+    """The code after the diff of the switch."""
+    _, diff = blocks("diff")
     assert sum(line.startswith("+") for line in diff.splitlines()) <= 6
     return "\n".join(line[1:] for line in diff.splitlines())
 
@@ -75,6 +74,19 @@ def runs_under_ddp(rank: int, size: int) -> None:
             assert same_everywhere(p)
 
 
+def compresses(rank: int, size: int) -> None:
+    first, _ = blocks("diff")
+    user: dict[str, Any] = {"DistributedDataParallel": DDP, "model": build_ddp().module}
+    user["optimizer"] = torch.optim.AdamW(user["model"].parameters())
+    exec("\n".join(line[1:] for line in first.splitlines()), user)
+    user["ddp"](torch.ones(2, 64)).sum().backward()
+    assert user["hook"].meter.steps == 1
+
+
+def test_compression_under_ddp() -> None:
+    in_processes(compresses, 2)
+
+
 def test_the_quick_start_under_ddp() -> None:
     in_processes(runs_under_ddp, 2)
 
@@ -99,14 +111,6 @@ def test_the_quick_start() -> None:
 
 def test_the_changelog_has_this_version() -> None:
     assert f"\n## {pf.__version__}\n" in (README.parent / "CHANGELOG.md").read_text()
-
-
-def test_the_figures_of_the_readme_are_in_the_results() -> None:
-    text = README.read_text()
-    figure = re.compile(r"[−+]?\d+\.\d+(?: ± \d+\.\d+)?(?:×| %)?")
-    figures = figure.findall(text[text.index("## Results") : text.index("## Support")])
-    assert len(figures) > 20
-    assert set(figures) - set(figure.findall(RESULTS.read_text())) == set()
 
 
 def test_the_extensions_of_the_contributors_guide() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -220,7 +221,7 @@ def test_methods_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     lines = capsys.readouterr().out.partition("\n\nmethod")[2].splitlines()
     assert lines[0].split()[-4:] == ["2", "workers", "16", "workers"]
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["threshold(tau=0.1)", "Mine(rank=2, start=0)"]
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["threshold(tau=0.1)", "Mine(rank=2)"]
     assert main(["methods", "topkk"]) == 2
     assert "did you mean topk?" in capsys.readouterr().err
 
@@ -233,6 +234,19 @@ def test_help_fits_into_80_columns(
     with pytest.raises(SystemExit, match="0"):
         main([*([command] if command else []), "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_page_of_help_is_short(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def options(page: str) -> set[str]:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, page])
+        return set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help-all"}
+
+    first = options("--help")
+    assert len(first) <= 12
+    if command in ("train", "bench", "advise"):
+        assert options("--help-all") - first >= {"--device", "--precision"}
 
 
 def test_a_second_ctrl_c_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

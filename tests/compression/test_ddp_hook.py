@@ -231,7 +231,7 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         compress(ddp, settings=Settings(TopK()))
     with pytest.raises(ValueError, match="pass compressor=hook"):
         pf.Checkpoint(folder / "forgotten", wrapped()[0], None).save(step=0)
-    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4, start=0\) compresses nothing here"):
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=4, .*\) compresses nothing here"):
         compress(DDP(build()), {"last": PowerSGD(4), "*": TopK()}, settings=Settings(smallest=1000))
     plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="and so does the Adam"):

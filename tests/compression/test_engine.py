@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -187,3 +188,32 @@ def test_patterns_hidden_by_earlier_ones_are_refused() -> None:
 def test_a_message_of_one_tensor_is_a_tuple() -> None:
     with pytest.raises(TypeError, match=r"Gather\(\(x,\)\)"):
         Gather(torch.ones(2))  # type: ignore[arg-type]
+
+
+def _no_yield(self: Method, x: torch.Tensor, ctx: object) -> object:
+    return x, None
+
+
+def _yields_a_tensor(self: Method, x: torch.Tensor, ctx: object) -> object:
+    return (yield x), None
+
+
+def _forgets_the_rest(self: Method, x: torch.Tensor, ctx: object) -> object:
+    return (yield Sum(x))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layout": "matrix"}, "Own: layout='matrix' is none of vectors, elements, matrices, row"),
+        ({"kind": "lossless"}, "Own: kind='lossless' is none of contraction, exact, "),
+        ({"compress": _no_yield}, "Own.compress is not a generator"),
+        ({"compress": _yields_a_tensor}, "_yields_a_tensor yields a Tensor; yield Sum"),
+        ({"compress": _forgets_the_rest}, "_forgets_the_rest must return two values, the mean and the rest"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_methods_that_break_the_contract_are_named(wrong: dict[str, object], message: str) -> None:
+    own = dataclass(frozen=True)(type("Own", (Method,), wrong))
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        Engine(Settings(own())).average({"w": torch.ones(64, 64)})

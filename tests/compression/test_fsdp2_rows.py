@@ -66,7 +66,7 @@ def small_matrices_are_sent_uncompressed(mesh: DeviceMesh, rank: int, folder: Pa
     shard = mesh["shard"].get_local_rank()
     names = ["b0.0.weight", "b1.1.weight"] if shard == 0 else ["b0.0.weight"]
     assert sorted(kept(hook)) == [f"{name}[{shard}/2]" for name in names]
-    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=9, start=0\) compresses nothing here"):
+    with pytest.warns(UserWarning, match=r"PowerSGD\(rank=9, .*\) compresses nothing here"):
         hook.use({"b0": PowerSGD(1), "*": PowerSGD(9)})
 
 

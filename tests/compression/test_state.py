@@ -167,7 +167,9 @@ def test_saved_methods_are_json_data() -> None:
     engine.average({"w": torch.ones(24, 36)})
     methods = engine.state_dict()["methods"]
     assert json.loads(json.dumps(methods)) == methods
-    assert methods == {"w": {"class": "PowerSGD", "fields": {"rank": 2, "start": 0}, "shape": [24, 36]}}
+    assert methods == {
+        "w": {"class": "PowerSGD", "fields": {"rank": 2, "start": 0, "bf16": False}, "shape": [24, 36]}
+    }
 
 
 def test_a_worker_leaves_and_the_others_keep_what_they_have_not_sent() -> None:

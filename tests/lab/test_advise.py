@@ -15,8 +15,7 @@ import pufferfish as pf
 from pufferfish.cli import Parser
 from pufferfish.cli import advise as command
 from pufferfish.lab.advise import Advice, advise, advisor, load_workload, nominal_link
-from pufferfish.lab.advise.advice import is_stable, median_interval
-from pufferfish.lab.method_name import in_hierarchy
+from pufferfish.lab.advise.advice import in_hierarchy, is_stable, median_interval
 from pufferfish.lab.network import LinkShape
 from pufferfish.measure import AlphaBeta, CostModel, Link, Work
 from pufferfish.measure.cost_model import trainable_parameters, with_ddp_messages

@@ -17,9 +17,10 @@ from on_hosts import on_hosts
 import pufferfish as pf
 from processes import in_processes
 from pufferfish.lab.advise import advisor, load_workload
+from pufferfish.lab.advise.advice import in_hierarchy
 from pufferfish.lab.advise.advisor import build_timed_model
 from pufferfish.lab.advise.run_advise import AdviseSettings, run_advise
-from pufferfish.lab.method_name import in_hierarchy, training_method
+from pufferfish.lab.method_name import training_method
 from pufferfish.lab.network import unavailable_reason
 from pufferfish.lab.train import timing
 

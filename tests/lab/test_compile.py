@@ -119,10 +119,10 @@ MLP = "digits:mlp,width=16"
 CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "sgd": (MLP, "pufferfish", {}, 1e-3),
     "accumulate": (MLP, "pufferfish", {"accumulate": 2}, 1e-3),
-    "simulated": (MLP, "pufferfish+powersgd(2)", {"simulate": 4}, 1e-3),
+    "simulated": (MLP, "pufferfish+powersgd(2)", {"simulate": 4}, 1e-2),
     "simulated local steps": (MLP, "pufferfish+streaming(4,fragments=2)", {"simulate": 2}, 1e-3),
     "carried state": ("wikitext2:d=64,bptt=5,dropout=0", "pufferfish", {}, 1e-2),
-    "early bird": ("digits:width=16", "early-bird(0.5)", {}, 0.05),
+    "early bird": ("digits:width=16", "early-bird(0.5)", {}, 0.1),
     "adamw, clip": (TEXT, "pufferfish", {}, 1e-2),
     "adamw, clip, bf16": (TEXT, "pufferfish", {"precision": "bf16"}, 0.05),
     "muon, bf16": (TEXT, "pufferfish", {"precision": "bf16", "recipe": {"optimizer": "muon"}}, 0.05),

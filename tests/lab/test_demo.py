@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pufferfish.cli import main
-from pufferfish.lab.bench import demo
+from pufferfish.cli import demo, main
 from pufferfish.lab.network import unavailable_reason
 from pufferfish.lab.train import workers
 from pufferfish.measure import read_run

@@ -67,6 +67,14 @@ def test_a_killed_command_continues_and_changes_no_row(finished: Path, tmp_path:
         file.write('{"arm": "plain", "ra')  # what a kill in the middle of a write leaves
     start(tmp_path, 1)
     assert rows(tmp_path) == rows(finished)
+    found = read_rows(LINES, tmp_path / "results")
+    killed = [row for row in found if (row["arm"], row["rate"], row["seed"]) not in unfinished]
+    resumed = [(row["arm"], row["seed"]) for row in killed if row["resumed"]]
+    assert ("momentum", 1) in resumed
+    assert "≥" in table(LINES, found)
+    first = read_rows(LINES, finished / "results")
+    assert not any(row["resumed"] for row in first)
+    assert "≥" not in table(LINES, first)
 
 
 def test_the_table_has_means_and_paired_differences(finished: Path) -> None:

@@ -139,7 +139,7 @@ def test_files_of_one_name_are_two(folder: Path) -> None:
         (
             "powersgd(rnk=2)",
             ValueError,
-            r"unexpected keyword argument 'rnk'; write powersgd\(rank=4, start=0\)",
+            r"unexpected keyword argument 'rnk'; write powersgd\(rank=4, start=0",
         ),
         ("accordion(topk)", ValueError, r"missing .* 'high'; write accordion\(low, high, every\)"),
         ("topk(k=0.1, k=0.2)", ValueError, "k is given twice"),

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import pufferfish as pf
 from paper import COUNTS
-from pufferfish.lab.data.batches import hold_out, shift_and_flip
+from pufferfish.lab.data.batches import hold_out
 from pufferfish.lab.tasks import Recipe, Task, find_task
+from pufferfish.lab.tasks.images import shift_and_flip
 
 RECIPE = Recipe(epochs=1, batch=8, lr=0.1)
 

@@ -18,7 +18,7 @@ from pufferfish.cli import main
 from pufferfish.lab.data import text as text_module
 from pufferfish.lab.data.text import split_characters, tokenize, vocabulary_size
 from pufferfish.lab.tasks import find_task
-from pufferfish.lab.tasks.language import with_tokenizer
+from pufferfish.lab.tasks.find_task import with_tokenizer
 from pufferfish.measure import read_run
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

@@ -1,6 +1,7 @@
 """The base, and a layer type of one's own in a few lines."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -93,6 +94,36 @@ def test_nonsense_is_refused(dense, low_rank):
     with pytest.raises(TypeError, match="register: "):
         pf.register(dense, low_rank)
     assert before == base._REGISTRY
+
+
+@pytest.mark.parametrize(
+    ("built", "listed", "parameter"),
+    [
+        ({}, {"down_row": ()}, "down.weight"),
+        ({}, {"down_row": (7,)}, "kernel"),
+        ({}, {"name": "inner"}, "inner.down.weight"),
+        ({"up": nn.Linear(3, 4, bias=False)}, {}, "up.weight"),
+        ({"up": nn.Linear(3, 5)}, {}, "up.bias"),
+        ({"up": None}, {}, "up.weight"),
+    ],
+)
+def test_factors_that_do_not_fit_the_matrices_are_refused(built, listed, parameter):
+    class Wrong(LowRankPointwise):
+        def __init__(self, dense, ranks):
+            super().__init__(dense, {"": 3} | ranks)
+            self.ranks = ranks
+            for name, child in built.items():
+                setattr(self, name, child)
+
+        @classmethod
+        def matrices(cls, dense):
+            return [dataclasses.replace(super().matrices(dense)[0], **listed)]
+
+    pf.register(Pointwise, Wrong)
+    model = nn.Sequential(Pointwise(6, 5))
+    with pytest.raises(ValueError, match=rf"^0: .*{parameter}"):
+        pf.factorize_(model, forced(model, rank=3))
+    assert type(model[0]) is Pointwise
 
 
 def test_a_layer_of_ones_own():

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pufferfish as pf
 from paper import COUNTS
 from pufferfish.lab.models import GPT, REFERENCES, Transformer, resnet18
+from pufferfish.layers import LowRank, Matrix, base
 from pufferfish.planning import totals
 from pufferfish.planning.profile import profile
 
@@ -264,6 +265,44 @@ def test_totals_after_are_the_truth_of_the_reshaped_model(name: str) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert (plan.after.trainable, plan.after.gradient_bytes) == (trained, 4 * trained)
     assert plan.after == totals(model, profile(model, example))
+
+
+class LowRankBilinear(LowRank):
+    """A low-rank form of `nn.Bilinear`, whose operator has no FLOP formula."""
+
+    def __init__(self, dense: nn.Bilinear, ranks: Mapping[str, int]) -> None:
+        super().__init__(dense, ranks)
+        (matrix,) = self.matrices(dense)
+        self.down = nn.Linear(matrix.n, ranks[""], bias=False, device="meta")
+        self.up = nn.Linear(ranks[""], matrix.m, bias=False, device="meta")
+
+    @classmethod
+    def matrices(cls, dense: nn.Module) -> list[Matrix]:
+        m, *inputs = dense.weight.shape
+        n = math.prod(inputs)
+        return [Matrix(name="", weight="weight", shape=(m, *inputs), m=m, n=n, down_row=(n,))]
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.up(self.down((a[..., None] * b[..., None, :]).flatten(-2)))
+
+
+def test_layers_whose_operators_are_not_counted_have_no_macs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.pair = nn.Linear(64, 16), nn.Bilinear(16, 16, 96, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.pair(y, y)
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    pf.register(nn.Bilinear, LowRankBilinear)
+    plan = pf.plan(Pairs(), pf.Ratio(0.25, multiple=1), example=torch.randn(8, 64))
+    assert plan.ranks == {"first": {"": 4}, "pair": {"": 24}}
+    assert plan["pair"].macs(low_rank=True) == plan["pair"].macs(low_rank=False) == (0, 0)
+    assert plan.before.forward_macs == 8 * 64 * 16
+    assert plan.after.forward_macs == 8 * 4 * (64 + 16)
 
 
 def test_a_packed_sequence_needs_a_real_run() -> None:

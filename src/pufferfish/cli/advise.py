@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import check_output_file, default_device, settings_from
+from . import check_output_file, default_device, settings_from
 from .terminal import show
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from ..lab.advise.run_advise import AdviseSettings, run_advise
     from ..lab.method_name import split_names
-    from ..lab.tasks.language import with_tokenizer
+    from ..lab.tasks.find_task import with_tokenizer
 
     check_output_file(arguments.out)
     device = arguments.device or default_device(arguments.check and "RANK" not in os.environ)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_device, add_workers, check_output_folder, default_device, settings_from
+from . import add_device, add_workers, check_output_folder, default_device, settings_from
 
 if TYPE_CHECKING:
     import argparse
@@ -60,7 +60,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..lab.bench import BenchSettings, run_bench
     from ..lab.method_name import slug, split_names
-    from ..lab.tasks.language import with_tokenizer
+    from ..lab.tasks.find_task import with_tokenizer
 
     emulated = (arguments.nodes or 1) > 1 and not arguments.simulate
     settings = settings_from(

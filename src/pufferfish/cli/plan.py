@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .arguments import check_output_file
+from . import check_output_file
 from .terminal import show
 
 

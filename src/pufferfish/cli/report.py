@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .arguments import check_output_file
+from . import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

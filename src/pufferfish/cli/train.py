@@ -46,7 +46,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_device, add_workers, check_output_folder, default_device, settings_from
+from . import add_device, add_workers, check_output_folder, default_device, settings_from
 
 if TYPE_CHECKING:
     import argparse
@@ -98,18 +98,11 @@ def train_settings(arguments: argparse.Namespace, nodes: int = 1) -> tuple[Task,
     """Return the task and the settings of a run whose workers are on `nodes` machines."""
     from ..lab.method_name import slug, training_method
     from ..lab.tasks import find_task
-    from ..lab.tasks.language import with_tokenizer
+    from ..lab.tasks.find_task import with_tokenizer
     from ..lab.train import RunSettings
 
-    for name in ("nodes", "per_node"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= 64:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be 1 to 64")
+    _check_workers(arguments)
     machines, size = arguments.nodes or 1, (arguments.nodes or 1) * (arguments.per_node or 1)
-    if arguments.network and machines == 1 and not arguments.simulate:
-        raise ValueError(f"--network {arguments.network}: give the number of machines with --nodes N")
-    if arguments.simulate and size == 1 and not (arguments.nodes or arguments.per_node):
-        raise ValueError("--simulate: give the number of simulated workers with --per-node N")
     task: Any = find_task(with_tokenizer(arguments.task, arguments.data))
     method = training_method(arguments.method)
     if arguments.lr is not None:
@@ -127,6 +120,17 @@ def train_settings(arguments: argparse.Namespace, nodes: int = 1) -> tuple[Task,
         hosts=nodes,
         save_model=True,
     )
+
+
+def _check_workers(arguments: argparse.Namespace) -> None:
+    for name in ("nodes", "per_node"):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= 64:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be 1 to 64")
+    if arguments.network and (arguments.nodes or 1) == 1 and not arguments.simulate:
+        raise ValueError(f"--network {arguments.network}: give the number of machines with --nodes N")
+    if arguments.simulate and not (arguments.nodes or arguments.per_node):
+        raise ValueError("--simulate: give the number of simulated workers with --per-node N")
 
 
 def _train_here(task: Task, settings: RunSettings, link: Any = None) -> int:

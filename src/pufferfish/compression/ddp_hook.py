@@ -47,8 +47,9 @@ def compress(
     replicas: dist.ProcessGroup | None = None,
     settings: Settings | None = None,
 ) -> DDPHook | FSDP2Hook | ShardedHook:
-    """Average a model's gradients with fewer bytes. Call it on all workers, once; change the method by `hook.use`.
+    """Average a model's gradients with fewer bytes. Call it on all workers, once.
 
+    `hook.use` changes the method later, except that of a model sharded over all machines, whose methods are fixed.
     The hook remains after a `Switch`; a deep copy of the wrapper is plain DDP, without compression. Results depend
     neither on DDP's buckets nor on restarts: messages are laid out by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
 

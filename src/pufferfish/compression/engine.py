@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -299,7 +299,13 @@ class Step:
                 x.masked_fill_(bad, 0)
         generators = {}
         for batch, x in xs.items():
-            generators[self.layout.number[batch]] = batch.method.compress(x, self.contexts[batch])
+            generator = batch.method.compress(x, self.contexts[batch])
+            if not isinstance(generator, Generator):
+                raise TypeError(
+                    f"{type(batch.method).__name__}.compress is not a generator: nothing is exchanged; "
+                    "yield Sum(tensor), Gather(tensors) or Scatter(pieces)"
+                )
+            generators[self.layout.number[batch]] = generator
         if self.missing:
             self.exchange.start(generators)
             return

@@ -69,11 +69,23 @@ class Exchange:
         """Give the generators their answers and send what they yield next: sums, then gathers, then scatters."""
         messages: dict[type, dict[int, Any]] = {Sum: {}, Gather: {}, Scatter: {}}
         for i in sorted(answers):
+            generator: Any = self.running[i]
             try:
-                message: Message = self.running[i].send(answers[i])
-                messages[type(message)][i] = message
+                message: Message = generator.send(answers[i])
             except StopIteration as end:
+                if not (isinstance(end.value, tuple) and len(end.value) == 2):
+                    raise TypeError(
+                        f"{generator.__qualname__} must return two values, the mean and the rest; "
+                        "the rest is None for a method without error feedback"
+                    ) from None
                 self.results[i] = end.value
+                continue
+            if type(message) not in messages:
+                raise TypeError(
+                    f"{generator.__qualname__} yields a {type(message).__name__}; yield Sum(tensor), Gather(tensors) "
+                    "or Scatter(pieces)"
+                )
+            messages[type(message)][i] = message
         if messages[Sum]:
             self._in_flight += _send_sums({i: m.tensor for i, m in messages[Sum].items()}, self.transport)
         if messages[Gather]:

@@ -180,7 +180,14 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """Property of the method's error, a key of `settings.KINDS`; it decides about error feedback."""
+        """Property of the method's error. Only "contraction" has error feedback.
+
+        - "contraction": the rest is shorter than x.
+        - "exact": nothing is lost. "rounding": the error is made inside the sum.
+        - "unbiased": right on average. "clipped": the same, but for what is clipped.
+        - "vote": the mean is ±1, whatever the magnitude.
+        - "own": the method keeps its own error feedback, in `ctx.state`.
+        """
         return "contraction"
 
     def keys(self, what: Literal["shared", "divided", "units", "loss scale"]) -> set[str]:
@@ -208,7 +215,7 @@ class Method:
         Returns:
             The mean over the workers, in any float dtype, bit-identical on all of them; for matrices it may be two
             factors (see `Mean`). And the rest: the part of x that this worker did not send, which becomes its error
-            feedback; None for methods without error feedback.
+            feedback. None, for kinds other than "contraction": nothing is kept.
         """
         raise NotImplementedError
 

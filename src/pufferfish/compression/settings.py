@@ -13,6 +13,8 @@ from ..layers import matches
 from .method import Method
 from .methods.sums import NoCompression
 
+#: What a method's `compress` may ask to be given; see `Method.layout`.
+LAYOUTS = ("vectors", "elements", "matrices", "row")
 #: Kind of compression error → why methods of that kind have no error feedback; "": they have it by default.
 KINDS = {
     "contraction": "",
@@ -95,6 +97,11 @@ class Settings:
             place = f", for {pattern!r}," if isinstance(self.method, Mapping) else ""
             hint = f"; write {name}()" if isinstance(method, type) else ""
             raise TypeError(f"{name}{place} is not a compression method{hint}")
+        for attribute, words in {"layout": LAYOUTS, "kind": tuple(KINDS)}.items():
+            if getattr(method, attribute) not in words:
+                raise ValueError(
+                    f"{name}: {attribute}={getattr(method, attribute)!r} is none of {', '.join(words)}"
+                )
         if self.error_feedback and KINDS[method.kind]:
             raise ValueError(
                 f"{name} works without error feedback: {KINDS[method.kind]}; leave error_feedback=None"

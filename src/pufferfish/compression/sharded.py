@@ -79,7 +79,8 @@ def find_sharded_hook(model: nn.Module) -> ShardedHook | None:
 class ShardedHook:
     """Compression of what FSDP2 sends for a model, made by `compress`: read its meter, attach it to a rebuilt model.
 
-    It has no state to save: what was gathered last is gathered again after a restart.
+    Its methods are fixed: unlike the other hooks it has no `use`; start the job again with
+    others. It has no state to save: what was gathered last is gathered again after a restart.
 
     Attributes:
         method: That of the gradients.
@@ -185,7 +186,7 @@ class ParameterGather(_Collective):
             if everywhere and rows.is_floating_point() and isinstance(method, Method):
                 coder = method
             n = len(input_tensor)
-            (sent,) = to_bytes(coder, input_tensor.view(1, n))
+            sent = to_bytes(coder, input_tensor)
             for row, received in zip(rows, transport.gather(sent)(), strict=True):
                 row.copy_(from_bytes(coder, received, n, rows.dtype))
 
@@ -317,7 +318,7 @@ class GradientScatter(_Collective):
             return
         with hook.meter.working():
             n = len(output_tensor)
-            sent = to_bytes(method, input_tensor.view(transport.size, n))
+            sent = [to_bytes(method, shard) for shard in input_tensor.view(transport.size, n)]
             total = torch.zeros(n, device=output_tensor.device)
             for received in transport.scatter(sent)():
                 total += from_bytes(method, received, n, torch.float32)
@@ -330,27 +331,27 @@ class GradientScatter(_Collective):
             output_tensor.copy_(total)
 
 
-def to_bytes(method: Method, x: Tensor) -> list[Tensor]:
-    """Encode each row of x, as bytes.
+def to_bytes(method: Method, x: Tensor) -> Tensor:
+    """Encode a flat tensor as bytes.
 
-    >>> [row.tolist() for row in to_bytes(BlockInt8(2), torch.tensor([[127.0, -1.0]]))]
-    [[127, 255, 0, 0, 128, 63]]
+    >>> to_bytes(BlockInt8(2), torch.tensor([127.0, -1.0])).tolist()
+    [127, 255, 0, 0, 128, 63]
     """
     if isinstance(method, Blocks):
-        rows, n = x.shape
-        wide = x.new_empty((1, rows, method.shard(n, 1)), dtype=torch.float32)
-        wide[0, :, :n] = x
-        wide[0, :, n:] = 0
+        n = len(x)
+        wide = x.new_empty((1, 1, method.shard(n, 1)), dtype=torch.float32)
+        wide[..., :n] = x
+        wide[..., n:] = 0
         parts = method.encode(wide, n, torch.empty_like(wide), _context(x))
-        return list(torch.cat([part.view(rows, -1).view(torch.uint8) for part in parts], 1))
+        return torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     x = x.bfloat16() if isinstance(method, BFloat16) else x
-    return list(x.contiguous().view(torch.uint8))
+    return x.contiguous().view(torch.uint8)
 
 
 def from_bytes(method: Method, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode a row of n elements, `dtype` if it was not encoded.
+    """Decode a flat tensor of n elements, `dtype` if it was not encoded.
 
-    >>> from_bytes(BlockInt8(2), *to_bytes(BlockInt8(2), torch.tensor([[127.0, -1.0]])), 2, torch.float32)
+    >>> from_bytes(BlockInt8(2), to_bytes(BlockInt8(2), torch.tensor([127.0, -1.0])), 2, torch.float32)
     tensor([127.,  -1.])
     """
     if isinstance(method, Blocks):

@@ -7,7 +7,8 @@ A script defines its studies and calls `main`:
     python benchmarks/given.py --pause                       # stop all runs, until --continue
 
 All arms are tuned alike: every rate of an arm is tried with the first seed, validation chooses, and the other seeds use
-the chosen rate. The test score of a run is in its row, and plays no part in the choice.
+the chosen rate. The test score of a run is in its row, and plays no part in the choice. A row with `resumed` has the
+seconds since the run was last resumed only, which the table shows by ≥.
 """
 
 from __future__ import annotations
@@ -222,15 +223,22 @@ def table(study: Study, rows: Sequence[Row]) -> str:
         lines.append([
             arm, f"{chosen[arm]:g}{edge}", f"{mean.mean:.{study.digits}f}" if mean else "diverged", difference,
             str(len(scores[arm])), *(f"{v:{f}}" for v, f in zip(values, study.columns.values(), strict=True)),
-            f"{statistics.fmean(row['core_seconds'] for row in found) / 60:.1f}",
+            f"{_at_least(found)}{statistics.fmean(row['core_seconds'] for row in found) / 60:.1f}",
         ])  # fmt: skip
     missing = len(list(jobs(study, rows, Path())))
     spent = sum(row["core_seconds"] for row in rows) / 60
     machines = sorted({f"{row['machine']}, torch {row['torch']}" for row in rows})
-    text = f"{study.name}: {len(rows)} runs, {spent:.0f} minutes in all; {'; '.join(machines)}"
+    text = (
+        f"{study.name}: {len(rows)} runs, {_at_least(rows)}{spent:.0f} minutes in all; {'; '.join(machines)}"
+    )
     return f"{text}\n{Table(lines, left=(0,))}" + (
         f"\nnot finished: {missing} runs are due now" if missing else ""
     )
+
+
+def _at_least(rows: Sequence[Row]) -> str:
+    """The sign before the time of runs some of which were resumed."""
+    return "≥ " if any(row.get("resumed") for row in rows) else ""
 
 
 def read_rows(study: Study, results: Path) -> list[Row]:
@@ -287,6 +295,7 @@ def only_one(work: Path) -> Iterator[None]:
 def _run(study: Study, job: Job) -> Row:
     """Run a job, in a process of the pool."""
     job.folder.mkdir(parents=True, exist_ok=True)
+    resumed = any(job.folder.iterdir())
     began, cpu = time.perf_counter(), time.process_time()
     found = study.run(job)
     cuda = torch.cuda.is_available()
@@ -296,7 +305,7 @@ def _run(study: Study, job: Job) -> Row:
     return {
         "arm": job.arm, "rate": job.rate, "seed": job.seed, **numbers,
         "seconds": round(seconds, 1), "core_seconds": round(seconds if cuda else time.process_time() - cpu, 1),
-        "machine": hardware()["gpu"] or hardware()["cpu"], "torch": about["torch"],
+        "resumed": resumed, "machine": hardware()["gpu"] or hardware()["cpu"], "torch": about["torch"],
         "pufferfish": about["pufferfish"], "commit": about["commit"], "settings": dict(job.settings),
     }  # fmt: skip
 

@@ -146,7 +146,7 @@ class TrainingMethod:
 
         >>> print(*training_method("pufferfish(rank=0.5,at=0.1)+powersgd(8)").meaning(), sep="\\n")
         model     low rank (rank=0.5, at=0.1): after a full-rank warm-up, the weights become two factors by SVD
-        exchange  gradients, compressed by PowerSGD(rank=8, start=0, bf16=False)
+        exchange  gradients, compressed by powersgd(rank=8)
         """
         models = {
             "dense": "dense: the task's own model",
@@ -167,7 +167,7 @@ class TrainingMethod:
         elif self.compress is not None:
             scope = ", chosen among all tensors" if self.scope == "global" else ""
             node = ", within each machine first" if self.hierarchy == "node" else ""
-            lines.append(f"exchange  gradients, compressed by {self.compress}{scope}{node}")
+            lines.append(f"exchange  gradients, compressed by {written(self.compress)}{scope}{node}")
         else:
             lines.append("exchange  gradients in fp32, by DDP")
         changes = {"optimizer": self.optimizer, "lr": self.lr, "epochs ×": self.epochs != 1 and self.epochs}
@@ -344,34 +344,6 @@ class LocalMethod:
         return f"pf.LocalSteps({', '.join([str(self.h), *given])}, outer=lambda p: torch.optim.SGD(p, lr={self.lr}{momentum}))"
 
 
-def in_hierarchy(name: str) -> str:
-    """The name of a method with averages within each machine first.
-
-    >>> [in_hierarchy(name) for name in ("dense", "pufferfish", "pufferfish+powersgd(4)")]
-    ['none(hierarchy=node)', 'pufferfish+none(hierarchy=node)', 'pufferfish+powersgd(4,hierarchy=node)']
-    """
-    method = training_method(name)
-    exchange = method.exchange or "none"
-    node = f"{exchange[:-1]},hierarchy=node)" if exchange.endswith(")") else f"{exchange}(hierarchy=node)"
-    return (
-        node if method.name in ("dense", method.exchange) else f"{name.removesuffix('+' + exchange)}+{node}"
-    )
-
-
-def simplicity(name: str) -> tuple[int, bool]:
-    """Sort key: dense, bf16, low rank, then larger compression errors, then local steps; each without a hierarchy first.
-
-    >>> sorted(["diloco(30)", "int8", "pufferfish", "bf16(hierarchy=node)", "bf16", "dense"], key=simplicity)
-    ['dense', 'bf16', 'bf16(hierarchy=node)', 'pufferfish', 'int8', 'diloco(30)']
-    """
-    method = training_method(name)
-    simple = ["dense", "bf16", "pufferfish", "pufferfish+bf16"]
-    plain = [in_hierarchy(each) for each in simple]
-    last = len(simple) + (method.local is not None)
-    place = simple.index(name) if name in simple else plain.index(name) if name in plain else last
-    return place, method.hierarchy == "node"
-
-
 def slug(name: str) -> str:
     """The name of a method or a task as the name of a folder.
 
@@ -414,14 +386,17 @@ def compression_method(text: str) -> Method:
 
 
 def written(method: Method) -> str:
-    """A compression method of this package in the grammar of names.
+    """A compression method of this package in the grammar of names: its first setting, and those that are not the defaults.
 
     >>> written(compression_method("powersgd(4)"))
-    'powersgd(rank=4, start=0, bf16=False)'
+    'powersgd(rank=4)'
     """
     words = {kind: word for word, kind in method_words().items()}
-    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}
-    shown = [f"{name}={written(x) if isinstance(x, Method) else repr(x)}" for name, x in values.items()]
+    shown = []
+    for i, f in enumerate(f for f in dataclasses.fields(method) if f.init):
+        value = getattr(method, f.name)
+        if i == 0 or value != f.default:
+            shown.append(f"{f.name}={written(value) if isinstance(value, Method) else repr(value)}")
     word = words.get(type(method), type(method).__name__)
     return f"{word}({', '.join(shown)})" if shown else word
 
@@ -484,17 +459,7 @@ def _options(model: str, arguments: Sequence[str]) -> dict[str, Any]:
 def _exchange(word: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Fields of a `TrainingMethod` for an exchange: local steps, or a compression method with its scope and hierarchy."""
     if word in ("diloco", "streaming") or (word == "sparseloco" and arguments):
-        given = _named(arguments, _LOCAL_OPTIONS, word)
-        if "h" not in given or (word == "streaming" and "fragments" not in given):
-            example = next(each for each in LOCAL_STEPS if each.startswith(word))
-            raise ValueError(f"write it like {example}: {LOCAL_STEPS[example]}")
-        settings = {name: _value(value, method_words()) for name, value in given.items()}
-        if word == "sparseloco":
-            settings = {"lr": 1.0, "momentum": 0.0, "method": SparseLoCo()} | settings
-        elif word == "streaming" and settings["fragments"]:
-            delay = max(min(settings["h"] // settings["fragments"], settings["h"] - 1), 0)
-            settings = {"delay": delay} | settings
-        return {"local": LocalMethod(compress=settings.pop("method", None), **settings)}
+        return {"local": _local_steps(word, arguments)}
     found: dict[str, Any] = {}
     rest = []
     for argument in arguments:
@@ -511,6 +476,20 @@ def _exchange(word: str, arguments: Sequence[str]) -> dict[str, Any]:
         method, **{name: x for name, x in found.items() if name == "scope"}
     )  # raises for methods without it
     return {"compress": method} | found
+
+
+def _local_steps(word: str, arguments: Sequence[str]) -> LocalMethod:
+    given = _named(arguments, _LOCAL_OPTIONS, word)
+    if "h" not in given or (word == "streaming" and "fragments" not in given):
+        example = next(each for each in LOCAL_STEPS if each.startswith(word))
+        raise ValueError(f"write it like {example}: {LOCAL_STEPS[example]}")
+    settings = {name: _value(value, method_words()) for name, value in given.items()}
+    if word == "sparseloco":
+        settings = {"lr": 1.0, "momentum": 0.0, "method": SparseLoCo()} | settings
+    elif word == "streaming" and settings["fragments"]:
+        delay = max(min(settings["h"] // settings["fragments"], settings["h"] - 1), 0)
+        settings = {"delay": delay} | settings
+    return LocalMethod(compress=settings.pop("method", None), **settings)
 
 
 def _method(text: str, names: Mapping[str, Any]) -> Method:

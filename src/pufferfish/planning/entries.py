@@ -38,7 +38,9 @@ class Entry:
     held: int | None = None  # number of weights if not that of `shape` (already low-rank, lazy, tied)
     itemsize: int = 4
     trainable: bool = True
-    positions: int | None = None  # number of vectors multiplied by the matrix in the example
+    positions: int | None = (
+        None  # number of vectors multiplied by the matrix in the example; None: no MACs counted
+    )
     grad_positions: int | None = None  # number of these whose gradient is computed in backward
     ms: tuple[float, float] | None = None  # measured time of the whole layer in a step, dense and low-rank
     error: float | None = None  # relative error ‖W − UV‖ / ‖W‖, set by `factorize_`
@@ -56,7 +58,7 @@ class Entry:
         return self.matrix.factor_numel(self.rank)
 
     def macs(self, low_rank: bool) -> tuple[int, int]:
-        """Forward and backward MACs on the example (0 if the example does not use the layer)."""
+        """Forward and backward MACs on the example (0 if the example does not use the layer, or they are not counted)."""
         if self.matrix is None or not self.positions:
             return 0, 0
         x, p = self.matrix, self.positions

@@ -178,6 +178,8 @@ def _covered(
     for x in matrices:
         weight = module.get_parameter(x.weight)
         left_out = x.lookup and not embed  # a plan without embeddings fits models with another vocabulary too
+        # The MACs of an operator that the counter does not know are in no total, so none may be subtracted.
+        counted = call is not None and not left_out and (call.macs > 0 or x.lookup)
         entries.append(
             Entry(
                 name=own_name(layer, x.name),
@@ -189,7 +191,7 @@ def _covered(
                 held=_held(weight, own_name(layer, x.weight), owners),
                 itemsize=weight.element_size(),
                 trainable=weight.requires_grad,
-                positions=call.positions.get(x.name) if call and not left_out else None,
+                positions=call.positions.get(x.name) if call and counted else None,
                 grad_positions=call.grad_positions.get(x.name) if call else None,
             )
         )

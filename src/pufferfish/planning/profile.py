@@ -38,6 +38,7 @@ class Call:
     grad_positions: Counter[str]  # by matrix: number of these whose gradient is computed in backward
     autocast: torch.dtype | None = None  # autocast dtype that the example's code enabled
     count: int = 0  # number of calls
+    macs: int = 0  # counted in all calls; 0 for operators without a FLOP formula
 
 
 @dataclass
@@ -190,6 +191,8 @@ def _profile(model: nn.Module, example: Example) -> Profile:
             start, children = running.pop()
             flops = counter.get_total_flops() - start
             spent[name] += flops - children
+            if name in result.calls:
+                result.calls[name].macs += flops // 2
             if running:
                 running[-1][1] += flops
 

@@ -269,6 +269,9 @@ class Switch:
     ) -> bool:
         """Whether `step` would change the model at this position. Call it on every worker, like `step`.
 
+        It is the first half of `step`, not a mere question: the workers exchange messages, and the first call starts the
+        switch, which plans, measures and warns.
+
         Args:
             optimizer: Checked at the first call, as by `step`.
         """

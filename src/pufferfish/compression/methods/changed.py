@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,11 +56,11 @@ def encode(new: Tensor, old: Tensor) -> tuple[Counts, Tensor]:
     n = len(new)
     mask = torch.zeros(_WORD * _words(n), dtype=torch.bool, device=new.device)
     torch.ne(new, old, out=mask[:n])
-    if not mask.any():
+    at = _places(mask)
+    if not len(at):
         return (0, 0, 0, 0), new.new_empty(0, dtype=torch.uint8)
-    at = mask.nonzero().squeeze(1)
-    values = new[at]
-    difference = values - old[at]
+    values = new.index_select(0, at)
+    difference = values - old.index_select(0, at)
     escaped, bits = min(
         ((_beyond(difference, bits), bits) for bits in (2, 4)),
         key=lambda choice: 8 * new.itemsize * int(choice[0].sum()) + choice[1] * len(at),
@@ -68,8 +69,8 @@ def encode(new: Tensor, old: Tensor) -> tuple[Counts, Tensor]:
     codes[: len(at)] = difference.bitwise_and_((1 << bits) - 1).masked_fill_(escaped, 0)
     words = pack(mask, 1).view(torch.int16)
     kept = words != 0
-    some = words[kept]
-    escapes = values[escaped]
+    some = words.index_select(0, _places(kept))
+    escapes = values.index_select(0, _places(escaped))
     two_levels = some.nbytes + len(words) // 8 < words.nbytes
     counts = (bits, len(some) if two_levels else len(words), len(at), len(escapes))
     if sum(sizes(counts, new)) >= new.nbytes:
@@ -85,15 +86,16 @@ def decode(counts: Counts, data: Tensor, values: Tensor) -> None:
     if many == len(values):
         values.copy_(escapes.view(values.dtype))
     elif changed:
-        word, place = unpack(words, 1).view(-1, _WORD).nonzero(as_tuple=True)
+        at = _places(unpack(words, 1).view(torch.bool))
         if len(top):
-            word = unpack(top, 1).nonzero().squeeze(1)[word]
-        at = word * _WORD + place
+            sent = at >> 4  # of the words that were sent, which one this is in
+            word = _places(unpack(top, 1).view(torch.bool)).index_select(0, sent)
+            at += word.sub_(sent).mul_(_WORD)
         difference = unpack(codes, bits)[:changed].view(torch.int8)
         signed = (difference << 8 - bits) >> 8 - bits  # the shift to the right repeats the sign
-        new = values[at] + signed
-        new[difference == 0] = escapes.view(values.dtype)
-        values[at] = new
+        new = values.index_select(0, at) + signed
+        new.scatter_(0, _places(difference == 0), escapes.view(values.dtype))
+        values.scatter_(0, at, new)
 
 
 def sizes(counts: Counts, values: Tensor) -> list[int]:
@@ -106,6 +108,13 @@ def sizes(counts: Counts, values: Tensor) -> list[int]:
     all_words = _words(len(values))
     top = all_words // 8 if 0 < words < all_words else 0
     return [escapes * values.itemsize, words * _WORD // 8, top, -(-changed // 8) * bits]
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a flat mask is true. On a CPU, NumPy finds that up to ten times as fast, because it takes no branches."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)
 
 
 def _words(n: int) -> int:

@@ -22,7 +22,7 @@ from ...measure.options import (
 )
 from ...planning import Plan
 from ...planning.text import Table
-from ..method_name import in_hierarchy, training_method
+from ..method_name import training_method
 
 #: Methods whose speedups differ by less than this factor count as equal; the simpler one is advised.
 TOLERANCE = 1.03
@@ -369,3 +369,31 @@ def busy_reason(seconds: Sequence[float]) -> str:
 
 def _is_local(estimate: SpeedupEstimate) -> bool:
     return training_method(estimate.name).local is not None
+
+
+def simplicity(name: str) -> tuple[int, bool]:
+    """Sort key: dense, bf16, low rank, then larger compression errors, then local steps; each without a hierarchy first.
+
+    >>> sorted(["diloco(30)", "int8", "pufferfish", "bf16(hierarchy=node)", "bf16", "dense"], key=simplicity)
+    ['dense', 'bf16', 'bf16(hierarchy=node)', 'pufferfish', 'int8', 'diloco(30)']
+    """
+    method = training_method(name)
+    simple = ["dense", "bf16", "pufferfish", "pufferfish+bf16"]
+    plain = [in_hierarchy(each) for each in simple]
+    last = len(simple) + (method.local is not None)
+    place = simple.index(name) if name in simple else plain.index(name) if name in plain else last
+    return place, method.hierarchy == "node"
+
+
+def in_hierarchy(name: str) -> str:
+    """The name of a method with averages within each machine first.
+
+    >>> [in_hierarchy(name) for name in ("dense", "pufferfish", "pufferfish+powersgd(4)")]
+    ['none(hierarchy=node)', 'pufferfish+none(hierarchy=node)', 'pufferfish+powersgd(4,hierarchy=node)']
+    """
+    method = training_method(name)
+    exchange = method.exchange or "none"
+    node = f"{exchange[:-1]},hierarchy=node)" if exchange.endswith(")") else f"{exchange}(hierarchy=node)"
+    return (
+        node if method.name in ("dense", method.exchange) else f"{name.removesuffix('+' + exchange)}+{node}"
+    )

@@ -34,7 +34,7 @@ from ...measure.cost_model import (
 from ...measure.options import WARM_UP_FRACTION, OptionBuilder, TrainingOption, estimate, select_layers
 from ...planning import Plan, plan
 from ...planning.text import progress, track
-from ..method_name import LOCAL_STEPS, TrainingMethod, in_hierarchy, simplicity, training_method
+from ..method_name import LOCAL_STEPS, TrainingMethod, training_method
 from ..tasks import Batch, Task, find_task
 from ..tasks.find_task import FileTask
 from ..train.timing import TimedModel, random_low_rank_, step_times, steps_per_round
@@ -46,7 +46,9 @@ from .advice import (
     busy_reason,
     combine_rounds,
     combine_seconds,
+    in_hierarchy,
     is_stable,
+    simplicity,
 )
 
 #: Compression methods and local steps that are tried by default, the simplest first.

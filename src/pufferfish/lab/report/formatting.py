@@ -79,6 +79,7 @@ def format_score(name: str, value: float) -> str:
 
 def format_estimate(value: Estimate, places: int, sign: bool = False) -> str:
     """
+    >>> from pufferfish.lab.report.comparison import Estimate
     >>> format_estimate(Estimate(-0.381, 0.43, 3), 2, sign=True), format_estimate(Estimate(93.444, None, 1), 2)
     ('−0.38 ± 0.43', '93.44')
     """

@@ -32,9 +32,9 @@ def methods_parts(names: Sequence[str], workers: Sequence[int] = (2, 8, 64)) -> 
     ...     print(part)
     powersgd(4)
       model     dense: the task's own model
-      exchange  gradients, compressed by PowerSGD(rank=4, start=0, bf16=False)
-    method                                 error feedback  bits per element   2 workers  64 workers
-    powersgd(rank=4, start=0, bf16=False)  yes             all-reduce 0.25          128         128
+      exchange  gradients, compressed by powersgd(rank=4)
+    method            error feedback  bits per element   2 workers  64 workers
+    powersgd(rank=4)  yes             all-reduce 0.25          128         128
     """
     for size in workers:
         if size < 2:

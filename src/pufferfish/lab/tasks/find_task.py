@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.batches import BatchOrder, Device, Rows
+from ..data.dataset import DATA_VARIABLE
 from .task import Batch, Recipe, Task, eval_mode
 
 #: Module and class of each task, imported on demand.
@@ -397,3 +398,21 @@ def _file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def with_tokenizer(task: str, data: Path | None) -> str:
+    """Add the tokenizer.json beside the text to the name of a `text` task that does not name a tokenizer.
+
+    >>> with_tokenizer("text:d=64,tokenizer=bytes", Path("book"))
+    'text:d=64,tokenizer=bytes'
+    """
+    name, _, options = task.partition(":")
+    place = data or os.environ.get(DATA_VARIABLE)
+    if name != "text" or "tokenizer=" in options or not place:
+        return task
+    path = (Path(place) if Path(place).is_dir() else Path(place).parent) / "tokenizer.json"
+    if not path.is_file():
+        return task
+    if "," in str(path):
+        raise ValueError(f"{path}: options of a task are separated by commas; move it to a path without one")
+    return f"{task}{',' if options else ':'}tokenizer={path}"

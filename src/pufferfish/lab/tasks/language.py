@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ...layers.names import unwrap
 from ..data.batches import BatchOrder, Device, Splits, steps_per_epoch, uniform
-from ..data.dataset import DATA_VARIABLE, DataFile, Dataset, Download, data_folder, read_files
+from ..data.dataset import DataFile, Dataset, Download, data_folder, read_files
 from ..data.text import TextSplits, split_bytes, to_columns, to_windows, tokenize, vocabulary_size
 from ..models import GPT, REFERENCES, Llama, LSTMLanguageModel
 from .task import Batch, Recipe, Task, check_choice, eval_mode
@@ -230,24 +229,6 @@ class Text(GPTTask):
             use = "--data FILE or text:file=NAME" + (", or text:file=*.txt for all of them" if files else "")
             raise ValueError(f"text: {folder} has {found}; use {use}")
         return files
-
-
-def with_tokenizer(task: str, data: Path | None) -> str:
-    """Add the tokenizer.json beside the text to the name of a `text` task that does not name a tokenizer.
-
-    >>> with_tokenizer("text:d=64,tokenizer=bytes", Path("book"))
-    'text:d=64,tokenizer=bytes'
-    """
-    name, _, options = task.partition(":")
-    place = data or os.environ.get(DATA_VARIABLE)
-    if name != "text" or "tokenizer=" in options or not place:
-        return task
-    path = (Path(place) if Path(place).is_dir() else Path(place).parent) / "tokenizer.json"
-    if not path.is_file():
-        return task
-    if "," in str(path):
-        raise ValueError(f"{path}: options of a task are separated by commas; move it to a path without one")
-    return f"{task}{',' if options else ':'}tokenizer={path}"
 
 
 def check_md5(file: DataFile, expected: str) -> bytes:

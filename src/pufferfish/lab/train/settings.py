@@ -76,7 +76,8 @@ class RunSettings:
             raise ValueError(f"--timeout {self.timeout:g}: must be a number of seconds above 0")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-        LinkShape.parse(self.network)
+        if self.simulate:
+            LinkShape.parse(self.network)
         if self.tensorboard and find_spec("tensorboard") is None:
             raise ImportError(
                 "--tensorboard: the package tensorboard is not installed: pip install tensorboard"

@@ -22,7 +22,7 @@ from ...lowrank.optimizers import Optimizers, as_list
 from ..method_name import LocalMethod
 from ..model_change import ModelChange
 from ..tasks import Batch
-from .step import RunComponents, StepRunner, finish_update
+from .step import RunComponents, StepRunner, finish_update, worker_seed
 
 
 class SimulatedStepRunner(StepRunner):
@@ -61,15 +61,6 @@ class SimulatedStepRunner(StepRunner):
         c = self.components
         finish_update(c.module, c.optimizer, c.settings.recipe.clip)
         return total
-
-
-def worker_seed(seed: int, worker: int) -> int:
-    """Seed of a worker's random numbers during training; dropout differs between workers.
-
-    >>> worker_seed(0, 1)
-    2000
-    """
-    return seed + 1000 * (worker + 1)
 
 
 Loss = Callable[..., Tensor | Iterable[Tensor]]

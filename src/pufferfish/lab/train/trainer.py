@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Resumed
 from ...compression import DDPHook
 from ...distributed.workers import Workers
 from ...layers.names import unwrap
@@ -33,8 +34,8 @@ from .record import (
     reset_peak_memory,
 )
 from .settings import RunSettings, find_width
-from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner, worker_seed
-from .step import StepRunner, build_components
+from .simulated import SimulatedDDP, SimulatedLocalRunner, SimulatedStepRunner
+from .step import StepRunner, build_components, worker_seed
 from .timing import log_predicted_step
 from .workers import process_group, sigint_as_sigterm, worker_device
 
@@ -153,30 +154,11 @@ class TrainingRun:
 
     def train(self) -> dict[str, Any] | None:
         """Train to the end and return the results; None if the run was stopped after a checkpoint."""
-        self.change.restore(self.checkpoint.folder)
-        with warnings.catch_warnings():
-            # Said below instead: warnings of workers that a command has started are not shown.
-            warnings.filterwarnings("ignore", ".*: not restored: ")
-            at = self.checkpoint.resume()
-        done = self.step = at.position["step"] if at else 0
-        if at:
-            self.runner.resumed(self.change)
-            for key, name in _POSITION.items():
-                setattr(self, name, at.position.get(key, getattr(self, name)))
-            self.bytes.load(at.position)
-            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
-            text = "resumed after update" if done < self.total_steps else "all updates are done:"
-            self.console.info(f"{text} {done} of {self.total_steps}{lost}")
-        elif has_unfinished_run(self.settings):
-            self.console.info("no checkpoint yet, starting over")
-        method = self.settings.method.compress
-        if self.world_size == 1 and method is not None:
-            self.console.info(f"one worker sends no gradients: {method} has no effect")
-        if self.world_size > 1 and method is not None and method.has_momentum:
-            self.console.info(f"{method} has its own momentum, so the optimizer's momentum is switched off")
-        if self.settings.narrow is not None:
-            self.console.info(self.settings.narrow.note)
-        with sigint_as_sigterm(), self._open_log(done if at else None) as log:
+        at = self._resume()
+        done = self.step
+        resume = done if at else None
+        opened = self.workers.run_on_all(lambda: open_log(self.components, self.link, resume))
+        with sigint_as_sigterm(), opened as log:
             self.change.untimed = log.paused
             if self.settings.simulate:
                 known = log.data["predicted"].get("seconds_a_step") if at else None
@@ -202,6 +184,33 @@ class TrainingRun:
             with log.paused():
                 return self._results(log, training_seconds)
 
+    def _resume(self) -> Resumed | None:
+        """Continue from the last checkpoint, if there is one, and say with what the run starts."""
+        self.change.restore(self.checkpoint.folder)
+        with warnings.catch_warnings():
+            # Said below instead: warnings of workers that a command has started are not shown.
+            warnings.filterwarnings("ignore", ".*: not restored: ")
+            at = self.checkpoint.resume()
+        self.step = at.position["step"] if at else 0
+        if at:
+            self.runner.resumed(self.change)
+            for key, name in _POSITION.items():
+                setattr(self, name, at.position.get(key, getattr(self, name)))
+            self.bytes.load(at.position)
+            lost = f"; not restored: {'; '.join(at.reset)}" if at.reset else ""
+            text = "resumed after update" if self.step < self.total_steps else "all updates are done:"
+            self.console.info(f"{text} {self.step} of {self.total_steps}{lost}")
+        elif has_unfinished_run(self.settings):
+            self.console.info("no checkpoint yet, starting over")
+        method = self.settings.method.compress
+        if self.world_size == 1 and method is not None:
+            self.console.info(f"one worker sends no gradients: {method} has no effect")
+        if self.world_size > 1 and method is not None and method.has_momentum:
+            self.console.info(f"{method} has its own momentum, so the optimizer's momentum is switched off")
+        if self.settings.narrow is not None:
+            self.console.info(self.settings.narrow.note)
+        return at
+
     def _timed_epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
         """Train an epoch and log where its time went; not for a simulation."""
         parts: dict[str, float] = {}
@@ -219,9 +228,6 @@ class TrainingRun:
         log.log(step=self.step, epoch=epoch + 1, **{f"time/{name}": x for name, x in parts.items()})
         return finished
 
-    def _open_log(self, resume: int | None) -> TrainingLog:
-        return self.workers.run_on_all(lambda: open_log(self.components, self.link, resume))
-
     def _epoch(self, epoch: int, start: int, log: TrainingLog) -> bool:
         """Train an epoch from its update `start` on; False if the run was stopped after a checkpoint."""
         self.model.train()
@@ -238,7 +244,9 @@ class TrainingRun:
             self.change.after_step()
             self.timer.tick()
             self.step += 1
-            self._advance_simulated_time(log)
+            if self.predicted_step is not None:
+                self.simulated_seconds += self.predicted_step
+                log.simulated_seconds = self.simulated_seconds
             last = i + 1 == self.steps_per_epoch
             if self.step % LOG_EVERY == 0 or last:
                 lr = float(self.optimizer.param_groups[0]["lr"])
@@ -259,11 +267,6 @@ class TrainingRun:
                 return False
         self.timer.pause()
         return True
-
-    def _advance_simulated_time(self, log: TrainingLog) -> None:
-        if self.predicted_step is not None:
-            self.simulated_seconds += self.predicted_step
-            log.simulated_seconds = self.simulated_seconds
 
     def _end_epoch(self, epoch: int, log: TrainingLog) -> bool:
         """Validate and save; False if the run was stopped after a checkpoint.
@@ -306,11 +309,8 @@ class TrainingRun:
         # A narrow terminal cuts the end, so the most interesting part comes first.
         self.console.progress(f"{left} left, {position}: training loss {loss:.4f}, {sent} sent")
 
-    def _steps_left(self) -> int:
-        return self.total_steps - self.step
-
     def _seconds_left(self) -> float:
-        return self._steps_left() * (self.timer.recent() or 0.0)
+        return (self.total_steps - self.step) * (self.timer.recent() or 0.0)
 
     def _position(self) -> dict[str, float]:
         """Further state of the run for a checkpoint."""
@@ -354,7 +354,7 @@ class TrainingRun:
         shown = f", validation {format_score(self.task.metric, scores[self.task.metric])}"
         further = "loss" in scores and self.task.metric != "loss"
         loss = f", validation loss {scores['loss']:.4f}" if further else ""
-        left = f", {format_seconds(self._seconds_left())} left" if self._steps_left() else ""
+        left = f", {format_seconds(self._seconds_left())} left" if self.step < self.total_steps else ""
         self.console.info(f"{position}{shown}{loss}{left}")
 
     def _results(self, log: TrainingLog, training_seconds: float) -> dict[str, Any]:
