@@ -316,10 +316,10 @@ def test_the_cnn_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_picture_shows_the_table() -> None:
-    script = runpy.run_path(str(DOCS / "step_times.py"))
+    script = runpy.run_path(str(DOCS / "time_to_quality.py"))
     results = TEXTS["results.md"].read_text()
-    picture = (DOCS / "step_times.svg").read_text()
-    assert picture == script["picture"](results), "run python docs/step_times.py"
+    picture = (DOCS / "time_to_quality.svg").read_text()
+    assert picture == script["picture"](results), "run python docs/time_to_quality.py"
 
 
 @pytest.mark.slow
