@@ -112,8 +112,7 @@ def compress(
 
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     """Raise if an optimizer trains another model, or if it is not an optimizer."""
-    optimizers = as_list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = check_optimizers(optimizer)
     parameters = {id(p) for p in model.parameters()}
     for o in optimizers:
         if not any(id(p) in parameters for group in o.param_groups for p in group["params"]):

@@ -37,17 +37,7 @@ from ..layers import (
 from ..layers.base import CALL_HOOKS, HOOKS, check_structure
 from ..layers.matrix import at_least_fp32, product
 from ..planning import Entry, Plan
-from .optimizers import (
-    CARRIED,
-    KINDS,
-    SUPPORTED,
-    Optimizers,
-    State,
-    as_list,
-    can_carry,
-    check_optimizers,
-    type_name,
-)
+from .optimizers import CARRIED, KINDS, SUPPORTED, State, can_carry, type_name
 
 #: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -59,14 +49,16 @@ class Rewrite:
     `factorize` or `merge` computes everything beside the model, which stays as it is, and `commit` assigns it.
 
     Args:
+        optimizers: from `check_optimizers`.
         carry: whether optimizer state is carried over to the new parameters, or dropped.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizers = None, carry: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[optim.Optimizer] = (), carry: bool = True
+    ) -> None:
         self.model = model
-        self.optimizers = as_list(optimizer)
-        check_optimizers(self.optimizers)
-        self.carrier = Carrier(self.optimizers, model.parameters(), carry)
+        self.optimizers = optimizers
+        self.carrier = Carrier(optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(
@@ -86,13 +78,8 @@ class Rewrite:
         errors: dict[str, float | None] = {}
         entries = {e.name: e for e in plan.entries}
         for layer, low_rank in structures.items():
-
-            def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
-                e = entries[own_name(layer, part.matrix.name)]
-                U, V, errors[e.name] = fill(e, W)
-                return U, V
-
-            self._split(paths[layer], low_rank, factored)
+            own = {name: entries[own_name(layer, name)] for name in low_rank.ranks}
+            errors |= self._split(paths[layer], low_rank, own, fill)
             advance(1)
         for names in plan.shared_inputs:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
@@ -129,19 +116,29 @@ class Rewrite:
         return low_rank
 
     def _split(
-        self, path: str, low_rank: LowRank, factored: Callable[[Part, Tensor], tuple[Tensor, Tensor]]
-    ) -> None:
-        """Prepare one low-rank layer, given its structure and the factors of its matrices."""
+        self, path: str, low_rank: LowRank, entries: Mapping[str, Entry], fill: Fill
+    ) -> dict[str, float | None]:
+        """Prepare one low-rank layer, given its structure and its entries by matrix name. Returns errors by entry name."""
         dense, factor_map = self.model.get_submodule(path), low_rank.factor_map
+        errors: dict[str, float | None] = {}
         for name, old in dense.named_parameters(remove_duplicate=False):
-            new = dict.fromkeys(factor_map.targets.get(name, (name,)), old)  # renamed: the same object
+            new: dict[str, Tensor] = dict.fromkeys(
+                factor_map.targets.get(name, (name,)), old
+            )  # the same object
             if len(new) > 1:
-                pieces = factor_map.split(name, old.detach(), factored)
+                factors = {}
+                for part in factor_map.parts[name]:
+                    if part.rank is not None:
+                        e = entries[part.name]
+                        U, V, errors[e.name] = fill(e, part.matrix.to_matrix(old.detach()))
+                        factors[part.name] = U, V
+                pieces = factor_map.split(name, old.detach(), lambda part, W, own=factors: own[part.name])  # type: ignore[misc]
                 new = {target: _parameter(value, old) for target, value in pieces}
                 self.carrier.split(factor_map, name, old, new)
             for target, parameter in new.items():
                 set_parameter(low_rank, target, parameter)
         self._put(path, dense, low_rank)
+        return errors
 
     def merge(self) -> None:
         """Prepare dense layers with the products of all factors."""
@@ -324,7 +321,7 @@ class Carrier:
 
     def __init__(
         self,
-        optimizers: list[optim.Optimizer],
+        optimizers: Sequence[optim.Optimizer],
         parameters: Iterable[Tensor],
         carry: bool = True,
         stream: bool = False,
