@@ -34,7 +34,7 @@ from ..layers import (
     named_modules,
     own_name,
 )
-from ..layers.base import CALL_HOOKS, HOOKS
+from ..layers.base import CALL_HOOKS, HOOKS, check_structure
 from ..layers.matrix import at_least_fp32, product
 from ..planning import Entry, Plan
 from .optimizers import CARRIED, KINDS, SUPPORTED, State, can_carry, type_name
@@ -286,31 +286,6 @@ def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Assign a parameter by its dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def check_structure(layer: str, dense: nn.Module, low_rank: LowRank) -> None:
-    """Raise ValueError unless a low-rank layer has built its parameters in the shapes that its matrices give them."""
-
-    def empty(part: Part, W: Tensor) -> tuple[Tensor, Tensor]:
-        (blocks, m, n), r = W.shape, part.rank
-        assert r is not None
-        return W.new_empty(blocks, m, r), W.new_empty(blocks, r, n)
-
-    factor_map, kind = low_rank.factor_map, type(low_rank).__name__
-    built = {name: tuple(p.shape) for name, p in low_rank.named_parameters(remove_duplicate=False)}
-    expected = {name: tuple(p.shape) for name, p in dense.named_parameters() if name in built}
-    for name in factor_map.targets:
-        weight = torch.empty(dense.get_parameter(name).shape, device="meta")
-        try:
-            expected |= {target: tuple(x.shape) for target, x in factor_map.split(name, weight, empty)}
-        except RuntimeError as error:  # of reshape
-            raise ValueError(f"{layer}: the matrices of {kind} do not fit its {name}: {error}") from None
-    for name in expected | built:
-        here, there = built.get(name, "missing"), expected.get(name, "missing")
-        if here != there:
-            raise ValueError(
-                f"{layer}: {name} of {kind} is {here}, but {there} by its matrices; make them agree"
-            )
 
 
 def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
