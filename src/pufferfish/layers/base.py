@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .matrix import FactorMap, Matrix, Part
+from .matrix import FactorMap, Matrix
 from .product_weight import READ_ONLY, ProductWeight
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -173,19 +173,15 @@ def unfit_reason(module: nn.Module) -> str:
 
 def check_structure(layer: str, dense: nn.Module, low_rank: LowRank) -> None:
     """Raise ValueError unless a low-rank layer has built its parameters in the shapes that its matrices give them."""
-
-    def empty(part: Part, W: Tensor) -> tuple[Tensor, Tensor]:
-        (blocks, m, n), r = W.shape, part.rank
-        assert r is not None
-        return W.new_empty(blocks, m, r), W.new_empty(blocks, r, n)
-
     factor_map, kind = low_rank.factor_map, type(low_rank).__name__
     built = {name: tuple(p.shape) for name, p in low_rank.named_parameters(remove_duplicate=False)}
     expected = {name: tuple(p.shape) for name, p in dense.named_parameters() if name in built}
     for name in factor_map.targets:
         weight = torch.empty(dense.get_parameter(name).shape, device="meta")
         try:
-            expected |= {target: tuple(x.shape) for target, x in factor_map.split(name, weight, empty)}
+            # Slices of W have the shapes of U and V.
+            pieces = factor_map.split(name, weight, lambda part, W: (W[..., : part.rank], W[:, : part.rank]))
+            expected |= {target: tuple(x.shape) for target, x in pieces}
         except RuntimeError as error:  # of reshape
             raise ValueError(f"{layer}: the matrices of {kind} do not fit its {name}: {error}") from None
     for name in expected | built:
