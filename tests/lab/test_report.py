@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from made_up import METHODS, step_parts, write_run
+from made_up import METHODS, write_run
 from page import Page
 
 import pufferfish.lab.report
@@ -87,22 +87,6 @@ def test_headline_equals_a_slow_reference(bench: Path, html: str) -> None:
     assert rows["topk(0.01)"]["difference vs. bf16"][0].endswith(", worse")
 
 
-def test_breakdown_is_that_of_the_low_rank_phase(html: str) -> None:
-    rows = Page(html).table("Breakdown of the step time")
-    for name, (step, _, _, _, hidden) in METHODS.items():
-        assert rows[name]["sum"][1] == pytest.approx(step)  # hidden is not in it
-        assert rows[name]["exchange, hidden"][1] == pytest.approx(hidden)
-        for part, value in step_parts(name, step, hidden).items():
-            column = "exchange, hidden" if part == "hidden" else part
-            assert rows[name][column][1] == pytest.approx(value)
-
-
-def test_predictions_beyond_the_band_are_marked(html: str) -> None:
-    rows = Page(html).table("Predicted and measured")
-    assert rows["topk(0.01)"]["error"] == ("+25 %, beyond 20 %", pytest.approx(1.27 / 1.02 - 1))
-    assert rows["bf16"]["error"][0] == "−1 %"
-
-
 def test_curves_are_means_over_seeds(bench: Path, html: str) -> None:
     data = Page(html).data
     chart = next(c for c in data["charts"] if c.get("label") == "validation accuracy, %")
@@ -130,7 +114,7 @@ def test_page_is_whole_and_needs_nothing_else(html: str) -> None:
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     links = [attributes["href"] for tag, attributes, _ in page.elements if tag == "a"]
-    assert len(links) == 5
+    assert len(links) == 3
     assert {link.removeprefix("#") for link in links if link} <= set(ids)
     assert "default-src 'none'" in html
 
@@ -139,7 +123,7 @@ def test_page_is_accessible(html: str) -> None:
     page = Page(html)
     drawn = [attributes for _, attributes, _ in page.elements if "data-chart" in attributes]
     assert [int(a["data-chart"] or "") for a in drawn] == list(range(len(page.data["charts"])))
-    assert len(drawn) == 11
+    assert len(drawn) == 2
     assert all(a["aria-label"] for a in drawn)
     count = sum(tag == "caption" for tag, _, _ in page.elements)
     assert count == len(page.tables) == sum(tag == "table" for tag, _, _ in page.elements)

@@ -82,37 +82,6 @@ def test_bounds_are_no_wins(tmp_path: Path) -> None:
     assert "no exchange" not in verdict(tmp_path)
 
 
-def test_all_that_a_log_was_given_is_there(tmp_path: Path) -> None:
-    link = {"asked": "1gbit", "got_mbit": 940.0, "switch_model": "a-switch"}
-    with RunLog(
-        tmp_path / "a", name="dense", settings={"lr": 0.125, "data": {"crop": True}}, link=link
-    ) as log:
-        for step in range(1, 4):
-            log.log(step=step, **{"loss": 1 / step, "grad/norm": 3.5 + step, "my metric": -float(step)})
-        log.log(step=3, **{"only/once": 0.0625})
-        log.result(loss=0.5, odd_result=77.25, words="some words", nested={"deep": 4321})
-        log.predict(odd_prediction=88.5)
-        log.describe(layers=[{"name": "fc", "rank": 2, "full_rank": 8, "shape": [8, 8], "energy": 0.8125}])
-    page = Page(report([tmp_path]))
-    labels = [chart.get("label") for chart in page.data["charts"]]
-    assert {"loss", "grad/norm", "my metric"} <= set(labels)
-    assert labels.count(None) == 1  # ranks
-    said = set(page.said)
-    expected = {
-        "77.25",
-        "some words",
-        "4321",
-        "88.5",
-        "0.0625",
-        "0.8125",
-        "0.125",
-        "true",
-        "a-switch",
-        "940 Mbit/s",
-    }
-    assert expected <= said
-
-
 def test_unfinished_runs_have_curves_of_their_own(tmp_path: Path) -> None:
     """A seed that has just begun does not cut the curve of the finished ones."""
     write_run(tmp_path / "0", "pufferfish", 0)

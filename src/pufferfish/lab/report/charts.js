@@ -141,7 +141,7 @@ function drawCurve(holder, spec) {
   const values = uPlot.join(lines.map(line => [line.x, line.y]));
   const first = values[0][0], last = values[0].at(-1), whole = u => u.scales.x.min <= first && u.scales.x.max >= last;
   const visible = u => lines.filter((line, n) => u.series[n + 1].show);
-  const format = show[spec.values];
+  const format = show.number;
   const range = (u, low, high) => {
     // Called before the range of x is set, so what is visible is known by its values only.
     const shown = visible(u).flatMap(line => line.y), all = low <= Math.min(...shown) && high >= Math.max(...shown);
@@ -199,24 +199,4 @@ function drawMarks(ctx, lines, over, x, box) {
     ctx.globalAlpha = 0.8; ctx.fillStyle = css("--card"); ctx.fillRect(left - 2, box.top + 2 + 14 * row, width + 4, 13); ctx.globalAlpha = 1;
     ctx.fillStyle = colour(line.of); ctx.fillText(mark.label, left, box.top + 3 + 14 * row);
   }
-}
-
-function drawRanks(holder, spec) {
-  const methods = spec.lines.map(line => data.methods[line.method]);
-  const every = Math.ceil(spec.names.length / Math.max(1, (holder.clientWidth - 80) / 18));
-  const name = n => spec.names[n]?.length > 22 ? "…" + spec.names[n].slice(-21) : spec.names[n] ?? "";
-  const longest = Math.max(...spec.names.map((_, n) => name(n).length));
-  const below = axis(null, name, 1, {
-    splits: () => spec.names.map((_, n) => n).filter(n => n % every === 0), rotate: -90, size: 26 + 6.6 * longest, grid: {show: false},
-  });
-  plot(holder, {
-    height: 250 + 6.6 * longest, cursor: {drag: {x: true, y: false}},
-    scales: {x: {time: false, range: (u, low, high) => [low - 0.5, high + 0.5]}, y: {range: () => [0, 108]}},
-    axes: [below, axis("rank, % of the full rank", show.number, 40, {size: 52})],
-    series: [{label: "layer", value: (u, v) => v == null ? "–" : spec.names[v]}, ...methods.map((of, n) => ({
-      label: of.name, stroke: colour(of), width: 1, dash: [2, 4], show: !state.off.includes(of.name),
-      points: {show: true, size: 6 + 6 * (methods.length - 1 - n), width: 2, fill: css("--card")}, // rings, as ranks are often equal
-      value: (u, v) => v == null ? "–" : `${digits(v)} %`,
-    }))],
-  }, [spec.names.map((_, n) => n), ...spec.lines.map(line => line.y)], [null, ...methods.map(of => of.name)]);
 }

@@ -1,4 +1,4 @@
-"""Charts of a comparison: curves over updates, time and bytes, and the parts of a step."""
+"""Charts of a comparison: curves over updates, time and bytes."""
 
 import json
 import math
@@ -10,20 +10,14 @@ from html import escape
 from typing import Any, NamedTuple
 
 from ...measure import Run
-from ...measure.breakdown import PARTS
 from .comparison import (
-    NO_EXCHANGE,
     Comparison,
     MethodRuns,
     Metric,
     has_measured_time,
-    recorded_layers,
     seed_of,
 )
-from .formatting import format_number, format_seconds
-from .tables import is_low_rank, step_parts
-
-_FEWER_POINTS = 80  # per curve of a chart that is folded at first
+from .formatting import format_number
 
 
 class Charts:
@@ -42,11 +36,11 @@ class Charts:
     def curve(self, comparison: Comparison, name: str) -> str | None:
         """A metric over steps, time or bytes, with the spread of the seeds and the moments of the switch."""
         main, label, metric = curve_spec(comparison)
-        scale, most = (metric.scale, MAX_POINTS) if name == main else (1.0, _FEWER_POINTS)
+        scale = metric.scale if name == main else 1.0
         lines, ends = [], []
         for method in comparison.methods:
             marks = [mark._asdict() for run in method.runs[:1] for mark in switch_marks(run)]
-            for curve in mean_curves(method, name, scale, most):
+            for curve in mean_curves(method, name, scale):
                 line = {"method": self._method(method.name), "label": curve.label, "y": _short(curve.mean)}
                 line["grid"] = self._grid({
                     "step": curve.steps, "time": _short(curve.seconds), "bytes": _short(curve.bytes),
@@ -58,30 +52,12 @@ class Charts:
         if not lines:
             return None
         shown = label if name == main else name
-        unit = "seconds" if name.startswith("time/") else "bytes" if name == "bytes" else "number"
-        spec = {"kind": "curve", "label": shown, "values": unit}
-        return self._add(spec | {"lines": lines}, f"{shown}, mean over seeds. {'; '.join(ends)}.")
-
-    def ranks(self, comparison: Comparison) -> str | None:
-        """Rank of each layer in per cent of its full rank, for methods with low-rank layers."""
-        layers = {
-            method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
-            for method in comparison.methods
-            if is_low_rank(method)
-        }
-        names = list(dict.fromkeys(name for each in layers.values() for name in each))
-        if not names:
-            return None
-        lines = []
-        for method, each in layers.items():
-            shares = [
-                100 * layer["rank"] / (layer.get("full_rank") or 1)
-                if (layer := each.get(name, {})).get("rank") else 100.0 if layer else None
-                for name in names
-            ]  # fmt: skip
-            lines.append({"method": self._method(method), "y": _short(shares)})
-        spec = {"kind": "ranks", "names": names, "lines": lines}
-        return self._add(spec, f"{len(names)} layers; methods: {', '.join(layers)}.")
+        said, number = escape(f"{shown}, mean over seeds. {'; '.join(ends)}."), len(self._charts)
+        self._charts.append({"label": shown, "lines": lines})
+        return (
+            f'<div class="chart curve" data-chart="{number}" role="group" aria-label="{said}">'
+            f'<p class="soft">{said}</p></div>'
+        )
 
     def as_json(self) -> str:
         """The data of all charts. It contains no `<`, so that it cannot end a script element."""
@@ -99,14 +75,6 @@ class Charts:
     def _grid(self, grid: Mapping[str, Sequence[float | None] | None]) -> int:
         """Positions of points, which many curves share."""
         return self._grids.setdefault(json.dumps(grid), len(self._grids))
-
-    def _add(self, spec: dict[str, Any], description: str) -> str:
-        self._charts.append(spec)
-        said, number = escape(description), len(self._charts) - 1
-        return (
-            f'<div class="chart {spec["kind"]}" data-chart="{number}" role="group" aria-label="{said}">'
-            f'<p class="soft">{said}</p></div>'
-        )
 
 
 def _short(values: Sequence[float | None] | None) -> list[float | None] | None:
@@ -154,21 +122,21 @@ def curve_spec(comparison: Comparison) -> CurveSpec:
     return validation
 
 
-def mean_curves(method: MethodRuns, name: str, scale: float = 1.0, most: int = MAX_POINTS) -> list[Curve]:
+def mean_curves(method: MethodRuns, name: str, scale: float = 1.0) -> list[Curve]:
     """A metric of a method: the mean over its finished runs, and a curve of its own for each unfinished one."""
     unfinished = [run for run in method.runs if not run.finished]
     groups = [("", method.finished)]
     groups += [(f"seed {seed_of(run)}, unfinished", [run]) for run in unfinished]
-    return [curve for label, runs in groups if (curve := _mean(label, runs, name, scale, most))]
+    return [curve for label, runs in groups if (curve := _mean(label, runs, name, scale))]
 
 
-def _mean(label: str, runs: Sequence[Run], name: str, scale: float, most: int) -> Curve | None:
+def _mean(label: str, runs: Sequence[Run], name: str, scale: float) -> Curve | None:
     found = [(run, values) for run in runs if (values := _values(run, name))]
     steps = sorted(set.intersection(*(set(values) for _, values in found))) if found else []
     if not steps:
         return None
-    if len(steps) > most:
-        steps = [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+    if len(steps) > MAX_POINTS:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
     seeds = [[scale * values[step][1] for _, values in found] for step in steps]
     timed = all(has_measured_time(run) for run, _ in found)
     seconds = [statistics.fmean(values[step][0] for _, values in found) for step in steps]
@@ -224,47 +192,6 @@ def switch_marks(run: Run) -> list[Mark]:
     return marks
 
 
-def step_bars(comparison: Comparison) -> str | None:
-    """A bar for each method, divided into the parts of a step where they are known; None without step times."""
-    rows = []
-    for method in comparison.methods:
-        parts, whole = step_parts(method), list(method.results("seconds_a_step").values())
-        if parts or whole:
-            rows.append((method.name, parts or {"": sum(whole) / len(whole)}))
-    if not rows:
-        return None
-    longest = max(sum(_visible(parts).values()) for _, parts in rows) or 1.0
-    bars = "".join(_bar(name, parts, longest) for name, parts in rows)
-    shown = [name for name in (*PARTS, "hidden") if any(parts.get(name) for _, parts in rows)]
-    legend = "".join(f'<li><i class="part {name}"></i>{_LABELS.get(name, name)}</li>' for name in shown)
-    return f'<ul class="bars">{bars}</ul>' + (f'<ul class="legend">{legend}</ul>' if legend else "")
-
-
-def _visible(parts: dict[str, float]) -> dict[str, float]:
-    """The parts that add up to the step."""
-    return {name: parts[name] for name in (*PARTS, "") if parts.get(name, 0.0) > 0}
-
-
-def _bar(name: str, parts: dict[str, float], longest: float) -> str:
-    visible = _visible(parts)
-    unknown = " (a bound, not a method)" if name == NO_EXCHANGE else " (parts unknown)"
-    note = format_seconds(sum(visible.values())) + ("" if set(parts) & set(PARTS) else unknown)
-    pieces = "".join(
-        f'<i class="part {part}" style="width:{100 * value / longest:.2f}%" title="{part or "step"}: {format_seconds(value)}"></i>'
-        for part, value in visible.items()
-    )
-    hidden, strip = parts.get("hidden", 0.0), ""
-    if hidden > 0:
-        end = sum(visible.get(part, 0.0) for part in ("data", "forward", "backward"))
-        place = f"margin-left:{100 * max(end - hidden, 0.0) / longest:.2f}%;width:{100 * min(hidden, end) / longest:.2f}%"
-        title = f"exchange hidden behind the backward pass: {format_seconds(hidden)}"
-        strip = f'<i class="part hidden" style="{place}" title="{title}"></i>'
-    return (
-        f'<li><div class="names"><span>{escape(name)}</span><b>{note}</b></div>'
-        f'<div class="bar-line">{pieces}</div>{strip}</li>'
-    )
-
-
 #: Light and dark mode. The colours of Okabe and Ito, which are safe for colour-blind readers, then further ones.
 _PALETTE = (
     ("#0072b2", "#4fa8e0"), ("#c44e00", "#f5813a"), ("#00825e", "#2fc798"), ("#a8437a", "#e08fba"),
@@ -298,6 +225,3 @@ def method_dash(name: str) -> list[int]:
     """
     dashes: list[list[int]] = [[], [8, 4], [2, 3], [8, 3, 2, 3]]
     return [] if name in _FIXED else dashes[zlib.crc32(name.encode()) // len(_PALETTE) % len(dashes)]
-
-
-_LABELS = {"hidden": "exchange hidden behind the backward pass, which adds no time"}

@@ -141,11 +141,6 @@ def seed_of(run: Run) -> int:
     return run.seed or 0
 
 
-def recorded_layers(run: Run) -> list[dict[str, Any]]:
-    """The records of the layers that have a name."""
-    return [layer for layer in run.layers if isinstance(layer.get("name"), str)]
-
-
 def length(run: Run) -> tuple[float, int]:
     """Length of a run in seconds and in steps."""
     rows = [rows[-1] for rows in run.metrics.values() if rows]
@@ -391,9 +386,3 @@ def paired_speedup(theirs: Mapping[int, float], ours: Mapping[int, float]) -> fl
     """
     ratios = [theirs[seed] / ours[seed] for seed in ours.keys() & theirs.keys() if ours[seed]]
     return statistics.median(ratios) if ratios else None
-
-
-def late_median(run: Run, name: str) -> float | None:
-    """Median of a metric over the second half of a run, after the start and the switch."""
-    values = [value for _, _, value in run.metrics.get(name, []) if math.isfinite(value)]
-    return statistics.median(values[len(values) // 2 :]) if values else None

@@ -1,22 +1,19 @@
-// The controls of the page: axes, folded parts, sorting of tables. The charts are drawn by charts.js.
+// The controls of the page: axes, sorting of tables. The charts are drawn by charts.js.
 
-const drawers = {curve: drawCurve, ranks: drawRanks};
 const holders = [...document.querySelectorAll("[data-chart]")];
 function draw(holder) {
   charts.get(holder)?.plot.destroy();
   charts.delete(holder);
   holder.replaceChildren();
   holder.drawn = holder.clientWidth;
-  const spec = data.charts[holder.dataset.chart];
-  drawers[spec.kind](holder, spec);
+  drawCurve(holder, data.charts[holder.dataset.chart]);
 }
-const drawAll = kind => holders.filter(holder => holder.drawn && (!kind || holder.classList.contains(kind))).forEach(draw);
-const isFolded = holder => holder.closest("details:not([open])");
-const drawIfResized = holder => { if (!isFolded(holder) && holder.clientWidth !== holder.drawn) draw(holder); };
+const drawAll = () => holders.filter(holder => holder.drawn).forEach(draw);
+const drawIfResized = holder => { if (holder.clientWidth !== holder.drawn) draw(holder); };
 // Drawing changes sizes, so it waits for the next frame.
 const resized = new ResizeObserver(entries => requestAnimationFrame(() => entries.forEach(({target}) => drawIfResized(target))));
 holders.forEach(holder => resized.observe(holder));
-dark.addEventListener("change", () => drawAll());
+dark.addEventListener("change", drawAll);
 
 function control(label, input) {
   const whole = document.createElement("label");
@@ -29,7 +26,7 @@ function fillBars() {
     const select = document.createElement("select"), reset = document.createElement("button");
     const known = Object.keys(overs).filter(over => data.grids.some(grid => grid[over]));
     select.append(...known.map(over => new Option(overs[over][0], over)));
-    select.value = overOf(data.charts.flatMap(chart => chart.kind === "curve" ? chart.lines : []));
+    select.value = overOf(data.charts.flatMap(chart => chart.lines));
     select.onchange = () => changed({x: select.value});
     const boxes = [["logX", "log x"], ["logY", "log y"]].map(([key, label]) => {
       const box = Object.assign(document.createElement("input"), {type: "checkbox", checked: state[key], name: key});
@@ -37,15 +34,13 @@ function fillBars() {
       return control(label, box);
     });
     reset.textContent = "show all";
-    reset.onclick = () => changed({zoom: {}, off: []}, null);
+    reset.onclick = () => changed({zoom: {}, off: []});
     bar.replaceChildren(control("x axis", select), ...boxes, reset);
   }
 }
-function changed(choice, kind = "curve") { Object.assign(state, choice); fillBars(); drawAll(kind); }
+function changed(choice) { Object.assign(state, choice); fillBars(); drawAll(); }
 fillBars();
 
-for (const details of document.querySelectorAll("details"))
-  details.addEventListener("toggle", () => details.querySelectorAll(".chart").forEach(drawIfResized));
 holders.forEach(drawIfResized);
 
 // Headings become buttons here, so that without scripts nothing looks clickable.

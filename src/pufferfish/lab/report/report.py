@@ -8,9 +8,9 @@ from pathlib import Path
 from string import Template
 
 from ...planning.json_file import write_text
-from .charts import Charts, curve_spec, method_colour, step_bars
+from .charts import Charts, curve_spec, method_colour
 from .comparison import NO_EXCHANGE, Comparison, compare_runs, find_runs
-from .tables import Cell, Table, all_results, breakdown, headline, predicted, ranks, settings, setup, verdict
+from .tables import Cell, Table, headline, setup, verdict
 
 
 def report(
@@ -61,21 +61,13 @@ def write(text: str, out: str | Path) -> None:
 
 
 def _tables(comparison: Comparison, several: bool) -> list[Table]:
-    tables = [
-        headline(comparison),
-        breakdown(comparison),
-        ranks(comparison),
-        predicted(comparison),
-    ]
-    tables += [setup(comparison), all_results(comparison), settings(comparison)]
     suffix = f" ({comparison.title})" if several else ""
-    return [replace(table, title=table.title + suffix) for table in tables if table is not None]
+    return [replace(table, title=table.title + suffix) for table in (headline(comparison), setup(comparison))]
 
 
 _LINKS = Template(
-    '<li><a href="#$id-methods">Methods</a></li><li><a href="#$id-time">Step time</a></li>'
-    '<li><a href="#$id-curves">Training curves</a></li><li><a href="#$id-layers">Layers</a></li>'
-    '<li><a href="#$id-setup">Setup and settings</a></li>'
+    '<li><a href="#$id-methods">Methods</a></li><li><a href="#$id-curves">Training curves</a></li>'
+    '<li><a href="#$id-setup">Setup</a></li>'
 )
 
 
@@ -102,33 +94,21 @@ def _asset(name: str) -> str:
 
 
 def _section(comparison: Comparison, id_: str, charts: Charts) -> str:
-    more = [table for table in (all_results(comparison), settings(comparison)) if table]
     return Template(_asset("section.html")).substitute(
         id=id_,
         title=escape(comparison.title),
         methods=_table(headline(comparison)),
-        time=_time(comparison),
         curves=_curves(comparison, charts),
-        layers=_layers(comparison, charts),
-        setup=_table(setup(comparison)) + "".join(_folded(table.title, _table(table)) for table in more),
+        setup=_table(setup(comparison)),
     )
-
-
-def _time(comparison: Comparison) -> str:
-    drawn, table = step_bars(comparison), breakdown(comparison)
-    note = "Shorter is better." if table else "No run recorded the parts of a step."
-    figures = _figures([("Step time of each method", note, drawn)]) if drawn else ""
-    missing = "" if drawn else _soft("No run recorded the time of a step.")
-    return figures + missing + _table(table) + _table(predicted(comparison))
 
 
 def _curves(comparison: Comparison, charts: Charts) -> str:
     main, label, _ = curve_spec(comparison)
     logged = {name for run in comparison.runs for name, rows in run.metrics.items() if len(rows) > 1}
-    names = dict.fromkeys((main, "loss", *(name for run in comparison.runs for name in run.metrics)))
-    drawn = {name: chart for name in names if name in logged and (chart := charts.curve(comparison, name))}
-    shown = [(label if n == main else n, "", drawn.pop(n)) for n in (main, "loss") if n in drawn]
-    if not shown and not drawn:
+    names = [name for name in dict.fromkeys((main, "loss")) if name in logged]
+    drawn = [(name, chart) for name in names if (chart := charts.curve(comparison, name))]
+    if not drawn:
         return _soft(f"No run has rows “{main}” or “loss”, so there are no curves.")
     several = any(len(method.finished) > 1 for method in comparison.methods)
     note = "Mean over seeds, with a band from the lowest to the highest seed. " * several
@@ -136,23 +116,15 @@ def _curves(comparison: Comparison, charts: Charts) -> str:
         "Drag to zoom, double-click to see all, click a name to switch a method off. On a linear scale the second half of the "
         "runs sets the range; earlier values can lie outside. Dashed vertical lines: the switch."
     )
-    more = [(name, "", chart) for name, chart in drawn.items()]
-    folded = _folded(f"{len(more)} more logged values", _figures(more)) if more else ""
-    return f'{_soft(note)}<div class="axes"></div>{_figures(shown)}{folded}'  # the script fills the axes
+    figures = "".join(
+        f"<figure><figcaption><b>{escape(label if name == main else name)}</b></figcaption>{chart}</figure>"
+        for name, chart in drawn
+    )
+    return f'{_soft(note)}<div class="axes"></div><div class="figures">{figures}</div>'  # the script fills the axes
 
 
-def _layers(comparison: Comparison, charts: Charts) -> str:
-    drawn, table = charts.ranks(comparison), ranks(comparison)
-    if drawn is None:
-        return _soft("No run recorded low-rank layers.")
-    figure = ("Rank of each layer", "In per cent of the full rank, for the first seed.", drawn)
-    return _figures([figure]) + _folded("Ranks as a table", _table(table))
-
-
-def _table(table: Table | None) -> str:
+def _table(table: Table) -> str:
     """A table with row headings; cells carry their values as `data-value`, for sorting."""
-    if table is None:
-        return ""
     right = right_aligned(table)
     heads = [
         f'<th scope="col"{" class=n" * r}>{escape(name)}</th>'
@@ -185,19 +157,6 @@ def _cell(cell: Cell, right: bool) -> str:
     kinds = ["n"] * right + [cell.tone] * bool(cell.tone) + ["wrap"] * (len(cell.text) > 40)
     value = "" if cell.value is None else f' data-value="{cell.value!r}"'
     return f'<td class="{" ".join(kinds)}"{value}>{escape(cell.text)}</td>'
-
-
-def _figures(figures: Sequence[tuple[str, str, str]]) -> str:
-    """Drawings beside each other, each with a title and a note."""
-    drawn = "".join(
-        f"<figure><figcaption><b>{escape(title)}</b>{escape(note)}</figcaption>{drawing}</figure>"
-        for title, note, drawing in figures
-    )
-    return f'<div class="figures">{drawn}</div>'
-
-
-def _folded(title: str, inside: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def _soft(message: str) -> str:

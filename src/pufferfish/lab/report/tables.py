@@ -1,4 +1,4 @@
-"""The tables of a comparison: the main one with the verdict above it, and the others."""
+"""The tables of a comparison: the main one with the verdict above it, and the set-up of its runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...measure import Run
-from ...measure.breakdown import PARTS
 from .comparison import (
     NO_EXCHANGE,
     Comparison,
@@ -16,10 +14,8 @@ from .comparison import (
     as_text,
     estimate,
     is_number,
-    late_median,
     paired_differences,
     paired_speedup,
-    recorded_layers,
     seed_of,
     trainings,
 )
@@ -325,11 +321,6 @@ def _without_reference(comparison: Comparison) -> str:
     return f"{found} There is no reference run, named bf16 or dense, to compare with."
 
 
-#: Parts of a layer's record that have a column of their own.
-_LAYER = ("name", "shape", "full_rank", "rank")
-BAND = 0.2  # largest relative error of a prediction that counts as right
-
-
 @dataclass(frozen=True)
 class Cell:
     """The text of a table cell, and its value for sorting."""
@@ -348,91 +339,6 @@ class Table:
     notes: Sequence[str] = field(default=())
 
 
-def breakdown(comparison: Comparison) -> Table | None:
-    """Seconds of each part of a step; None if no run recorded them."""
-    rows = []
-    for method in comparison.methods:
-        parts = step_parts(method)
-        if parts:
-            total = sum(parts[name] for name in PARTS if name in parts)
-            seconds = [*(parts.get(name) for name in (*PARTS, "hidden")), total]
-            cells = [Cell() if value is None else Cell(format_seconds(value), value) for value in seconds]
-            rows.append([Cell(method.name), *cells])
-    notes = (
-        "Median over the timed rounds of a bench; otherwise the median over the second half of each run, averaged over "
-        "seeds. “exchange” is the time that a step waits for communication; communication hidden behind the backward pass is "
-        "listed separately and not part of the sum. All times are those of the first worker. A step of a bench ends with its "
-        "slowest worker, so it can take longer than the sum.",
-    )
-    columns = ["method", *PARTS, "exchange, hidden", "sum"]
-    return Table("Breakdown of the step time", columns, rows, notes) if rows else None
-
-
-def step_parts(method: MethodRuns) -> dict[str, float]:
-    """Seconds of each part of a step, and of the exchange hidden behind the backward pass."""
-    timed = next((parts for run in method.runs if (parts := run.results.get("parts"))), None)
-    if timed is not None:  # from the rounds of a bench
-        return {name: timed[name] for name in (*PARTS, "hidden") if name in timed}
-    parts = {}
-    for name in (*PARTS, "hidden"):
-        values = [value for run in method.runs if (value := late_median(run, f"time/{name}")) is not None]
-        if values:
-            parts[name] = statistics.fmean(values)
-    return parts
-
-
-def ranks(comparison: Comparison) -> Table | None:
-    """The rank of each layer under each method with low-rank layers, and what else is recorded of it, for the first seed."""
-    by_method = {
-        method.name: {layer["name"]: layer for layer in recorded_layers(method.runs[0])}
-        for method in comparison.methods
-        if is_low_rank(method)
-    }
-    names = dict.fromkeys(name for layers in by_method.values() for name in layers)
-    found = ((k, m) for m, layers in by_method.items() for layer in layers.values() for k in layer)
-    more = [pair for pair in dict.fromkeys(found) if pair[0] not in _LAYER]
-    rows = []
-    for name in names:
-        layer = next(layers[name] for layers in by_method.values() if name in layers)
-        row = [Cell(name), Cell("×".join(map(str, layer.get("shape") or ())))]
-        row.append(Cell(str(layer.get("full_rank", "–")), layer.get("full_rank")))
-        for layers in by_method.values():
-            rank = layers.get(name, {}).get("rank")
-            row.append(Cell(str(rank), rank) if rank is not None else Cell("full"))
-        for key, method in more:
-            value = by_method[method].get(name, {}).get(key)
-            row.append(Cell() if value is None else Cell(as_text(value), value if is_number(value) else None))
-        rows.append(row)
-    columns = ["layer", "shape", "full rank", *by_method, *(f"{method}: {key}" for key, method in more)]
-    return Table("Rank of each layer", columns, rows) if rows else None
-
-
-def is_low_rank(method: MethodRuns) -> bool:
-    return any(layer.get("rank") is not None for layer in recorded_layers(method.runs[0]))
-
-
-def predicted(comparison: Comparison) -> Table | None:
-    """Predictions of the cost model beside the measured values."""
-    kinds: dict[str, Callable[[float], str]] = {
-        "seconds_a_step": format_seconds, "bytes_a_step": format_bytes, "peak_memory": format_bytes
-    }  # fmt: skip
-    rows = []
-    for method in comparison.methods:
-        for key, show in kinds.items():
-            predictions, results = method.predictions(key), method.results(key)
-            seeds = sorted(predictions.keys() & results.keys())
-            if seeds:
-                expected, measured = (statistics.median(x[s] for s in seeds) for x in (predictions, results))
-                error = expected / measured - 1 if measured else float("inf")
-                text = f"{100 * error:+.0f} %".replace("-", "−") + ", beyond 20 %" * (abs(error) > BAND)
-                rows.append([
-                    Cell(method.name), Cell(label(key)), Cell(show(expected), expected), Cell(show(measured), measured),
-                    Cell(text, error, tone="bad" if abs(error) > BAND else ""),
-                ])  # fmt: skip
-    columns = ["method", "quantity", "predicted", "measured", "error"]
-    return Table("Predicted and measured", columns, rows) if rows else None
-
-
 def label(key: str) -> str:
     """The name of a result as a column heading.
 
@@ -440,25 +346,6 @@ def label(key: str) -> str:
     ('bytes per step', 'peak memory')
     """
     return key.replace("_a_", "_per_").replace("_", " ")
-
-
-def all_results(comparison: Comparison) -> Table | None:
-    """Everything that the runs recorded as a result, a prediction, or as a metric with a single value; by method, for all seeds."""
-    by_method = {method.name: [_recorded(run) for run in method.runs] for method in comparison.methods}
-    keys = dict.fromkeys(key for runs in by_method.values() for run in runs for key in run)
-    rows = []
-    for key in keys:
-        shown = (
-            ", ".join(dict.fromkeys(run[key] for run in runs if key in run)) for runs in by_method.values()
-        )
-        rows.append([Cell(key), *(Cell(text or "–") for text in shown)])
-    note = "A value for each seed, or one if they are equal."
-    return Table("All results", ["result", *by_method], rows, [note]) if rows else None
-
-
-def _recorded(run: Run) -> dict[str, str]:
-    single = {name: rows[0][2] for name, rows in run.metrics.items() if len(rows) == 1}
-    return flat(run.results) | flat(run.predicted, "predicted: ") | flat(single, "metric: ")
 
 
 def setup(comparison: Comparison) -> Table:
@@ -495,19 +382,6 @@ def setup(comparison: Comparison) -> Table:
         properties = {"seed" if name == "seeds" else name: values for name, values in properties.items()}
     rows = [[Cell(name), Cell(", ".join(dict.fromkeys(values)))] for name, values in properties.items()]
     return Table("Setup", ["property", "value"], rows)
-
-
-def settings(comparison: Comparison) -> Table | None:
-    """All settings, those that differ between methods first."""
-    by_method = {method.name: [flat(run.settings) for run in method.runs] for method in comparison.methods}
-    keys = dict.fromkeys(key for runs in by_method.values() for run in runs for key in run)
-    rows = []
-    for key in keys:
-        shown = ([run[key] for run in runs if key in run] or ["–"] for runs in by_method.values())
-        values = [", ".join(dict.fromkeys(each)) for each in shown]
-        rows.append((len(set(values)) == 1, [Cell(key), *map(Cell, values)]))
-    rows.sort(key=lambda row: row[0])
-    return Table("All settings", ["setting", *by_method], [row for _, row in rows]) if rows else None
 
 
 def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:
