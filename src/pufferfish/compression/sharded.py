@@ -27,7 +27,7 @@ from .settings import Settings
 GRADIENTS = (BlockInt8, Int4, BFloat16, NoCompression)
 PARAMETERS = (Changed, BlockInt8, BFloat16, NoCompression)
 #: Bytes of the header in front of what changed, 8 integers: tag, base, and the four counts of the code.
-_HEADER = 64
+HEADER = 64
 #: Gathers of a module from one comparison of the workers' held copies to the next.
 _CHECK_EVERY = 64
 # by its name in torch 2.13
@@ -228,13 +228,13 @@ class ParameterGather(_Collective):
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Send header and code in one message with room for `size` bytes of code; return those of all workers."""
         tag = self.number << 40 | self.gathers
-        header = torch.zeros(_HEADER // 8, dtype=torch.int64)
+        header = torch.zeros(HEADER // 8, dtype=torch.int64)
         header[:6] = torch.tensor([tag, base, *counts])
         message = torch.cat([header.view(torch.uint8).to(code.device), _padded(code[:size], size)])
         received = transport.gather(message)()
-        headers = torch.stack([theirs[:_HEADER].view(torch.int64) for theirs in received])[:, :6].tolist()
+        headers = torch.stack([theirs[:HEADER].view(torch.int64) for theirs in received])[:, :6].tolist()
         self._check_tags([header[0] for header in headers])
-        return headers, [theirs[_HEADER:] for theirs in received]
+        return headers, [theirs[HEADER:] for theirs in received]
 
     def _check_tags(self, tags: list[int]) -> None:
         """Raise RuntimeError, on all workers, if they gather different modules or have not gathered equally often."""

@@ -81,7 +81,8 @@ class Breakdown:
         self._pending: list[list[tuple[str, Timestamp]]] = []  # marks of complete steps, not yet summed
         self._reset()
         self._handles = [
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            # before FSDP2's own, which gathers parameters
+            self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward),
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),

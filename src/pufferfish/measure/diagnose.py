@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
+from ..compression.fsdp2_hook import group_of, sharded_modules
+from ..compression.methods.changed import as_integers, decode, encode
+from ..compression.sharded import find_sharded_hook
 from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
 from ..layers import unwrap
@@ -36,11 +43,13 @@ from .cost_model import (
     with_buckets,
     with_ddp_messages,
 )
-from .link import Link, probe
+from .link import Link, probe, wire_factor
 from .options import (
     MIN_SPEEDUP,
     RANK_RATIO,
     OptionBuilder,
+    ShardedMessage,
+    ShardedOptions,
     SpeedupEstimate,
     TrainingOption,
     estimate,
@@ -50,7 +59,7 @@ from .options import (
 
 METHODS: tuple[Method, ...] = (BlockInt8(), TopK(0.01), PowerSGD(rank=4))
 _WORK_PARTS = (*COMPUTE_PARTS, "encode", "decode")
-_WARM_UP_STEPS = 3  # not timed
+_WARM_UP_STEPS = 3  # not timed; in the last of them the messages of a sharded model are counted
 _KINDS = ("free", "low rank", "compression", "both")
 _MIN_BUCKET_SPEEDUP = 1.005  # bucket sizes below it are not reported
 
@@ -73,11 +82,12 @@ def diagnose(
     trainable weights in bf16 is kept, to count how many of them change.
 
     Args:
-        model: the model that the loop calls: plain, DDP, with `compress`, compiled.
+        model: the model that the loop calls: plain, DDP, with `compress`, compiled; or sharded by FSDP2 over all workers,
+            on CPUs, without `compress`.
         optimizer: the optimizers whose steps count (default: all that hold parameters of the model).
         steps: maximum number of timed steps, after three warm-up steps; further steps in the block have no overhead.
         total_steps: number of steps of the whole run, to report hours.
-        methods: compression methods to try.
+        methods: compression methods to try with DDP. For a sharded model, `compress` is tried with int8 and 4 bits.
         measure: time every layer dense and low-rank instead of assuming time proportional to MACs; layers that are
             slower low-rank stay dense.
         show: print the result on rank 0.
@@ -98,7 +108,7 @@ def diagnose(
     times = _LimitedBreakdown(model, optimizer, steps)
     with GradientTimeline(model) as timeline, times:
         yield diagnosis
-    workers = Workers(times.ddp.process_group if times.ddp else None, times.device, "diagnose")
+    workers = Workers(times.group, times.device, "diagnose")
     _fill(diagnosis, workers, times, timeline, methods, measure, total_steps)
     if show and workers.rank == 0:
         print(diagnosis, flush=True)
@@ -120,6 +130,9 @@ class Diagnosis:
     ceiling: float = 1.0  # speed-up of a step without any exchange
     hours: float | None = None  # of the whole run at the current speed
     wire_bytes: float = 0.0  # sent by a worker in the current step
+    #: Sharded module → bytes that a worker sends in a step for the gathers of its parameters and for the reductions of its
+    #: gradients. The latter are those of an all-reduce, which gloo makes of them.
+    module_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: Number of steps → share of the trainable weights that, rounded to bf16, changed in so many steps.
     changed: dict[int, float] = field(default_factory=dict)
     options: list[SpeedupEstimate] = field(default_factory=list)
@@ -156,6 +169,11 @@ class Diagnosis:
         coding = f"encode {p['encode']}, decode {p['decode']}, " if compressed else ""
         waiting = f"waiting for the slowest worker {format_seconds(self.waiting)}"
         yield f"exchange:  {coding}{waiting}; hidden behind backward {p['hidden']}"
+        if self.module_bytes:
+            gathers, reductions = (sum(x) / 1e6 for x in zip(*self.module_bytes.values(), strict=True))
+            name, most = max(self.module_bytes.items(), key=lambda item: sum(item[1]))
+            both = f"gathers {gathers:.3g} MB, reductions {reductions:.3g} MB"
+            yield f"sent:      {both} by a worker in a step; most for {name}, {sum(most) / 1e6:.3g} MB"
         yield f"link:      {self.link}"
         predicted = f"{format_seconds(self.predicted)} per step ({self.error:+.0%})"
         yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}× as fast"
@@ -175,9 +193,8 @@ class Diagnosis:
 def _check_model(model: nn.Module) -> None:
     """Raise an error for models whose communication cannot be observed."""
     if any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise TypeError(
-            "diagnose: FSDP2 communicates inside forward and backward, which cannot be timed separately; pass a DDP model"
-        )
+        _check_sharded(model)
+        return
     ddp = find_ddp(model)
     if ddp is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TypeError(
@@ -193,6 +210,24 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
+def _check_sharded(model: nn.Module) -> None:
+    """Raise an error for sharded models whose messages cannot be timed or replaced."""
+    _, mesh = sharded_modules(model, native_replicas=True)
+    if mesh.device_type != "cpu":
+        raise TypeError(
+            "diagnose: on a GPU, FSDP2 communicates beside its computation, and how much of that is hidden cannot be timed "
+            "from outside; compare whole steps with and without pf.compress"
+        )
+    if mesh.ndim > 1 or mesh.size() != dist.get_world_size():
+        raise ValueError(
+            "diagnose: only models that FSDP2 shards over all workers, by a 1-D mesh, can be timed"
+        )
+    if find_sharded_hook(model) is not None:
+        raise ValueError(
+            "diagnose: the messages of this sharded model are compressed; call pf.compress afterwards"
+        )
+
+
 class _LimitedBreakdown(Breakdown):
     """Skips the warm-up steps, stops after `limit` timed steps, and records how the model was called."""
 
@@ -203,6 +238,28 @@ class _LimitedBreakdown(Breakdown):
         self.autocast: torch.dtype | None = None  # dtype of autocast in that call
         self._weights: list[Tensor] = []  # in bf16, after the first or the second step
         self.changes: list[tuple[int, float]] = []  # steps, and the share of the weights that changed in them
+        self.sharded: dict[str, Any] = {}  # modules sharded by FSDP2
+        self.group: dist.ProcessGroup | None = self.ddp.process_group if self.ddp else None
+        if any(isinstance(m, FSDPModule) for m in model.modules()):
+            self.sharded, mesh = sharded_modules(model)
+            self.group = mesh.get_group()
+        self.messages: list[ShardedMessage] = []  # of FSDP2, in the last step of the warm-up
+        self.gathered: set[str] = set()  # modules, since the start of a forward pass
+
+    def __enter__(self) -> _LimitedBreakdown:
+        super().__enter__()
+        for name, module in self.sharded.items():
+            group = group_of(module)
+            module.set_custom_all_gather(_TimedCollective(self, name, group._all_gather_comm, gathers=True))
+            module.set_custom_reduce_scatter(_TimedCollective(self, name, group._reduce_scatter_comm))
+        return self
+
+    def _detach(self) -> None:
+        if self._handles:
+            for module in self.sharded.values():
+                module.set_custom_all_gather(group_of(module)._all_gather_comm.inner)
+                module.set_custom_reduce_scatter(group_of(module)._reduce_scatter_comm.inner)
+        super()._detach()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._handles:  # otherwise the limit was reached and `read` was called
@@ -227,16 +284,19 @@ class _LimitedBreakdown(Breakdown):
     @torch.no_grad()
     def _bf16_weights(self) -> list[Tensor]:
         weights = (p for p in unwrap(self.model).parameters() if p.requires_grad and p.is_floating_point())
-        return [p.to(torch.bfloat16, copy=True).view(torch.int16) for p in weights]
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
+        return [p.to(torch.bfloat16, copy=True).view(torch.int16) for p in own]
 
     def _count_changes(self, steps: int) -> None:
         then, now = self._weights, self._bf16_weights()
         if [x.shape for x in then] == [x.shape for x in now]:
             changed = sum(int((x != y).sum()) for x, y in zip(then, now, strict=True))
-            self.changes.append((steps, changed / sum(x.numel() for x in now)))
+            self.changes.append((steps, changed / max(1, sum(x.numel() for x in now))))
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         super()._before_forward(model, args, kwargs)
+        if torch.is_grad_enabled():
+            self.gathered.clear()
         if self.example is None and torch.is_grad_enabled():
             self.example = _example_from_call(unwrap(model), args, kwargs)
             self.autocast = autocast_dtype(self.device)
@@ -246,6 +306,67 @@ class _LimitedBreakdown(Breakdown):
         elif self.ended_steps == _WARM_UP_STEPS + self.limit and self._handles:
             self._detach()
             self.read()
+
+
+@dataclass(eq=False)
+class _TimedCollective:
+    """FSDP2's own collective of a sharded module, timed, and noted in the last step of the warm-up."""
+
+    times: _LimitedBreakdown
+    name: str  # of the module
+    inner: Any  # FSDP2's own
+    gathers: bool = False
+    before: Tensor | None = None  # this worker's shard, as it was gathered last
+
+    def allocate(self, *size: Any, **options: Any) -> Tensor:
+        memory: Tensor = self.inner.allocate(*size, **options)
+        return memory
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> Any:
+        times = self.times
+        part = times._marks[-1][0]  # of the step, that runs now
+        if dist.get_world_size(group) != dist.get_world_size(times.group):
+            raise ValueError(
+                f"diagnose: the parameters of {self.name} are gathered from some of the workers; use "
+                "reshard_after_forward=True or False"
+            )
+        send = partial(self.inner, output_tensor=output_tensor, input_tensor=input_tensor, group=group)
+        if part not in ("forward", "backward"):  # evaluation
+            return send(**options)
+        if times.ended_steps == _WARM_UP_STEPS - 1:
+            self._note(output_tensor, input_tensor)
+        if self.gathers:  # in the step before that, and in that step
+            times.gathered.add(self.name)
+            known = 0 < times.ended_steps < _WARM_UP_STEPS
+            self.before = as_integers(input_tensor).clone() if known else None
+        times._mark("exchange")
+        sent = send(**options)
+        times._mark(part)
+        return sent
+
+    def _note(self, output: Tensor, shard: Tensor) -> None:
+        """Note the message, and try how `Changed` would send it."""
+        changes, start = 0, time.perf_counter()
+        if self.gathers and self.before is not None:
+            counts, code = encode(as_integers(shard), self.before)
+            changes = len(code)
+            for _ in range(len(output) // len(shard)):  # what the others send takes as long
+                decode(counts, code, self.before)
+                self.before.clone()
+        self.times.messages.append(
+            ShardedMessage(
+                module=self.name,
+                gathers=self.gathers,
+                first=self.gathers and self.name not in self.times.gathered,
+                elements=min(len(output), len(shard)),
+                itemsize=shard.itemsize,
+                changes=changes,
+                coding=time.perf_counter() - start,
+            )
+        )
 
 
 def _example_from_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,6 +400,8 @@ def _fill(
     def plan_and_curve() -> str:
         if not times.steps:
             raise ValueError("diagnose: no optimizer step of the model ended in the block, so none was timed")
+        if times.sharded:
+            return json.dumps(["", "", timeline.curve()])
         with autocast_context(times.autocast, times.device):
             plan, note = _plan_for_example(model, times.example, measure)
         return json.dumps([plan.to_json(), note, timeline.curve()])
@@ -289,12 +412,19 @@ def _fill(
     diagnosis.parts, diagnosis.waiting = _mean_parts(times.parts, workers)
     shares = workers.mean([share for _, share in times.changes])
     diagnosis.changed = {steps: share for (steps, _), share in zip(times.changes, shares, strict=True)}
+    messages = _gathered_messages(times, workers) if times.sharded else []
+    for name in times.sharded:
+        own = [m for m in messages if m.module == name]
+        diagnosis.module_bytes[name] = (_sent(own, True, size), _sent(own, False, size))
     if size > 1:
         diagnosis.link = probe(workers.group, times.device, largest=probe_bytes(model))
     costs = CostModel(link=diagnosis.link or Link.nominal(bandwidth=1e12, latency=0, size=1))
 
-    def build_options() -> tuple[OptionBuilder, list[TrainingOption]]:
+    def build_options() -> tuple[OptionBuilder | ShardedOptions, list[TrainingOption]]:
         measured = replace(_current_work(times, size), gradient_curve=tuple(map(tuple, curve)))
+        if times.sharded:
+            sharded = ShardedOptions(measured, size, costs.link.per_node, messages)
+            return sharded, list(sharded.options())
         work, plan = costs.without_contention(measured), Plan.from_json(plan_text)
         method = times.hook.method if times.hook is not None else None
         builder = OptionBuilder(model, work, size, method, plan, note)
@@ -316,10 +446,31 @@ def _fill(
     estimates = [estimated(option) for option in options]
     compressed = [(e.speedup, o) for e, o in zip(estimates, options, strict=True) if o.method is not None]
     # Speed-ups are equal on all workers, so all combine the same method.
-    if compressed and builder.plan.ranks:
+    if compressed and isinstance(builder, OptionBuilder) and builder.plan.ranks:
         best = max(compressed, key=lambda pair: pair[0])[1]
         estimates.append(estimated(workers.run_on_all(lambda: builder.combined_option(best))))
     diagnosis.options = _reported(estimates)
+
+
+def _gathered_messages(times: _LimitedBreakdown, workers: Workers) -> list[ShardedMessage]:
+    """FSDP2's messages in a step, with the changes of the worker that sends most."""
+
+    def own() -> list[dict[str, Any]]:
+        if not times.messages:
+            raise ValueError(f"diagnose: a sharded model needs {_WARM_UP_STEPS} steps or more in the block")
+        return [asdict(m) for m in times.messages]
+
+    rows = [[ShardedMessage(**row) for row in rows] for rows in workers.gather(own)]
+    return [
+        replace(same[0], changes=max(m.changes for m in same), coding=fmean(m.coding for m in same))
+        for same in zip(*rows, strict=True)
+    ]
+
+
+def _sent(messages: Sequence[ShardedMessage], gathers: bool, size: int) -> float:
+    """Bytes that a worker sends for the gathers, or for the reductions."""
+    sent = (m.message(size) for m in messages if m.gathers == gathers)
+    return sum(wire_factor(kind, size) * nbytes for kind, nbytes in sent)
 
 
 def _plan_for_example(model: nn.Module, example: Any, measure: bool) -> tuple[Plan, str]:

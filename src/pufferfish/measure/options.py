@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
-from ..compression import BFloat16, Method, Methods
+from ..compression import BFloat16, BlockInt8, Int4, Method, Methods
+from ..compression.sharded import HEADER, Expected, from_bytes, to_bytes
 from ..layers.names import trainable_parameters
 from ..lowrank.factorize import low_rank_shapes
 from ..planning import Entry, Plan, Table
@@ -124,6 +127,118 @@ class OptionBuilder:
             backward=dense.backward * backward,
             optimizer=dense.optimizer * _ratio(after.trainable, before.trainable),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedMessage:
+    """A gather of a sharded module's parameters, or a reduction of its gradients, as FSDP2 asks for it in a step."""
+
+    module: str
+    gathers: bool  # parameters; otherwise gradients are reduced
+    first: bool  # gather of its module in a forward and backward pass
+    elements: int  # of a shard
+    itemsize: int
+    changes: int = 0  # bytes of what `Changed` would send, without its header
+    coding: float = 0.0  # seconds to encode that and to decode what the other workers send
+
+    def message(self, size: int, itemsize: int | None = None) -> tuple[str, int]:
+        """Collective, and bytes passed to it, without compression. gloo's reduce-scatter is an all-reduce."""
+        nbytes = self.elements * (itemsize or self.itemsize)
+        return ("all_gather", nbytes) if self.gathers else ("all_reduce", nbytes * size)
+
+
+@dataclass(eq=False)
+class ShardedOptions:
+    """Builds the options of a model that FSDP2 shards over all workers, whose messages nothing hides."""
+
+    compute: Work  # of the current step, without messages
+    size: int  # number of workers
+    per_node: int  # workers on each machine
+    messages: Sequence[ShardedMessage]  # of the current step
+    _coded: dict[tuple[Method, int], tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def work(self) -> Work:
+        """The current step."""
+        return self._with_messages(self.messages)
+
+    def options(self) -> Iterator[TrainingOption]:
+        """Accumulation, kept parameters in bf16, shards inside machines, and compression."""
+        if self.size == 1:
+            return
+        gathers = [m for m in self.messages if m.gathers]
+        reductions = [m for m in self.messages if not m.gathers]
+        for n in _ACCUMULATED_BATCHES:
+            work = self._with_messages([*n * gathers, *reductions]).accumulated(n)
+            name = f"{n} batches per step, model.set_requires_gradient_sync(False)"
+            note = f"larger batch: tune the learning rate; {self._holds(reductions, 'gradients')}"
+            yield TrainingOption(kind="free", name=name, work=work, batches=n, note=note)
+        once = {m.module: m for m in gathers}
+        kept = self._with_messages([m for m in gathers if m.first] + reductions, largest=2)
+        if kept.messages != self.work.messages:
+            note = self._holds(once.values(), "parameters", largest=2)
+            yield TrainingOption(
+                kind="free", name="reshard_after_forward=False, bf16 both ways", work=kept, note=note
+            )
+        if 1 < self.per_node < self.size:
+            yield self._inside_machines(gathers, reductions)
+        for method in (BlockInt8(), Int4()):
+            arguments = "model" if method == BlockInt8() else f"model, {as_code(method)}"
+            yield TrainingOption(
+                kind="compression", name=f"pf.compress({arguments})", work=self._compressed(method),
+                method=method, note=self._holds(once.values(), "parameters"),
+            )  # fmt: skip
+
+    def _with_messages(self, messages: Iterable[ShardedMessage], largest: int = 8) -> Work:
+        """The computation with these messages, in dtypes of at most `largest` bytes."""
+        sent = tuple(m.message(self.size, min(m.itemsize, largest)) for m in messages)
+        return replace(self.compute, messages=sent)
+
+    def _holds(self, messages: Iterable[ShardedMessage], what: str, largest: int = 8) -> str:
+        """What each worker holds of all shards during a step."""
+        nbytes = sum(m.elements * self.size * min(m.itemsize, largest) for m in messages)
+        return f"holds {nbytes / 1e6:.3g} MB of {what}"
+
+    def _inside_machines(
+        self, gathers: Sequence[ShardedMessage], reductions: Sequence[ShardedMessage]
+    ) -> TrainingOption:
+        """HSDP: gathers and reduce-scatters inside a machine, all-reduces between machines.
+
+        Inside, the same bytes are counted as an all-reduce and a broadcast, as with `hierarchy="node"`.
+        """
+        machines = self.size // self.per_node
+        between = tuple(m.message(self.size) for m in reductions)
+        inside = self.size * sum(m.elements * m.itemsize for m in (*gathers, *reductions)) // 2
+        work = replace(self.compute, messages=between, intra_node_bytes=inside)
+        name = f"fully_shard(…, mesh={machines} × {self.per_node}), shards inside machines"
+        return TrainingOption(kind="free", name=name, work=work, note=f"shards {machines} times as large")
+
+    def _compressed(self, method: Method) -> Work:
+        """A step with `pf.compress(model, method)`."""
+        sent, coding = [], 0.0
+        for m in self.messages:
+            if m.gathers:
+                nbytes, seconds = Expected(last=m.changes).size(m.elements * m.itemsize), m.coding
+                sent.append(("all_gather", HEADER + nbytes))
+            else:
+                nbytes, seconds = self._time_reduction(method, m.elements)
+                sent.append(("all_to_all", nbytes * self.size))
+            coding += seconds
+        return replace(self.compute, messages=tuple(sent), encode=coding)
+
+    def _time_reduction(self, method: Method, elements: int) -> tuple[int, float]:
+        """Bytes of an encoded shard, and seconds to encode a shard for each worker and to add up as many."""
+        if (method, elements) not in self._coded:
+            shard = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+            total = torch.zeros(elements)
+            for _ in range(2):  # the first is not timed
+                start = time.perf_counter()
+                for _ in range(self.size):
+                    data = to_bytes(method, shard)
+                    total += from_bytes(method, data, elements, torch.float32)
+                seconds = time.perf_counter() - start
+            self._coded[method, elements] = len(data), seconds
+        return self._coded[method, elements]
 
 
 def as_code(method: Method | None) -> str:
