@@ -26,9 +26,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import pufferfish as pf
-from pufferfish.distributed.workers import balance
 from pufferfish.lab.models import GPT, REFERENCES
-from pufferfish.lowrank.factors import svd_cost
+from pufferfish.lowrank.factors import balance, svd_cost
 from pufferfish.planning.text import Table
 
 BATCH, SIZE = 8, 64  # of the step whose memory is measured

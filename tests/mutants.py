@@ -34,7 +34,7 @@ EACH = 3  # mutants of a part
 
 #: Part → globs inside the package, of which the first group that finds a file counts, and folders of tests.
 PARTS: dict[str, tuple[list[list[str]], list[str]]] = {
-    "optimizer state": ([["lowrank/carry.py"], ["optim/carry.py"]], ["optim"]),
+    "optimizer state": ([["lowrank/carry.py"], ["optim/carry.py"], ["lowrank/rewrite.py"]], ["optim"]),
     "engine": ([["compression/engine.py"], ["compression/*.py"]], ["compression"]),
     "compression state": ([["compression/state.py"], ["compression/engine.py"], ["compression/*.py"]], ["compression"]),
     "checkpoint": ([["checkpoint/*.py"]], ["checkpoint"]),

@@ -21,7 +21,13 @@ from ..layers import meta_copy, own_name, rebuilt, unwrap
 from ..lowrank.by_name import group_names, load_optimizer, names_by_id, optimizer_state
 from ..lowrank.factorize import plan_of, ranks_of, reshape_
 from ..lowrank.factors import nan_factors
-from ..lowrank.optimizers import Optimizers, as_list, check_wrapper_passed, factorized_weights
+from ..lowrank.optimizers import (
+    Optimizers,
+    as_list,
+    check_optimizers,
+    check_wrapper_passed,
+    factorized_weights,
+)
 from ..lowrank.rewrite import Rewrite, commit
 from ..planning import Plan
 from ..switching.switch import Switch
@@ -471,7 +477,7 @@ def restructure_(
 ) -> None:
     """Give a dense model, such as an averaged copy, the structure that `expected_structure` has checked."""
     if plan is not None and ranks_of(model) != ranks:
-        change = Rewrite(unwrap(model), optimizers)
+        change = Rewrite(unwrap(model), check_optimizers(optimizers))
         change.factorize(plan, nan_factors)
         commit([change], wrappers=[find_ddp(model)])
 

@@ -1,7 +1,7 @@
 """`Job`: a model with its wrappers and its workers; the DDP wrapper is initialized again after a change; gradient hooks."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..layers import inside, own_name, unwrap
+from ..layers import inside, named_modules, own_name, unwrap
 from ..layers.base import CALL_HOOKS
 from ..planning import Entry, matrix_spectrum
 from .workers import Workers, workers_text
@@ -32,10 +32,12 @@ class Job:
     Attributes:
         model: as passed, with its wrappers.
         inner: the model without wrappers.
+        layers: its modules that are not wrappers, by their own names.
         dense: the model that plans are made for; same as `inner` unless the model is sharded.
         ddp: the DDP wrapper, or None.
         sharded: whether the parameters are FSDP2 shards.
         workers: the workers of the DDP or sharded model, or a single process.
+        facts: text of the names, types and shapes, which must be equal on all workers.
 
     Args:
         caller: the feature that errors name, such as "switch.step".
@@ -48,6 +50,7 @@ class Job:
         self.model = model
         reshard(model)
         self.ddp, self.inner = find_ddp(model), unwrap(model)
+        self.layers = {name: module for name, _, module in named_modules(model)}
         first = next(self.inner.parameters())
         self.sharded = isinstance(first, DTensor)
         if self.ddp is not None or self.sharded:
@@ -63,6 +66,9 @@ class Job:
             raise ValueError(
                 f"{caller}: this worker is not in the group that was passed; call it on those that are"
             )
+        types = [(name, type(module).__name__) for name, module in self.layers.items()]
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.inner.named_parameters()]
+        self.facts = repr((types, shapes))
 
     def warn_without_group(self) -> None:
         """Warn if this process is one of several and nothing says whether they train this model together."""
@@ -89,13 +95,18 @@ class Job:
         """Singular values of the matrices that this worker owns."""
         return {e.name: matrix_spectrum(e, w) for e, w in weights if owner[e.name] == self.workers.rank}
 
-    def repair(self) -> None:
-        """Give parameters that differ between the workers the values of worker 0, with a warning."""
-        if self.sharded or self.workers.size == 1:
-            return
-        parameters = {own_name(name): p for name, p in self.inner.named_parameters()}
-        own = _checksums(parameters.values())
-        sums = self.workers.gather(lambda: own)
+    def check(self, check: Callable[[nn.Module], None]) -> None:
+        """Run `check` with `dense` on all workers, and give parameters that differ the values of worker 0, with a warning."""
+        compare = self.workers.size > 1 and not self.sharded
+        parameters = {own_name(name): p for name, p in self.inner.named_parameters()} if compare else {}
+
+        def checked() -> list[int]:
+            check_rewrap(self.ddp)
+            own = _checksums(parameters.values())
+            check(self.dense)
+            return own
+
+        sums = self.workers.gather(checked)
         columns = zip(*sums, strict=True)
         differ = [name for name, column in zip(parameters, columns, strict=True) if len(set(column)) > 1]
         if differ:
@@ -133,7 +144,7 @@ def _checksums(parameters: Iterable[Tensor]) -> list[int]:
     """A number for each parameter that depends on all its bits: their sum as integers, in one pass on the device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
-    return torch.stack([p.view(ints[p.itemsize]).sum(dtype=torch.int64).cpu() for p in real]).tolist()
+    return [int(p.view(ints[p.itemsize]).sum(dtype=torch.int64)) for p in real]
 
 
 def _some(names: list[str]) -> str:

@@ -312,17 +312,3 @@ def workers_text(ranks: list[int]) -> str:
     ('worker 1', 'workers 0, 2')
     """
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def balance(costs: Sequence[float], workers: int) -> list[int]:
-    """Assign tasks to workers: the largest first, each to the worker with the least load.
-
-    >>> balance([5, 4, 3, 3], 2)
-    [0, 1, 1, 0]
-    """
-    load = [0.0] * workers
-    owner = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owner[i] = min(range(workers), key=load.__getitem__)
-        load[owner[i]] += costs[i]
-    return owner

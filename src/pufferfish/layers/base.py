@@ -171,6 +171,27 @@ def unfit_reason(module: nn.Module) -> str:
     return kind.unfit(module) if kind else ""
 
 
+def check_structure(layer: str, dense: nn.Module, low_rank: LowRank) -> None:
+    """Raise ValueError unless a low-rank layer has built its parameters in the shapes that its matrices give them."""
+    factor_map, kind = low_rank.factor_map, type(low_rank).__name__
+    built = {name: tuple(p.shape) for name, p in low_rank.named_parameters(remove_duplicate=False)}
+    expected = {name: tuple(p.shape) for name, p in dense.named_parameters() if name in built}
+    for name in factor_map.targets:
+        weight = torch.empty(dense.get_parameter(name).shape, device="meta")
+        try:
+            # Slices of W have the shapes of U and V.
+            pieces = factor_map.split(name, weight, lambda part, W: (W[..., : part.rank], W[:, : part.rank]))
+            expected |= {target: tuple(x.shape) for target, x in pieces}
+        except RuntimeError as error:  # of reshape
+            raise ValueError(f"{layer}: the matrices of {kind} do not fit its {name}: {error}") from None
+    for name in expected | built:
+        here, there = built.get(name, "missing"), expected.get(name, "missing")
+        if here != there:
+            raise ValueError(
+                f"{layer}: {name} of {kind} is {here}, but {there} by its matrices; make them agree"
+            )
+
+
 def any_requires_grad(values: Any) -> bool:
     """Whether any tensor in nested containers requires a gradient."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(values))

@@ -22,26 +22,50 @@ class Matrix:
     of equal `blocks` (groups of a convolution, gates of a recurrent layer, experts of a mixture); every block
     has its own factors of the same rank. The fields are plain data: plans save them, and files are converted
     without building the model.
+
+    Args:
+        name: Submodule of the low-rank layer that holds `down` and `up`; "" is the layer itself.
+        weight: Parameter of the dense layer that holds the matrix.
+        shape: Shape of that parameter, or of the matrix' part of it.
+        m: Outputs of one block.
+        n: Inputs of one block.
+        blocks: Number of blocks.
+        bias: Dense parameter that becomes `up.bias`.
+        start: First row of the matrix in `weight`, where several matrices share the parameter.
+        dim: Dimension of `weight` that holds these rows.
+        step: Distance between these rows: 2 where two matrices are interleaved.
+        bias_start: First row in `bias`, whose rows have the same distance.
+        dense: Parameter of the low-rank layer that holds the matrix if it is not factorized.
+        transposed: The parameter stores inputs × outputs.
+        down_row: Shape of one row of `down.weight`: (n,) for a Linear.
+        up_tail: Dimensions after (m, r) in `up.weight`, or after r if `up_transposed`.
+        up_transposed: `up.weight` stores r × outputs (transposed convolutions).
+        lookup: Rows are looked up (embeddings): no MACs, and `down.weight` stores inputs × r.
+        routed: Each vector is multiplied by one block only; factors and bias are stacks too.
+
+    >>> x = Matrix(name="", weight="weight", shape=(4, 6), m=4, n=6, down_row=(6,))
+    >>> x.numel, x.factor_numel(r=2)
+    (24, 20)
     """
 
-    name: str  # submodule of the low-rank layer that holds `down` and `up`; "" is the layer itself
-    weight: str  # parameter of the dense layer that holds the matrix
-    shape: tuple[int, ...]  # shape of that parameter, or of the matrix' part of it
-    m: int  # outputs of one block
-    n: int  # inputs of one block
+    name: str
+    weight: str
+    shape: tuple[int, ...]
+    m: int
+    n: int
     blocks: int = 1
-    bias: str | None = None  # dense parameter that becomes `up.bias`
-    start: int = 0  # first row of the matrix in `weight`, where several matrices share the parameter
-    dim: int = 0  # dimension of `weight` that holds these rows
-    step: int = 1  # distance between these rows: 2 where two matrices are interleaved
-    bias_start: int = 0  # first row in `bias`, whose rows have the same distance
-    dense: str | None = None  # parameter of the low-rank layer that holds the matrix if it is not factorized
-    transposed: bool = False  # the parameter stores inputs × outputs
-    down_row: tuple[int, ...] = ()  # shape of one row of `down.weight`
-    up_tail: tuple[int, ...] = ()  # dimensions after (m, r) in `up.weight`, or after r if `up_transposed`
-    up_transposed: bool = False  # `up.weight` stores r × outputs (transposed convolutions)
-    lookup: bool = False  # rows are looked up (embeddings): no MACs, and `down.weight` stores inputs × r
-    routed: bool = False  # each vector is multiplied by one block only; factors and bias are stacks too
+    bias: str | None = None
+    start: int = 0
+    dim: int = 0
+    step: int = 1
+    bias_start: int = 0
+    dense: str | None = None
+    transposed: bool = False
+    down_row: tuple[int, ...] = ()
+    up_tail: tuple[int, ...] = ()
+    up_transposed: bool = False
+    lookup: bool = False
+    routed: bool = False
 
     def __post_init__(self) -> None:
         assert math.prod(self.shape) == self.numel, f"{self.shape} is not {self.blocks} × {self.m} × {self.n}"

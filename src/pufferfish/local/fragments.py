@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from ..compression import Engine, Method, NoCompression, Settings, Transport
-from ..distributed.workers import balance
 from ..layers import matches
 from ..layers.matrix import at_least_fp32
 from ..lowrank.by_name import check_optimizer, group_names, load_optimizer, optimizer_state
+from ..lowrank.factors import balance
 
 #: Means over the workers by name.
 Means = dict[str, Tensor]

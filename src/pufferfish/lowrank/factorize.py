@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -23,11 +24,18 @@ from ..layers import (
     unwrap,
 )
 from ..layers.base import unfit_reason
-from ..planning import Plan, apply_rules, check_is_plan, progress, resolve
+from ..planning import Plan, check_is_plan, progress, resolve
 from ..planning import plan as make_plan
 from ..planning.svd import check_values, svd_factors
-from .factors import nan_factors, shared_factors, shared_spectra
-from .optimizers import Optimizers, as_list, check_optimizers, warn_of_other_optimizers
+from .factors import averaged_model, nan_factors, shared_factors, shared_ranks
+from .optimizers import (
+    Optimizers,
+    check_optimizers,
+    check_optimizers_complete,
+    check_wrapper_passed,
+    factorized_weights,
+    warn_of_other_optimizers,
+)
 from .rewrite import Fill, Rewrite, commit
 
 #: Share of ‖W‖² that the factors of a trained model must keep for it to work as before: rounding to 4 bits, which trained
@@ -84,8 +92,7 @@ def factorize_(
         plan, fill, workers = _agreed(model, plan, optimizer, group)
     layers = len(plan.ranks)
     plan.warn_if_little_changes()
-    optimizers = as_list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = check_optimizers(optimizer)
     warn_of_other_optimizers(model, plan, optimizers, _REMEDY)
     # An optimizer with state goes on with a run that knows its loss; plain SGD keeps none.
     continues = any(x.state or x.defaults.get("momentum") == 0 for x in optimizers)
@@ -119,14 +126,15 @@ def _agreed(
     """The plan of worker 0 with all ranks, checked on all workers, the factors that they compute together, and the workers."""
     check_is_plan(plan, "factorize_")
     job = Job(model, "factorize_", group)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    job.workers.agree(repr(shapes), 0, "model (names, types, shapes); make the same call on all workers")
+    job.workers.agree(job.facts, 0, "model (names, types, shapes); make the same call on all workers")
     plan = Plan.from_data(job.workers.run_on_first(plan.as_data))
-    job.workers.run_on_all(lambda: check_optimizers(as_list(optimizer)))
-    job.workers.run_on_all(lambda: check_plan(model, plan, finite=True))
-    job.repair()
-    if unresolved := [e.name for e in plan if e.rule is not None]:
-        plan = apply_rules(plan, shared_spectra(job, unresolved))
+
+    def check(dense: nn.Module) -> None:
+        check_optimizers(optimizer)
+        check_plan(dense, plan, finite=True)
+
+    job.check(check)
+    plan = shared_ranks(job, plan)
     return plan, shared_factors(job, plan), job.workers
 
 
@@ -157,8 +165,9 @@ def reshape_(model: nn.Module, plan: Plan, optimizer: Optimizers = None) -> Plan
         raise ValueError(
             f"{unresolved}: the plan has a rule instead of a rank; pass the plan that factorize_ returned"
         )
-    change = Rewrite(model, optimizer)
-    warn_of_other_optimizers(model, plan, change.optimizers, _REMEDY)
+    optimizers = check_optimizers(optimizer)
+    warn_of_other_optimizers(model, plan, optimizers, _REMEDY)
+    change = Rewrite(model, optimizers)
     done = change.factorize(plan, nan_factors)
     change.carrier.warn_of_resets(stacklevel=3)
     commit([change])
@@ -193,7 +202,7 @@ def merge_(model: nn.Module, optimizer: Optimizers = None) -> None:
     check_not_sharded(model, "merge_")
     ddp = find_ddp(model)
     check_rewrap(ddp)
-    change = Rewrite(unwrap(model), optimizer)
+    change = Rewrite(unwrap(model), check_optimizers(optimizer))
     change.merge()
     change.carrier.warn_of_resets(stacklevel=3)
     commit([change], wrappers=[ddp])  # on this worker: rank 0 may merge alone, for an export
@@ -272,6 +281,41 @@ def find_compiled(model: nn.Module) -> nn.Module | None:
     """The first compiled module in the model, if there is one."""
     compiled = (m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None)
     return next(compiled, None)
+
+
+def check_change(
+    job: Job,
+    dense: nn.Module,
+    plan: Plan,
+    optimizer: Optimizers,
+    averages: Iterable[nn.Module],
+    *,
+    later: bool = False,
+    now: bool = False,
+) -> None:
+    """Raise an error if a switch to `plan` would fail on this worker.
+
+    Args:
+        dense: `job.dense`.
+        averages: copies of the model that change with it.
+        later: whether the optimizers make updates before.
+        now: whether it follows at once: also check the values, and that no optimizer is missing.
+    """
+    check_not_inference(job.workers.caller)
+    check_plan(dense, plan, finite=now and not job.sharded)
+    for average in averages:
+        inner = averaged_model(average, job.inner)
+        try:
+            check_plan(inner, plan)
+        except ValueError as error:
+            raise ValueError(
+                f"also: {type(average).__name__} is not a copy of the model: {error}; pass the module that has the same layers"
+            ) from None
+        check_plan(inner, plan, finite=now)
+    optimizers = check_optimizers(optimizer, later)
+    if now:
+        check_optimizers_complete(job.inner, plan, optimizers)
+    check_wrapper_passed(factorized_weights(job.inner, plan), job.ddp)
 
 
 def check_plan(model: nn.Module, plan: Plan, caller: str = "", *, finite: bool = False) -> None:

@@ -1,30 +1,30 @@
 """Where the factors of a plan come from: an SVD, made here or shared by the workers; those of another model; NaN, to be loaded."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.ddp import Job
-from ..distributed.workers import Workers, balance
-from ..layers import Matrix, named_modules, own_name, unwrap
+from ..distributed.workers import Workers
+from ..layers import Matrix, own_name, unwrap
 from ..layers.matrix import at_least_fp32
-from ..planning import Entry, Plan, factorizable, svd
+from ..planning import Entry, Plan, apply_rules, factorizable, svd
 from .rewrite import Fill
 
 
 def nan_factors(e: Entry, W: Tensor) -> tuple[Tensor, Tensor, float | None]:
     """Factors filled with NaN, to be loaded later."""
-    U, V = empty_factors(e, W)
-    return U.fill_(float("nan")), V.fill_(float("nan")), e.error
+    U, V, error = empty_factors(e, W)
+    return U.fill_(float("nan")), V.fill_(float("nan")), error
 
 
-def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialized factors U and V with the dtype and device of `like`."""
+def empty_factors(e: Entry, like: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Uninitialized factors U and V with the dtype and device of `like`, and the known error."""
     assert e.matrix is not None
     assert e.rank is not None
     U = like.new_empty(e.matrix.blocks, e.matrix.m, e.rank, requires_grad=False)
-    return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False)
+    return U, like.new_empty(e.matrix.blocks, e.rank, e.matrix.n, requires_grad=False), e.error
 
 
 def averaged_model(average: nn.Module, model: nn.Module) -> nn.Module:
@@ -55,18 +55,30 @@ def in_basis_of(factors: Fill) -> Fill:
     return fill
 
 
+def shared_ranks(job: Job, plan: Plan) -> Plan:
+    """The plan with the ranks that its rules give for the weights of this moment, the same on all workers."""
+    unresolved = job.workers.run_on_first(lambda: [e.name for e in plan.entries if e.rule is not None])
+    spectra = shared_spectra(job, unresolved) if unresolved else None
+    # Of rank 0, since measured times may differ between workers.
+    return Plan.from_data(
+        job.workers.run_on_first(lambda: (plan if spectra is None else apply_rules(plan, spectra)).as_data())
+    )
+
+
 def shared_factors(job: Job, plan: Plan) -> Fill:
     """The factors of a resolved plan. Each worker computes its share of the SVDs and broadcasts the results."""
-    entries = [e for e in plan.entries if e.rank is not None]
-    owner, workers = owners(entries, job.workers.size), job.workers
-    layers = {name: module for name, _, module in named_modules(job.inner)}
-    weights = {e.name: layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix}
-    own = workers.run_on_all(
-        lambda: {e.name: svd_of(e, weights[e.name]) for e in entries if owner[e.name] == workers.rank}
+    entries, workers = [e for e in plan.entries if e.rank is not None], job.workers
+    owner = owners(entries, workers.size)
+    weights = [job.layers[e.layer].get_parameter(e.matrix.weight) for e in entries if e.matrix]
+    made = workers.run_on_all(
+        lambda: [
+            svd_of(e, w) if owner[e.name] == workers.rank else empty_factors(e, w)
+            for e, w in zip(entries, weights, strict=True)
+        ]
     )
     found = {
-        e.name: broadcast_factors(e, own.pop(e.name, None), weights[e.name], workers, owner[e.name])
-        for e in entries
+        e.name: broadcast_factors(made.pop(0), w, workers, owner[e.name])
+        for e, w in zip(entries, weights, strict=True)
     }
     return lambda e, weight: found[e.name]
 
@@ -94,6 +106,20 @@ def owners(entries: Iterable[Entry], size: int) -> dict[str, int]:
     groups = list(by_weight(entries).values())
     owner = balance([group_cost(group) for group in groups], size)
     return {e.name: rank for group, rank in zip(groups, owner, strict=True) for e in group}
+
+
+def balance(costs: Sequence[float], workers: int) -> list[int]:
+    """Assign tasks to workers: the largest first, each to the worker with the least load.
+
+    >>> balance([5, 4, 3, 3], 2)
+    [0, 1, 1, 0]
+    """
+    load = [0.0] * workers
+    owner = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner[i] = min(range(workers), key=load.__getitem__)
+        load[owner[i]] += costs[i]
+    return owner
 
 
 def by_weight(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -124,17 +150,17 @@ def svd_of(e: Entry, weight: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def broadcast_factors(
-    e: Entry, own: tuple[Tensor, Tensor, float] | None, weight: Tensor, workers: Workers, source: int
+    factors: tuple[Tensor, Tensor, float | None], weight: Tensor, workers: Workers, source: int
 ) -> tuple[Tensor, Tensor, float]:
     """Broadcast the factors U, V and the relative error of one matrix.
 
     Args:
-        own: from `svd_of`, on the worker `source`.
+        factors: from `svd_of` on the worker `source`, from `empty_factors` on the others.
         weight: gives dtype and device.
     """
-    U, V, error = own or (*empty_factors(e, weight), 0.0)
+    U, V, error = factors
     U, V = U.to(weight.dtype).contiguous(), V.to(weight.dtype).contiguous()
-    error_tensor = torch.tensor([error], dtype=torch.float64, device=weight.device)
+    error_tensor = torch.tensor([error or 0.0], dtype=torch.float64, device=weight.device)
     for x in (U, V, error_tensor):
         workers.broadcast_tensor(x, source)
     return U, V, float(error_tensor)

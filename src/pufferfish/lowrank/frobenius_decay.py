@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..layers import LowRank, Matrix, local_part, named_modules, rebuilt
-from .optimizers import Optimizers, as_list, check_optimizers
+from .optimizers import Optimizers, check_optimizers
 from .rewrite import whole
 
 Factors = tuple[Matrix, Tensor, Tensor]  # the matrix, `down` and `up`
@@ -69,8 +69,7 @@ class FrobeniusDecay:
         *,
         decoupled: bool | None = None,
     ) -> None:
-        optimizers = as_list(optimizer)
-        check_optimizers(optimizers)
+        optimizers = check_optimizers(optimizer)
         parameters = {id(p) for p in model.parameters()}
         for one in optimizers:
             if decoupled is None and not isinstance(one, _COUPLED + _DECOUPLED):

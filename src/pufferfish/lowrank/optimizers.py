@@ -60,12 +60,13 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
     return [x for x in vars(optimizer).values() if isinstance(x, Optimizer)]
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], later: bool = False) -> None:
-    """Raise TypeError for optimizers whose parameters cannot be replaced.
+def check_optimizers(passed: Optimizers, later: bool = False) -> list[Optimizer]:
+    """`as_list`; raises TypeError for optimizers whose parameters cannot be replaced.
 
     Args:
         later: whether they make updates before their parameters are replaced.
     """
+    optimizers = as_list(passed)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
@@ -85,6 +86,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], later: bool = False) -> No
                 "start without moments but with the old count, and their updates would be far too large; delete it first, "
                 "and create a new one after pf.factorize_"
             )
+    return optimizers
 
 
 def _group_counter(optimizer: Optimizer, later: bool) -> str:
@@ -151,7 +153,7 @@ def check_optimizers_complete(model: nn.Module, plan: Plan, optimizers: list[Opt
                 f"{name}: it is trained (requires_grad), but no optimizer that was passed to the switch holds it, so its "
                 "factors would not be trained; pass every optimizer, or leave the layer dense with keep="
             )
-        check_optimizers(as_list(other))  # the wrapper of one that was passed cannot be passed either
+        check_optimizers(other)  # the wrapper of one that was passed cannot be passed either
         raise ValueError(
             f"{name}: another optimizer ({type(other).__name__}) holds this parameter and was not passed to the switch; "
             "pass all optimizers as a list"

@@ -34,20 +34,10 @@ from ..layers import (
     named_modules,
     own_name,
 )
-from ..layers.base import CALL_HOOKS, HOOKS
+from ..layers.base import CALL_HOOKS, HOOKS, check_structure
 from ..layers.matrix import at_least_fp32, product
 from ..planning import Entry, Plan
-from .optimizers import (
-    CARRIED,
-    KINDS,
-    SUPPORTED,
-    Optimizers,
-    State,
-    as_list,
-    can_carry,
-    check_optimizers,
-    type_name,
-)
+from .optimizers import CARRIED, KINDS, SUPPORTED, State, can_carry, type_name
 
 #: Returns U (blocks, m, r), V (blocks, r, n) and the relative error (None: unknown) of a matrix W (blocks, m, n).
 Fill = Callable[[Entry, Tensor], tuple[Tensor, Tensor, float | None]]
@@ -59,14 +49,16 @@ class Rewrite:
     `factorize` or `merge` computes everything beside the model, which stays as it is, and `commit` assigns it.
 
     Args:
+        optimizers: from `check_optimizers`.
         carry: whether optimizer state is carried over to the new parameters, or dropped.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizers = None, carry: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[optim.Optimizer] = (), carry: bool = True
+    ) -> None:
         self.model = model
-        self.optimizers = as_list(optimizer)
-        check_optimizers(self.optimizers)
-        self.carrier = Carrier(self.optimizers, model.parameters(), carry)
+        self.optimizers = optimizers
+        self.carrier = Carrier(optimizers, model.parameters(), carry)
         self._layers: dict[str, nn.Module] = {}  # the new ones, by path
 
     def factorize(
@@ -86,13 +78,8 @@ class Rewrite:
         errors: dict[str, float | None] = {}
         entries = {e.name: e for e in plan.entries}
         for layer, low_rank in structures.items():
-
-            def factored(part: Part, W: Tensor, layer: str = layer) -> tuple[Tensor, Tensor]:
-                e = entries[own_name(layer, part.matrix.name)]
-                U, V, errors[e.name] = fill(e, W)
-                return U, V
-
-            self._split(paths[layer], low_rank, factored)
+            own = {name: entries[own_name(layer, name)] for name in low_rank.ranks}
+            errors |= self._split(paths[layer], low_rank, own, fill)
             advance(1)
         for names in plan.shared_inputs:
             layers = [x for x in map(structures.get, names) if isinstance(x, LowRankLinear)]
@@ -129,19 +116,29 @@ class Rewrite:
         return low_rank
 
     def _split(
-        self, path: str, low_rank: LowRank, factored: Callable[[Part, Tensor], tuple[Tensor, Tensor]]
-    ) -> None:
-        """Prepare one low-rank layer, given its structure and the factors of its matrices."""
+        self, path: str, low_rank: LowRank, entries: Mapping[str, Entry], fill: Fill
+    ) -> dict[str, float | None]:
+        """Prepare one low-rank layer, given its structure and its entries by matrix name. Returns errors by entry name."""
         dense, factor_map = self.model.get_submodule(path), low_rank.factor_map
+        errors: dict[str, float | None] = {}
         for name, old in dense.named_parameters(remove_duplicate=False):
-            new = dict.fromkeys(factor_map.targets.get(name, (name,)), old)  # renamed: the same object
+            new: dict[str, Tensor] = dict.fromkeys(
+                factor_map.targets.get(name, (name,)), old
+            )  # the same object
             if len(new) > 1:
-                pieces = factor_map.split(name, old.detach(), factored)
+                factors = {}
+                for part in factor_map.parts[name]:
+                    if part.rank is not None:
+                        e = entries[part.name]
+                        U, V, errors[e.name] = fill(e, part.matrix.to_matrix(old.detach()))
+                        factors[part.name] = U, V
+                pieces = factor_map.split(name, old.detach(), lambda part, W, own=factors: own[part.name])  # type: ignore[misc]
                 new = {target: _parameter(value, old) for target, value in pieces}
                 self.carrier.split(factor_map, name, old, new)
             for target, parameter in new.items():
                 set_parameter(low_rank, target, parameter)
         self._put(path, dense, low_rank)
+        return errors
 
     def merge(self) -> None:
         """Prepare dense layers with the products of all factors."""
@@ -291,31 +288,6 @@ def set_parameter(module: nn.Module, name: str, parameter: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def check_structure(layer: str, dense: nn.Module, low_rank: LowRank) -> None:
-    """Raise ValueError unless a low-rank layer has built its parameters in the shapes that its matrices give them."""
-
-    def empty(part: Part, W: Tensor) -> tuple[Tensor, Tensor]:
-        (blocks, m, n), r = W.shape, part.rank
-        assert r is not None
-        return W.new_empty(blocks, m, r), W.new_empty(blocks, r, n)
-
-    factor_map, kind = low_rank.factor_map, type(low_rank).__name__
-    built = {name: tuple(p.shape) for name, p in low_rank.named_parameters(remove_duplicate=False)}
-    expected = {name: tuple(p.shape) for name, p in dense.named_parameters() if name in built}
-    for name in factor_map.targets:
-        weight = torch.empty(dense.get_parameter(name).shape, device="meta")
-        try:
-            expected |= {target: tuple(x.shape) for target, x in factor_map.split(name, weight, empty)}
-        except RuntimeError as error:  # of reshape
-            raise ValueError(f"{layer}: the matrices of {kind} do not fit its {name}: {error}") from None
-    for name in expected | built:
-        here, there = built.get(name, "missing"), expected.get(name, "missing")
-        if here != there:
-            raise ValueError(
-                f"{layer}: {name} of {kind} is {here}, but {there} by its matrices; make them agree"
-            )
-
-
 def check_hooks(name: str, module: nn.Module, replaced: list[str]) -> None:
     """Raise ValueError for hooks that depend on the replaced parameters or on the state dict."""
     for child in module.modules():
@@ -349,7 +321,7 @@ class Carrier:
 
     def __init__(
         self,
-        optimizers: list[optim.Optimizer],
+        optimizers: Sequence[optim.Optimizer],
         parameters: Iterable[Tensor],
         carry: bool = True,
         stream: bool = False,

@@ -22,7 +22,7 @@ from ..distributed.workers import Workers
 from ..layers import FactorMap, local_part, named_modules, own_name, unwrap
 from ..layers.names import REBUILT
 from ..lowrank.factorize import reshape_
-from ..lowrank.factors import broadcast_factors, by_weight, group_cost, owners, svd_of
+from ..lowrank.factors import broadcast_factors, by_weight, empty_factors, group_cost, owners, svd_of
 from ..lowrank.optimizers import Optimizers, as_list, check_optimizers
 from ..lowrank.rewrite import Carrier, check_accepted, placed, set_parameter, whole
 from ..planning import Entry, Plan, matrix_spectrum
@@ -212,9 +212,10 @@ def rebuild(
     for name, rank, own in in_rounds(entries, owners(entries, workers.size), weights, workers, svd_of):
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for e in groups[name]:
-            U, V, errors[e.name] = broadcast_factors(
-                e, own.pop(e.name, None), local_part(weights[name].detach()), workers, rank
-            )
+            local = local_part(weights[name].detach())
+            made = own.pop(e.name, None) or empty_factors(e, local)
+            U, V, errors[e.name] = broadcast_factors(made, local, workers, rank)
+            del made
             factors[e.name] = U, V
         transfer(weights.pop(name), factor_map, name, factors, arrived, carrier)
     for name, parameter in weights.items():

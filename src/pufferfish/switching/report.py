@@ -209,3 +209,13 @@ def held_out_loss(model: nn.Module, evaluate: Evaluate) -> float:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def saves_little(plan: Plan) -> str:
+    """Text that says how little the plan saves; "" if it saves at least a tenth of the gradient bytes or of the time."""
+    saved = 1 - plan.after.gradient_bytes / max(plan.before.gradient_bytes, 1)
+    speedup = plan.speedup if plan.measured else None
+    if not plan.ranks or saved >= LITTLE or (speedup and 1 - 1 / speedup >= LITTLE):
+        return ""
+    time = f" and {1 - 1 / speedup:.1%} of the time" if speedup else ""
+    return f"low rank saves only {saved:.1%} of the gradient bytes{time}"

@@ -3,24 +3,31 @@
 import dataclasses
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from .. import __version__
 from ..distributed.ddp import Job, check_rewrap, find_ddp
 from ..layers import named_modules, unwrap
-from ..lowrank.factorize import check_not_inference, check_plan, find_compiled, ranks_of
-from ..lowrank.factors import averaged_model, in_basis_of, nan_factors, shared_factors, shared_spectra
+from ..lowrank.factorize import check_change, check_not_inference, check_plan, find_compiled, ranks_of
+from ..lowrank.factors import (
+    averaged_model,
+    in_basis_of,
+    nan_factors,
+    shared_factors,
+    shared_ranks,
+    shared_spectra,
+)
 from ..lowrank.optimizers import (
     Optimizers,
     as_list,
     check_optimizers,
-    check_optimizers_complete,
     check_wrapper_passed,
     factorized_weights,
     warn_of_reset,
@@ -28,10 +35,9 @@ from ..lowrank.optimizers import (
 from ..lowrank.rewrite import Rewrite, commit
 from ..planning import Plan, RankLike, StableRank, as_patterns, as_rule, check_is_plan, stable_rank
 from ..planning import plan as make_plan
-from .decision import SharedInputs, choose_ranks
 from .fsdp2 import ShardedJob, rebuild
 from .moments import Position, RanksSettle, When, counts_steps, known_in_advance, moment_text
-from .report import Evaluate, Preview, Report, held_out_loss, preview
+from .report import Evaluate, Preview, Report, held_out_loss, preview, saves_little
 from .scaled_rate import ScaledRate
 
 #: Share of their weights that the matrices of an automatic switch keep at most. A small GPT trained with Muon on enwik8 loses
@@ -107,6 +113,17 @@ class Switch:
         #: Stable ranks by entry name, one mapping for each observation by `RanksSettle`.
         self.history: list[dict[str, float]] = []
         self._plan: Plan | None = None  # of the first call, with unresolved rank rules
+        #: What all workers must have set, and whether `when`, and `back`, need no other worker to know that they are not due.
+        self._settings = (
+            self.rule,
+            self.keep,
+            moment_text(self.when),
+            moment_text(back),
+            state,
+            lr,
+            evaluate is None,
+        )
+        self._decides_alone = known_in_advance(self.when), known_in_advance(back)
         self._started = False  # whether the workers have compared their settings and models
         self._observed: int | None = None  # epoch, or step, of the last observation
         self._inputs = SharedInputs()
@@ -171,23 +188,28 @@ class Switch:
         """
         at = Position(epoch=epoch, step=step, total=total)
         self._warn_past_total(at)
-        optimizers, also = as_list(optimizer), list(also)
-        self._scale_rates(optimizers)
+        also = list(also)
+        self._scale_rates(optimizer)
         if self._skips(at):
             return False
-        job = _job_in_place(model, "switch.step", group)
-        if not self._due(job, at, optimizers, also):
+        job = Job(model, "switch.step", group)
+        if not self._due(job, at, optimizer, also):
             return False
-        if self.report is None:
-            plan, loss = self._prepare(job, optimizers, also)
-            if plan.ranks:
-                self._factorize(job, plan, at, optimizers, also)
-            else:
-                self.report = self._made(plan, at)
-            self._finish(job, loss, optimizers)
+        if self.report is not None:
+            self._merge(job, at, optimizer, also)
+            return True
+        report, loss = self._prepare(job, at, optimizer, also)
+        if report.plan.ranks:
+            plan, changes = self._factorized(job, report.plan, optimizer, also)
+            report = dataclasses.replace(report, plan=plan)
+            changes[0].carrier.warn_of_resets(stacklevel=3)
+            commit(changes, job.workers, [job.ddp, *map(find_ddp, also)], [(self, "report", report)])
         else:
-            self._merge(job, at, optimizers, also)
-        return bool(self.report and self.report.plan.ranks)
+            self.report = report
+        self._scale_rates(optimizer)
+        if loss is not None:  # last: an error in it must not hide that the model has changed
+            self.report = dataclasses.replace(report, loss=(loss, self._loss(job)))
+        return bool(report.plan.ranks)
 
     def rebuild(
         self,
@@ -212,8 +234,7 @@ class Switch:
         """
         at = Position(epoch=epoch, step=step, total=total)
         self._warn_past_total(at)
-        optimizers = as_list(optimizer)
-        self._scale_rates(optimizers)
+        self._scale_rates(optimizer)
         if self.report is not None:
             return model, optimizer
         if self.back is not None:
@@ -221,15 +242,19 @@ class Switch:
         if self._skips(at):
             return model, optimizer
         job = ShardedJob(model, build)
-        if self._due(job, at, optimizers, []):
-            plan, loss = self._prepare(job, optimizers, [])
-            if plan.ranks:
+        if self._due(job, at, optimizer, []):
+            report, loss = self._prepare(job, at, optimizer, [])
+            if report.plan.ranks:
                 model, plan = rebuild(
-                    model, optimizers, plan, build=build, shard=shard, carry=self.state == "project",
+                    model, optimizer, report.plan, build=build, shard=shard, carry=self.state == "project",
                     workers=job.workers,
                 )  # fmt: skip
-            self.report = self._made(plan, at)
-            self._finish(Job(model, "switch.rebuild"), loss, optimizers)
+                report = dataclasses.replace(report, plan=plan)
+            self.report = report
+            self._scale_rates(optimizer)
+            if loss is not None:
+                after = self._loss(Job(model, "switch.rebuild"))
+                self.report = dataclasses.replace(report, loss=(loss, after))
         return model, optimizer
 
     def due(
@@ -253,8 +278,7 @@ class Switch:
         at = Position(epoch=epoch, step=step, total=total)
         if self._skips(at):
             return False
-        job = _job_in_place(model, "switch.due", group)
-        return self._due(job, at, as_list(optimizer), [])
+        return self._due(Job(model, "switch.due", group), at, optimizer, [])
 
     def preview(
         self, model: nn.Module, evaluate: Evaluate, ranks: Iterable[RankLike] | None = None
@@ -288,18 +312,17 @@ class Switch:
             stacklevel=3,
         )
 
-    def _scale_rates(self, optimizers: list[Optimizer]) -> None:
+    def _scale_rates(self, optimizer: Optimizers) -> None:
         """After the switch, scale the learning rates of the optimizers by `lr`, once."""
-        switched = self.report and self.report.plan.ranks
-        if optimizers and switched and self.lr != 1.0 and not self._rates:
-            self._rates = [ScaledRate(optimizer, self.lr) for optimizer in optimizers]
+        if self.report and self.report.plan.ranks and self.lr != 1.0 and not self._rates:
+            self._rates = [ScaledRate(one, self.lr) for one in as_list(optimizer)]
 
     def _skips(self, at: Position) -> bool:
         """Whether there is nothing to do at this position, known without the model and the other workers."""
         if self.report is not None and (self.back is None or not self.low_rank):
             return True
-        moment = self.when if self.report is None else self.back
-        return self._started and known_in_advance(moment) and not any(self._wishes(at))
+        alone = self._decides_alone[self.report is not None]
+        return self._started and alone and not any(self._wishes(at))
 
     def _wishes(self, at: Position) -> tuple[bool, bool]:
         """Whether this worker would compute spectra, and whether it would change the model."""
@@ -311,30 +334,24 @@ class Switch:
             return observe, when.overdue(at) or when.settled(self.history)
         return self._automatic and self.initial is None, bool(when(at))
 
-    def _due(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> bool:
+    def _due(self, job: Job, at: Position, optimizer: Optimizers, also: list[nn.Module]) -> bool:
         """Whether to change the model now: the decision of rank 0, after a check that all workers agree."""
+        if job.sharded and not isinstance(job, ShardedJob):
+            raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
         observe, now = self._wishes(at)
         if job.workers.size > 1:
+            # Measured times may differ between workers; those of rank 0 decide.
+            plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
+            facts = repr((__version__, at, self.report is not None, plan, self._settings, job.facts))
             about = "position, settings, pufferfish version or model (names, types, shapes); make the same call on all workers"
-            facts = self._facts(job.inner, at)
             decision = job.workers.agree(facts, 2 * observe + now, about)
             observe, now = decision >= 2, decision % 2 == 1
         if not self._started:
-            self._start(job, at, optimizers, also, later=not now)
+            self._start(job, at, optimizer, also, later=not now)
         return (observe and self._observe(job, at)) or now
 
-    def _facts(self, model: nn.Module, at: Position) -> str:
-        """Text of everything that must be equal on all workers."""
-        layers = [(name, type(m).__name__) for name, _, m in named_modules(model)]
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-        # Measured times may differ between workers; those of rank 0 decide.
-        plan = [(e.name, e.shape, "measured" if e.ms else (e.rank, e.rule)) for e in self.plan or ()]
-        moments = moment_text(self.when), moment_text(self.back)
-        settings = (plan, self.rule, self.keep, moments, self.state, self.lr, self.evaluate is None)
-        return repr((__version__, at, self.report is not None, settings, layers, shapes))
-
     def _start(
-        self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
+        self, job: Job, at: Position, optimizer: Optimizers, also: list[nn.Module], later: bool
     ) -> None:
         """The first call, and the first of a resumed run: plan, and warn and raise for what would fail after the warm-up.
 
@@ -350,30 +367,22 @@ class Switch:
                     f"{when.span} observations, or never; with total= it happens at a third of the run at the latest",
                     stacklevel=4,
                 )
-            self._plan = job.workers.run_on_all(lambda: self._first_plan(job, at, optimizers, also, later))
+            self._plan = job.workers.run_on_all(lambda: self._first_plan(job, at, optimizer, also, later))
             if warns:
                 self._warned = self._plan.warn_if_little_changes(stacklevel=4)
                 if self.state == "project" and later:
                     weights = factorized_weights(job.inner, self._plan)
-                    warn_of_reset(optimizers, weights, stacklevel=4)
+                    warn_of_reset(as_list(optimizer), weights, stacklevel=4)
         self._started = True
 
     def _first_plan(
-        self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module], later: bool
+        self, job: Job, at: Position, optimizer: Optimizers, also: list[nn.Module], later: bool
     ) -> Plan:
-        _check(job, optimizers, later)
-        if known_in_advance(back := self.back) and back is not None:
-            back(at)  # raises if the loop does not pass what it needs
+        check_rewrap(job.ddp)
+        if self.back is not None and self._decides_alone[1]:
+            self.back(at)  # raises if the loop does not pass what it needs
         plan = self._make_plan(job.dense)
-        check_plan(job.dense, plan)
-        for average in also:
-            try:
-                check_plan(averaged_model(average, job.inner), plan)
-            except ValueError as error:
-                raise ValueError(
-                    f"also: {type(average).__name__} is not a copy of the model: {error}; pass the module that has the same layers"
-                ) from None
-        check_wrapper_passed(factorized_weights(job.dense, plan), job.ddp)
+        check_change(job, job.dense, plan, optimizer, also, later=later)
         if not plan.shared_inputs and not self._inputs.groups and find_compiled(job.model) is None:
             self._inputs.watch(job.inner, plan)
         return plan
@@ -413,98 +422,72 @@ class Switch:
         return self.when.settled(self.history)
 
     def _prepare(
-        self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]
-    ) -> tuple[Plan, float | None]:
-        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `Job.repair` does.
+        self, job: Job, at: Position, optimizer: Optimizers, also: list[nn.Module]
+    ) -> tuple[Report, float | None]:
+        """Check on all workers everything that can fail, and choose the ranks. Changes nothing but what `Job.check` does.
 
         Returns:
-            The plan with all ranks, the same on all workers, and the held-out loss before the switch. An automatic plan has
-            no ranks if the change would save too little.
+            The report with the plan with all ranks, the same on all workers, and the held-out loss before the switch. An
+            automatic plan has no ranks if the change would save too little.
         """
         assert self._plan is not None
-        plan = self._plan
-
-        def check() -> None:
-            _check(job, optimizers)
-            check_plan(job.dense, plan, finite=not job.sharded)
-            for average in also:
-                check_plan(averaged_model(average, job.inner), plan, finite=True)
-            check_optimizers_complete(job.inner, plan, optimizers)
-            check_wrapper_passed(factorized_weights(job.inner, plan), job.ddp)
-
-        job.workers.run_on_all(check)
-        job.repair()
-        plan, little = choose_ranks(job, plan, self._inputs.shared(), self._automatic)
+        plan = dataclasses.replace(
+            self._plan, shared_inputs=self._inputs.shared() or self._plan.shared_inputs
+        )
+        job.check(lambda dense: check_change(job, dense, plan, optimizer, also, now=True))
+        loss = None if self.evaluate is None else self._loss(job)
+        chosen = shared_ranks(job, plan)
+        little = "" if plan.resolved else saves_little(chosen)
+        if little and self._automatic:
+            chosen = chosen.replace(e.keep_dense(little) if e.rank else e for e in chosen)
         if job.workers.rank == 0 and not self._warned:  # ranks or times may leave more layers dense
-            self._warned = plan.warn_if_little_changes(stacklevel=3)
+            self._warned = chosen.warn_if_little_changes(stacklevel=3)
             if little and not self._warned:  # ranks that the user asked for are applied
                 warnings.warn(f"Switch: {little}; pass lower ranks", stacklevel=3)
-        return plan, self._loss(job)
+        settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
+        return Report(chosen, at, settled=settled), loss
 
-    def _loss(self, job: Job) -> float | None:
+    def _loss(self, job: Job) -> float:
         """Held-out loss of rank 0, on all workers. All of them evaluate, in case `evaluate` calls collectives.
 
         An error on one worker is raised on all.
         """
-        evaluate = self.evaluate
-        if evaluate is None:
-            return None
-        return job.workers.gather(lambda: held_out_loss(job.inner, evaluate))[0]
-
-    def _factorize(
-        self, job: Job, plan: Plan, at: Position, optimizers: list[Optimizer], also: list[nn.Module]
-    ) -> None:
-        """Make the model and its averages low-rank, on all workers or on none."""
-        done, changes = self._factorized(job, plan, optimizers, also)
-        self._commit(job, changes, also, self._made(done, at))
+        assert self.evaluate is not None
+        return job.workers.gather(partial(held_out_loss, job.inner, self.evaluate))[0]
 
     def _factorized(
-        self, job: Job, plan: Plan, optimizers: list[Optimizer], also: list[nn.Module]
+        self, job: Job, plan: Plan, optimizer: Optimizers, also: list[nn.Module]
     ) -> tuple[Plan, list[Rewrite]]:
         """The plan with its errors, and the changes, prepared. The factors as they were computed are freed."""
         fill = shared_factors(job, plan)
+        changes = [Rewrite(job.inner, as_list(optimizer), self.state == "project")]
+        changes += [Rewrite(averaged_model(average, job.inner)) for average in also]
+        fills = [fill, *(in_basis_of(fill) for _ in also)]
+        done = job.workers.run_on_all(
+            lambda: [x.factorize(plan, f) for x, f in zip(changes, fills, strict=True)]
+        )
+        return done[0], changes
 
-        def prepared() -> tuple[Plan, list[Rewrite]]:
-            changes = self._changes(job, optimizers, also)
-            for average in changes[1:]:
-                average.factorize(plan, in_basis_of(fill))
-            return changes[0].factorize(plan, fill), changes
-
-        return job.workers.run_on_all(prepared)
-
-    def _changes(self, job: Job, optimizers: list[Optimizer], also: list[nn.Module]) -> list[Rewrite]:
-        change = Rewrite(job.inner, optimizers, self.state == "project")
-        return [change, *(Rewrite(averaged_model(average, job.inner), None) for average in also)]
-
-    def _made(self, plan: Plan, at: Position) -> Report:
-        settled = self.when.settled(self.history) if isinstance(self.when, RanksSettle) else None
-        return Report(plan, at, settled=settled)
-
-    def _finish(self, job: Job, before: float | None, optimizers: list[Optimizer]) -> None:
-        self._scale_rates(optimizers)
-        after = self._loss(job)  # last: an error in it must not hide that the model has changed
-        if self.report is not None and before is not None and after is not None:
-            self.report = dataclasses.replace(self.report, loss=(before, after))
-
-    def _merge(self, job: Job, at: Position, optimizers: list[Optimizer], also: list[nn.Module]) -> None:
+    def _merge(self, job: Job, at: Position, optimizer: Optimizers, also: list[nn.Module]) -> None:
         """Make the model and its averages dense again, on all workers or on none."""
         assert self.report is not None
-        job.workers.run_on_all(lambda: _check(job, optimizers))
-        job.repair()
+
+        def check(dense: nn.Module) -> None:
+            check_not_inference(job.workers.caller)
+            check_optimizers(optimizer)
 
         def prepared() -> list[Rewrite]:
-            changes = self._changes(job, optimizers, also)
+            changes = [Rewrite(job.inner, as_list(optimizer), self.state == "project")]
+            changes += [Rewrite(averaged_model(average, job.inner)) for average in also]
             for change in changes:
                 change.merge()
             return changes
 
+        job.check(check)
         changes = job.workers.run_on_all(prepared)
-        self._commit(job, changes, also, dataclasses.replace(self.report, merged=at))
-
-    def _commit(self, job: Job, changes: list[Rewrite], also: list[nn.Module], report: Report) -> None:
-        """Assign the prepared changes and the report, when all workers are prepared."""
+        changes[0].carrier.warn_of_resets(stacklevel=4)
+        report = dataclasses.replace(self.report, merged=at)
         commit(changes, job.workers, [job.ddp, *map(find_ddp, also)], [(self, "report", report)])
-        changes[0].carrier.warn_of_resets(stacklevel=5)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Switch holds hooks and cannot be pickled; save switch.state_dict() instead")
@@ -541,7 +524,7 @@ class Switch:
         model that already has this structure is not changed.
         """
         self.load_state_dict(state)
-        job, optimizers = Job(model), as_list(optimizer)
+        job = Job(model)
         ranks = ranks_of(job.inner)
         saved_ranks = self.report.plan.ranks if self.report and self.low_rank else {}
         if not ranks and saved_ranks:
@@ -552,7 +535,7 @@ class Switch:
                 )
             check_plan(job.inner, self.report.plan)
             check_wrapper_passed(factorized_weights(job.inner, self.report.plan), job.ddp)
-            change = Rewrite(job.inner, optimizers)
+            change = Rewrite(job.inner, check_optimizers(optimizer))
             change.factorize(self.report.plan, nan_factors)
             commit([change], wrappers=[job.ddp])
         elif ranks != saved_ranks:
@@ -560,18 +543,57 @@ class Switch:
                 f"the model's {len(ranks)} low-rank layers, or their ranks, do not match the {len(saved_ranks)} of the "
                 "saved run; pass the dense model"
             )
-        self._scale_rates(optimizers)
+        self._scale_rates(optimizer)
 
 
-def _job_in_place(model: nn.Module, caller: str, group: dist.ProcessGroup | None) -> Job:
-    job = Job(model, caller, group)
-    if job.sharded:
-        raise ValueError("switch.step cannot change FSDP2 shards in place; call switch.rebuild")
-    return job
+class SharedInputs:
+    """Finds linear layers that one forward pass of the training loop calls, one after the other, with the same tensor."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[str]] = []  # layers that were called one after the other with one tensor
+        self._last: Callable[[], Tensor | None] = _nothing  # a weak reference to the last input
+        self._handles: list[Any] = []
+
+    def watch(self, model: nn.Module, plan: Plan) -> None:
+        """Register a hook with every linear layer of the plan; each is removed after its first call."""
+        self._remove()
+        names = {e.layer for e in plan if e.rank or e.rule}
+        for name, _, module in named_modules(model):
+            if name in names and isinstance(module, nn.Linear):
+                self._handles.append(
+                    module.register_forward_hook(self._hook(name, len(self._handles), module))
+                )
+
+    def _hook(self, name: str, place: int, watched: nn.Module) -> Callable[..., None]:
+        watched_id = id(watched)
+
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # what follows breaks the compiled graph, and a model that calls it in a loop is never compiled
+            if id(module) != watched_id or place >= len(self._handles):
+                hooks = module._forward_hooks  # those of a copy of the model
+                for key in [key for key, hook in hooks.items() if hook is record]:
+                    del hooks[key]
+                return
+            self._handles[place].remove()
+            if args and args[0] is self._last():
+                self.groups[-1].append(name)
+            else:
+                self.groups.append([name])
+            self._last = weakref.ref(args[0]) if args and isinstance(args[0], Tensor) else _nothing
+
+        return record
+
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of two and more layers; ends the watch."""
+        self._remove()
+        return tuple(tuple(dict.fromkeys(names)) for names in self.groups if len(set(names)) > 1)
+
+    def _remove(self) -> None:
+        self._last = _nothing
+        while self._handles:
+            self._handles.pop().remove()
 
 
-def _check(job: Job, optimizers: list[Optimizer], later: bool = False) -> None:
-    """Raise an error if the layers of the model cannot be replaced here; `later`: after a warm-up."""
-    check_optimizers(optimizers, later)
-    check_not_inference(job.workers.caller)
-    check_rewrap(job.ddp)
+def _nothing() -> None:
+    """Stand-in for a weak reference whose object is gone."""

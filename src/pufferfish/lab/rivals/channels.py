@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...layers import LowRank, meta_copy
 from ...layers.names import unwrap
-from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ...lowrank.optimizers import Optimizers, check_optimizers
 from ...lowrank.rewrite import replace_parameters
 
 
@@ -35,8 +35,7 @@ def remove_channels_(
     >>> net[0].out_channels, net[1].num_features, net[3].weight.shape
     (3, 3, torch.Size([4, 3, 3, 3]))
     """
-    inner, optimizers = unwrap(model), as_list(optimizer)
-    check_optimizers(optimizers)
+    inner, optimizers = unwrap(model), check_optimizers(optimizer)
     check_optimizer_state(inner, kept, optimizers)
     for name, indices in _kept_indices(inner, kept).items():
         path, _, own = name.rpartition(".")

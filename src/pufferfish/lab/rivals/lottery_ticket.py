@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from ...distributed.ddp import Job
 from ...layers.names import own_name, unwrap
 from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
-from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ...lowrank.optimizers import Optimizers, check_optimizers
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class LotteryTicket:
             )
         if not 0 < fraction < 1:
             raise ValueError(f"LotteryTicket: fraction={fraction} is not between 0 and 1")
-        self.model, self.optimizers = model, as_list(optimizer)
-        check_optimizers(self.optimizers)
+        self.model, self.optimizers = model, check_optimizers(optimizer)
         if not self.optimizers or Job(model).sharded:
             raise ValueError("LotteryTicket: it needs an optimizer, and a model that is not sharded")
         self.rounds, self.fraction, self.rewind = rounds, fraction, rewind

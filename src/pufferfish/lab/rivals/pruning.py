@@ -17,7 +17,7 @@ from ...checkpoint.folder import newest_checkpoint
 from ...distributed.ddp import Job, check_rewrap
 from ...layers import low_rank_type
 from ...layers.names import named_modules
-from ...lowrank.optimizers import Optimizers, as_list, check_optimizers
+from ...lowrank.optimizers import Optimizers, check_optimizers
 from ...lowrank.rewrite import commit
 from ...measure import RunLog
 from ...planning.profile import Example, profile
@@ -251,8 +251,7 @@ class EarlyBird:
     ) -> None:
         if not 0 < ratio < 1:
             raise ValueError(f"EarlyBird: ratio={ratio} is not between 0 and 1")
-        self.model, self.optimizers = model, as_list(optimizer)
-        check_optimizers(self.optimizers)
+        self.model, self.optimizers = model, check_optimizers(optimizer)
         job = Job(model)
         if job.sharded:
             raise ValueError("EarlyBird: sharded models are not supported")
