@@ -100,7 +100,6 @@ def test_a_bench_of_real_workers(tmp_path: Path, mine: str, capsys: pytest.Captu
     assert f"[{len(methods) + 1}/{len(methods) + 1}]" in shown.err
     lines = [line.split("  ")[0] for line in shown.out.splitlines()]
     assert lines[2:11] == ["method", "dense", "bf16", broken, *methods[2:], "no exchange"]
-    assert "Predicted and measured" in (out / "report.html").read_text()
     runs = {name: read_run(out / BenchRun(name, 0).name) for name in methods}
     assert all(run.finished and run.name == name and run.workers == 2 for name, run in runs.items())
     (timings,) = [json.loads(path.read_text()) for path in (out / "timing").iterdir()]

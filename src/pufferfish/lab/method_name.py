@@ -324,9 +324,9 @@ class LocalMethod:
         """Create the outer optimizer."""
         return optim.SGD(params, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
 
-    def build(self) -> LocalSteps:
+    def build(self, kind: Callable[..., LocalSteps] = LocalSteps) -> LocalSteps:
         """Create the local steps of this worker. Call it on all workers."""
-        return LocalSteps(
+        return kind(
             self.h, outer=self.outer, method=self.compress, fragments=self.fragments, delay=self.delay,
             mixing=self.mixing,
         )  # fmt: skip

@@ -1,22 +1,24 @@
 """Several workers in one process, exactly: `SimulatedDDP` for gradients, `SimulatedLocalSteps` for local steps, and their runners."""
 
-import copy
-import warnings
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoint.files import load_model_state, model_state
 from ...compression import Meter, Settings, Simulated
 from ...compression.ddp_hook import checked_settings, gradient_units
+from ...compression.exchange import Started, Transport, no_wait
 from ...compression.state import updates_by_rate
-from ...layers.names import own_name, trainable_parameters
-from ...local.fragments import Anchor, Means, move_engine_states, settings_for, split_by_depth
-from ...local.local_steps import all_finite, averaged_buffers, check_model
+from ...layers.names import own_name
+from ...local.local_steps import LocalSteps
 from ...lowrank.by_name import load_optimizer, names_by_id, optimizer_state
 from ...lowrank.optimizers import Optimizers, as_list
 from ..method_name import LocalMethod
@@ -301,27 +303,10 @@ class SimulatedLocalRunner(StepRunner):
         return [worker.components.module for worker in self._workers]
 
 
-_SAVED = ("since", "means", "remaining", "sent_bytes")
-
-
-@dataclass
-class _Fragment:
-    """A fragment of all models: its engines, one for each worker, and the average on its way."""
-
-    names: list[str]
-    engines: Simulated
-    since: int = 0  # number of updates since it was sent
-    means: Means | None = None  # on their way
-    remaining: int = 0  # number of updates until they are applied
-    sent_bytes: float = 0.0  # on the wire, by one worker, in its last average
-
-
 class SimulatedLocalSteps:
-    """`LocalSteps` of `size` workers that compute one after the other in this process, each with a model of its own.
+    """`LocalSteps` of `size` workers in this process, each with its model, in a thread that meets the others in collectives.
 
-    All workers have the same anchor and outer optimizer, so there is one of each. Methods and state are those of `LocalSteps`,
-    with the models of all workers instead of one. Two workers are bit-identical to real ones; with three or more, sums
-    may differ in the last bit (see `Simulated`).
+    Two workers are bit-identical to real ones; with three or more, sums may differ in the last bit (see `Simulated`).
 
     >>> models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
     >>> _ = nn.init.zeros_(models[0].weight)
@@ -336,148 +321,100 @@ class SimulatedLocalSteps:
     """
 
     def __init__(self, method: LocalMethod, size: int) -> None:
-        self.size, self.schedule, self.settings = size, method.schedule, method.settings
-        self.applied_bytes = 0.0  # on the wire, by one worker, of the averages applied so far
-        self.lost = 0  # number of averages discarded because they were not finite
-        self._make_outer = method.outer
-        self._phase = 0
-        self._anchor: Anchor | None = None
-        self._fragments: list[_Fragment] = []
-        self._resumed: Mapping[str, Any] | None = None
+        self._meeting = threading.Barrier(size)
+        box: list[Any] = [None] * size
+        transports = [MeetingTransport(worker, box, self._meeting) for worker in range(size)]
+        self.workers = [method.build(partial(_Worker, transport)) for transport in transports]
+        self._loaded = False
 
-    @torch.no_grad()
+    @property
+    def applied_bytes(self) -> float:
+        """Bytes on the wire, by one worker, of the averages applied so far."""
+        return self.workers[0].applied_bytes
+
+    @property
+    def lost(self) -> int:
+        """Number of averages discarded because they were not finite."""
+        return self.workers[0].lost
+
     def start(self, models: Sequence[nn.Module]) -> None:
-        """Set the anchor, and give all models the parameters and buffers of the first, unless state was loaded."""
-        first, resumed = models[0], self._resumed
-        check_model(first, None)
-        params = trainable_parameters(first)
-        self.settings.check_patterns(params)
-        anchor = Anchor(self._make_outer, params, self.settings, self._anchor)
-        device = next(iter(params.values())).device
-        if resumed is None:
-            for model in models[1:]:
-                model.load_state_dict(first.state_dict())
-            anchor.fill(params, averaged_buffers(first), device)
-        else:
-            anchor.fill(resumed["anchor"], resumed["buffers"], device)
-            anchor.load_outer_state(resumed["outer"])
-        self._make_fragments(first, anchor, resumed["fragments"] if resumed else None)
-        self._anchor, self._resumed = anchor, None
+        """Set the anchors, and give all models the parameters and buffers of the first, unless state was loaded."""
+        for model in () if self._loaded else models[1:]:
+            model.load_state_dict(models[0].state_dict())
+        self._on_all("start", models)
 
-    @torch.no_grad()
     def step(self, models: Sequence[nn.Module]) -> bool:
         """Count one update of all models and average what is due; whether an average was applied."""
-        if self._resumed is not None:
-            self.start(models)
-        self._phase = (self._phase + 1) % self.schedule.h
-        landing = []
-        for fragment in self._fragments:
-            fragment.since += 1
-            if fragment.means is not None:
-                fragment.remaining -= 1
-                landing += [fragment] if fragment.remaining == 0 else []
-        due = [self._fragments[p] for p in self.schedule.due(self._phase)]
-        tensors = [self._tensors(model) for model in models]
-        self._send(due, tensors)
-        self._land(landing if self.schedule.delay else due, tensors)
-        return bool(landing) or bool(due and not self.schedule.delay)
+        return bool(self._on_all("step", models))
 
-    @torch.no_grad()
     def sync(self, models: Sequence[nn.Module]) -> bool:
         """Average now. Returns False if there was no update since the last average."""
-        if self._resumed is not None:
-            self.start(models)
-        tensors = [self._tensors(model) for model in models]
-        flying = [fragment for fragment in self._fragments if fragment.means is not None]
-        self._land(flying, tensors)
-        changed = [fragment for fragment in self._fragments if fragment.since]
-        self._send(changed, tensors)
-        self._land(changed, tensors)
-        self._phase = 0
-        return bool(flying or changed)
+        return bool(self._on_all("sync", models))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors, numbers and strings, by parameter name."""
-        if self._resumed is not None:
-            return dict(self._resumed)
-        assert self._anchor is not None
-        fragments = [
-            {"names": f.names, "engines": f.engines.state_dict(), **{key: getattr(f, key) for key in _SAVED}}
-            for f in self._fragments
-        ]
-        return {"phase": self._phase, "lost": self.lost, "fragments": fragments} | self._anchor.state_dict()
+        """Return the state of the first worker, and what the others have of their own: the state of their fragments."""
+        first, *others = [worker.state_dict() for worker in self.workers]
+        return dict(first) | {"others": [state["fragments"] for state in others]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state; it takes effect at the next `step` or `sync`."""
-        self._resumed = copy.deepcopy(dict(state))
-        self._phase, self.lost = state["phase"], state["lost"]
+        self._loaded = True
+        for worker, fragments in zip(self.workers, [state["fragments"], *state["others"]], strict=True):
+            worker.load_state_dict(dict(state) | {"fragments": fragments})
 
-    def _make_fragments(
-        self, model: nn.Module, anchor: Anchor, saved: Sequence[Mapping[str, Any]] | None
-    ) -> None:
-        """Divide the model. Error feedback goes along with tensors that move to another fragment."""
-        shapes = {name: x.shape for name, x in anchor.tensors().items()}
-        if saved is not None:
-            split = [f["names"] for f in saved]
-        else:
-            sizes = {
-                n: x.numel() for n, x in {**trainable_parameters(model), **averaged_buffers(model)}.items()
-            }
-            split = split_by_depth(sizes, self.schedule.fragments)
-        before, self._fragments = self._fragments, []
-        for i, names in enumerate(split):
-            engines = Simulated(settings_for(names, self.settings, anchor.buffers), self.size)
-            self._fragments.append(_Fragment(list(names), engines))
-            if saved is not None:
-                engines.load_state_dict(saved[i]["engines"])
-                for key in _SAVED:
-                    setattr(self._fragments[-1], key, saved[i][key])
-            elif before:
-                mine = {name: shapes[name] for name in names}
-                for worker, engine in enumerate(engines.engines):
-                    states = [f.engines.engines[worker].state_dict() for f in before]
-                    engine.load_state_dict(move_engine_states(states, mine))
+    def _on_all(self, name: str, models: Sequence[nn.Module]) -> Any:
+        """Call a method of all workers at once; return the result of the first."""
 
-    def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        assert self._anchor is not None
-        buffers = {name: b for name, b in model.named_buffers() if name in self._anchor.buffers}
-        return {**trainable_parameters(model), **buffers}
+        def call(worker: LocalSteps, model: nn.Module) -> Any:
+            try:
+                return getattr(worker, name)(model)
+            except BaseException:
+                self._meeting.abort()  # the others would wait for this one
+                raise
 
-    def _send(self, fragments: Sequence[_Fragment], tensors: Sequence[Mapping[str, Tensor]]) -> None:
-        """Average fragments of all models. The means are applied by `_land`."""
-        assert self._anchor is not None
-        for fragment in fragments:
-            differences = [self._anchor.differences(fragment.names, own) for own in tensors]
-            before = fragment.engines.meter.wire_bytes
-            fragment.means = fragment.engines.average(differences)[0]
-            fragment.sent_bytes = fragment.engines.meter.wire_bytes - before
-            fragment.since, fragment.remaining = 0, self.schedule.delay
+        with ThreadPoolExecutor(len(models)) as threads:
+            results = list(threads.map(call, self.workers, models))
+        self._loaded = False
+        return results[0]
 
-    def _land(self, fragments: Sequence[_Fragment], tensors: Sequence[Mapping[str, Tensor]]) -> None:
-        """Update the anchor by the means of some fragments, and all models by the anchor."""
-        assert self._anchor is not None
-        lost = False
-        for fragment in fragments:
-            self.applied_bytes += fragment.sent_bytes
-            means, fragment.means = fragment.means, None
-            assert means is not None
-            if not all_finite(means.values()):
-                lost = True
-                continue
-            self._anchor.step(means)
-            mixing = self.schedule.mixing if fragment.since else 0.0
-            for own in tensors:
-                self._anchor.copy_to(fragment.names, own, mixing)
-        if lost:
-            self.lost += 1
-            warnings.warn(
-                "local steps: the model of a worker is not finite; all workers return to the last averaged model",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            for fragment in self._fragments:
-                if fragment.means is not None and not all_finite(fragment.means.values()):
-                    fragment.means = None
-                fragment.since = 0
-            for own in tensors:
-                self._anchor.copy_to(own, own)
+
+class _Worker(LocalSteps):
+    def __init__(self, transport: Transport, *arguments: Any, **settings: Any) -> None:
+        self._meeting = transport
+        super().__init__(*arguments, **settings)
+
+    def _connect(self, group: dist.ProcessGroup | None, delay: int) -> tuple[None, Transport]:
+        return None, self._meeting
+
+
+class MeetingTransport(Transport):
+    """A worker's end of collectives in which threads wait for one another.
+
+    Args:
+        box: what each worker sends in the current collective.
+    """
+
+    def __init__(self, worker: int, box: list[Any], meeting: threading.Barrier) -> None:
+        super().__init__()
+        self.worker, self.size, self.box, self.meeting = worker, len(box), box, meeting
+
+    def _sum(self, buffer: Tensor) -> Started[Tensor]:
+        first, *others = self._meet(buffer.clone())
+        buffer.copy_(first)
+        for x in others:
+            buffer += x
+        return no_wait, buffer
+
+    def _gather(self, buffer: Tensor) -> Started[list[Tensor]]:
+        return no_wait, self._meet(buffer.clone())
+
+    def _scatter(self, pieces: list[Tensor]) -> Started[list[Tensor]]:
+        everyone = self._meet([x.clone() for x in pieces])
+        return no_wait, [theirs[self.worker] for theirs in everyone]
+
+    def _meet(self, sent: Any) -> list[Any]:
+        self.box[self.worker] = sent
+        self.meeting.wait()
+        everyone = list(self.box)
+        self.meeting.wait()  # nobody sends anew before all have read
+        return everyone
