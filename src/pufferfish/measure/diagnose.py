@@ -170,13 +170,16 @@ class Diagnosis:
         waiting = f"waiting for the slowest worker {format_seconds(self.waiting)}"
         yield f"exchange:  {coding}{waiting}; hidden behind backward {p['hidden']}"
         if self.module_bytes:
-            gathers, reductions = (sum(x) / 1e6 for x in zip(*self.module_bytes.values(), strict=True))
-            name, most = max(self.module_bytes.items(), key=lambda item: sum(item[1]))
-            both = f"gathers {gathers:.3g} MB, reductions {reductions:.3g} MB"
-            yield f"sent:      {both} by a worker in a step; most for {name}, {sum(most) / 1e6:.3g} MB"
+            yield f"sent:      {self._sent()}"
         yield f"link:      {self.link}"
         predicted = f"{format_seconds(self.predicted)} per step ({self.error:+.0%})"
         yield f"predicted: {predicted}; without any exchange {self.ceiling:.2f}× as fast"
+
+    def _sent(self) -> str:
+        gathers, reductions = (sum(x) / 1e6 for x in zip(*self.module_bytes.values(), strict=True))
+        name, most = max(self.module_bytes.items(), key=lambda item: sum(item[1]))
+        both = f"gathers {gathers:.3g} MB, reductions {reductions:.3g} MB"
+        return f"{both} by a worker in a step; most for {name}, {sum(most) / 1e6:.3g} MB"
 
     def _table(self) -> Iterator[str]:
         current = SpeedupEstimate(
@@ -397,25 +400,14 @@ def _fill(
     """Fill the diagnosis. Runs on all workers; an error on one of them is raised on all, so that none waits forever."""
     model, size = unwrap(times.model), workers.size
 
-    def plan_and_curve() -> str:
-        if not times.steps:
-            raise ValueError("diagnose: no optimizer step of the model ended in the block, so none was timed")
-        if times.sharded:
-            return json.dumps(["", "", timeline.curve()])
-        with autocast_context(times.autocast, times.device):
-            plan, note = _plan_for_example(model, times.example, measure)
-        return json.dumps([plan.to_json(), note, timeline.curve()])
-
-    plan_text, note, curve = json.loads(workers.gather(plan_and_curve)[0])
+    plan_text, note, curve = json.loads(workers.gather(lambda: _plan_and_curve(times, timeline, measure))[0])
 
     diagnosis.workers, diagnosis.steps = size, times.steps
     diagnosis.parts, diagnosis.waiting = _mean_parts(times.parts, workers)
     shares = workers.mean([share for _, share in times.changes])
     diagnosis.changed = {steps: share for (steps, _), share in zip(times.changes, shares, strict=True)}
-    messages = _gathered_messages(times, workers) if times.sharded else []
-    for name in times.sharded:
-        own = [m for m in messages if m.module == name]
-        diagnosis.module_bytes[name] = (_sent(own, True, size), _sent(own, False, size))
+    messages = _gathered_messages(times, workers)
+    diagnosis.module_bytes = {name: _sent(messages, name, size) for name in times.sharded}
     if size > 1:
         diagnosis.link = probe(workers.group, times.device, largest=probe_bytes(model))
     costs = CostModel(link=diagnosis.link or Link.nominal(bandwidth=1e12, latency=0, size=1))
@@ -452,25 +444,37 @@ def _fill(
     diagnosis.options = _reported(estimates)
 
 
-def _gathered_messages(times: _LimitedBreakdown, workers: Workers) -> list[ShardedMessage]:
-    """FSDP2's messages in a step, with the changes of the worker that sends most."""
-
-    def own() -> list[dict[str, Any]]:
+def _plan_and_curve(times: _LimitedBreakdown, timeline: GradientTimeline, measure: bool) -> str:
+    """Plan, its note, and the gradients' timeline, as JSON; no plan for a sharded model."""
+    if not times.steps:
+        raise ValueError("diagnose: no optimizer step of the model ended in the block, so none was timed")
+    if times.sharded:
         if not times.messages:
             raise ValueError(f"diagnose: a sharded model needs {_WARM_UP_STEPS} steps or more in the block")
-        return [asdict(m) for m in times.messages]
+        return json.dumps(["", "", timeline.curve()])
+    with autocast_context(times.autocast, times.device):
+        plan, note = _plan_for_example(unwrap(times.model), times.example, measure)
+    return json.dumps([plan.to_json(), note, timeline.curve()])
 
-    rows = [[ShardedMessage(**row) for row in rows] for rows in workers.gather(own)]
+
+def _gathered_messages(times: _LimitedBreakdown, workers: Workers) -> list[ShardedMessage]:
+    """FSDP2's messages in a step, with the changes of the worker that sends most."""
+    all_rows = workers.gather(lambda: [asdict(m) for m in times.messages])
+    rows = [[ShardedMessage(**row) for row in rows] for rows in all_rows]
     return [
         replace(same[0], changes=max(m.changes for m in same), coding=fmean(m.coding for m in same))
         for same in zip(*rows, strict=True)
     ]
 
 
-def _sent(messages: Sequence[ShardedMessage], gathers: bool, size: int) -> float:
-    """Bytes that a worker sends for the gathers, or for the reductions."""
-    sent = (m.message(size) for m in messages if m.gathers == gathers)
-    return sum(wire_factor(kind, size) * nbytes for kind, nbytes in sent)
+def _sent(messages: Sequence[ShardedMessage], module: str, size: int) -> tuple[float, float]:
+    """Bytes that a worker sends for the gathers and for the reductions of a module."""
+    sent = {True: 0.0, False: 0.0}
+    for m in messages:
+        if m.module == module:
+            kind, nbytes = m.message(size)
+            sent[m.gathers] += wire_factor(kind, size) * nbytes
+    return sent[True], sent[False]
 
 
 def _plan_for_example(model: nn.Module, example: Any, measure: bool) -> tuple[Plan, str]:
