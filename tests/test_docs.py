@@ -32,6 +32,7 @@ PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")
 TEXTS = {"README.md": DOCS.parent / "README.md", "CONTRIBUTING.md": DOCS.parent / "CONTRIBUTING.md", **PAGES}
 #: Pages whose code needs a process group, and its number of workers.
 WORKERS = {
+    "index.md": 1,
     "local_steps.md": 2,
     "concepts/error_feedback.md": 1,
     "concepts/exactness.md": 1,

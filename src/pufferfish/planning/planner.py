@@ -179,7 +179,7 @@ def _covered(
         weight = module.get_parameter(x.weight)
         left_out = x.lookup and not embed  # a plan without embeddings fits models with another vocabulary too
         # The MACs of an operator that the counter does not know are in no total, so none may be subtracted.
-        counted = call is not None and not left_out and (call.macs > 0 or x.lookup)
+        counted = profiled is not None and not left_out and (profiled.counted[layer] > 0 or x.lookup)
         entries.append(
             Entry(
                 name=own_name(layer, x.name),

@@ -38,7 +38,6 @@ class Call:
     grad_positions: Counter[str]  # by matrix: number of these whose gradient is computed in backward
     autocast: torch.dtype | None = None  # autocast dtype that the example's code enabled
     count: int = 0  # number of calls
-    macs: int = 0  # counted in all calls; 0 for operators without a FLOP formula
 
 
 @dataclass
@@ -48,6 +47,7 @@ class Profile:
     forward_macs: int = 0
     backward_macs: int = 0
     calls: dict[str, Call] = field(default_factory=dict)
+    counted: Counter[str] = field(default_factory=Counter)  # module → its MACs; 0 without a FLOP formula
     functional: dict[str, int] = field(default_factory=dict)  # module → MACs outside of known layers
     read_outside: set[str] = field(default_factory=set)  # layers whose weights are used outside of them
 
@@ -191,8 +191,7 @@ def _profile(model: nn.Module, example: Example) -> Profile:
             start, children = running.pop()
             flops = counter.get_total_flops() - start
             spent[name] += flops - children
-            if name in result.calls:
-                result.calls[name].macs += flops // 2
+            result.counted[name] += flops // 2
             if running:
                 running[-1][1] += flops
 
