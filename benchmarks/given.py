@@ -55,9 +55,8 @@ class Arm:
     error_feedback: bool | None = None  # None: as suits the method
     lora: int = 0  # rank of the adapters on all linear layers, with alpha = 2 × rank
     switch: float = 0.0  # rank ratio of a switch to low rank after a tenth
-    factorize: str = (
-        ""  # "weights" or "inputs": low rank 0.5 from the start, with the least ‖W − UV‖ or ‖(W − UV) X‖
-    )
+    # Low rank 0.5 from the start, with the least ‖W − UV‖ ("weights") or ‖(W − UV) X‖ ("inputs").
+    factorize: str = ""
 
 
 FULL, LORA = (2e-4, 4e-4, 8e-4, 1.6e-3), (1e-3, 2e-3, 4e-3, 8e-3)

@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import index
 from pathlib import Path
 
@@ -103,6 +103,27 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
     left_out = () if meta else getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = trial.state_dict(keep_vars=True)
     expected = {own: state[key] for key, own in own_keys(state).items()}
+    values = _read_values(folder, weights, expected, left_out)
+    if dense:
+        warn_of_other_optimizers(model, plan, [], "create it after load")
+        change = Rewrite(model)
+        change.factorize(plan, nan_factors)
+        commit([change])
+    now = model.state_dict()
+    own = own_keys(now)
+    loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}
+    model.load_state_dict(loaded, assign=meta)
+    if meta:  # assigning created a parameter for each name: tie them again
+        first: dict[int, nn.Parameter] = {}
+        for key, parameter in list(model.named_parameters(remove_duplicate=False)):
+            set_parameter(model, key, first.setdefault(id(expected[own[key]]), parameter))
+    return plan
+
+
+def _read_values(
+    folder: Path, weights: Path, expected: Mapping[str, Tensor], left_out: Collection[str]
+) -> dict[int, Tensor]:
+    """Read the weights by the id of the tensor that is to have them, after comparing names and shapes."""
     with open_weights(weights) as file:
         # A tied weight was written under one of its names.
         names = {id(expected[name]): name for name in file.shapes if name in expected}
@@ -118,21 +139,7 @@ def load(model: nn.Module, folder: str | Path) -> Plan:
             if shape != tensor.shape:
                 there, here = ("×".join(map(str, x)) for x in (shape, tensor.shape))
                 raise ValueError(f"{folder}: {name} is {there} in the file and {here} in the model")
-        values = {key: file.get(name) for key, name in names.items()}
-    if dense:
-        warn_of_other_optimizers(model, plan, [], "create it after load")
-        change = Rewrite(model)
-        change.factorize(plan, nan_factors)
-        commit([change])
-    now = model.state_dict()
-    own = own_keys(now)
-    loaded = {key: values.get(id(expected[name]), now[key]) for key, name in own.items()}
-    model.load_state_dict(loaded, assign=meta)
-    if meta:  # assigning created a parameter for each name: tie them again
-        first: dict[int, nn.Parameter] = {}
-        for key, parameter in list(model.named_parameters(remove_duplicate=False)):
-            set_parameter(model, key, first.setdefault(id(expected[own[key]]), parameter))
-    return plan
+        return {key: file.get(name) for key, name in names.items()}
 
 
 def _check_buffers(folder: Path, model: nn.Module) -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..compression import BlockInt8, DDPHook, Method, PowerSGD, TopK
@@ -25,7 +24,7 @@ from ..compression.methods.changed import as_integers, decode, encode
 from ..compression.sharded import find_sharded_hook
 from ..distributed.ddp import AtLastBucket, find_ddp
 from ..distributed.workers import Workers
-from ..layers import unwrap
+from ..layers import local_part, unwrap
 from ..layers.base import autocast_dtype
 from ..layers.names import trainable_parameters
 from ..lowrank.factorize import low_rank_shapes
@@ -287,7 +286,7 @@ class _LimitedBreakdown(Breakdown):
     @torch.no_grad()
     def _bf16_weights(self) -> list[Tensor]:
         weights = (p for p in unwrap(self.model).parameters() if p.requires_grad and p.is_floating_point())
-        own = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
+        own = (local_part(p) for p in weights)
         return [p.to(torch.bfloat16, copy=True).view(torch.int16) for p in own]
 
     def _count_changes(self, steps: int) -> None:
